@@ -1,0 +1,298 @@
+"""Checkpoint directories: config.json, model.safetensors (in shards above 5 GB), the tokenizer's files.
+
+Read `read_config` and `load_model` for the way in, `Writer` for the way out. Only safetensors is ever written.
+Here too: `UserError`, the one-line error of every command, and `run_command`, which turns it into exit code 2.
+"""
+
+import argparse
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import Config, RopeScaling, Transformer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+
+
+class UserError(Exception):
+    """Something the user can put right: what came, what was expected, what to do, in one line."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, with its complaints as one line."""
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def run_command(main):
+    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
+    try:
+        code = main()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; UserError where the file is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_config(directory: Path) -> Config:
+    """The Config of a checkpoint directory; every field by its exact name."""
+    path = Path(directory) / "config.json"
+    fields = read_json(path)
+    if "n_layer" not in fields:
+        raise UserError(f"{path} is not of a fastpath checkpoint; make one with convert_hf_checkpoint.py")
+    quantization = fields.pop("quantization", None)
+    if quantization is not None:
+        raise UserError(f"{path}: quantization {quantization!r} is not known to this version")
+    try:
+        if fields.get("rope_scaling") is not None:
+            scaling = fields["rope_scaling"]
+            fields["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling.get("factors", ()))})
+        if fields.get("sliding_layers") is not None:
+            fields["sliding_layers"] = tuple(fields["sliding_layers"])
+        return Config(**fields)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def safetensors_header(path: Path) -> dict[str, dict]:
+    """name -> {dtype, shape, data_offsets} of a safetensors file; UserError, with the tensor, where it is cut short."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= size - 8 else None
+        if header is None:
+            raise ValueError("the header is cut short")
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            end = 8 + length + entry["data_offsets"][1]
+            if end > size:
+                raise UserError(f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {size:,}")
+        with safe_open(path, "pt"):  # the library's own checks: overlaps, holes, dtypes
+            return header
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file, in memory of its own.
+
+    The file is opened anew for each: the library maps it, and pages once touched stay with the process until the
+    mapping goes, so that reading through one handle would hold the whole file besides the copies.
+    """
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name).clone()
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """tensor name -> the safetensors file that holds it, by the index where there is one."""
+    index = directory / INDEX
+    if not index.exists():
+        path = directory / "model.safetensors"
+        return dict.fromkeys(safetensors_header(path), path)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} has no weight_map")
+    found = {}
+    for path in sorted({directory / str(name) for name in weight_map.values()}):
+        if not path.exists():
+            raise UserError(f"{path} is missing, though {INDEX} names it")
+        found |= dict.fromkeys(safetensors_header(path), path)
+    if missing := sorted(weight_map.keys() - found.keys()):
+        raise UserError(f"{directory} lacks tensor {missing[0]}, which {INDEX} names")
+    return {name: found[name] for name in weight_map}
+
+
+def empty_model(config: Config) -> Transformer:
+    """The model on the meta device: shapes and dtypes, no memory."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transformer:
+    """The checkpoint's model with its weights in dtype on device, without caches; one tensor in memory besides it."""
+    directory = Path(directory)
+    model = empty_model(read_config(directory))
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    files = weight_files(directory)
+    if missing := sorted(expected.keys() - files.keys()):
+        raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
+    if unknown := sorted(files.keys() - expected.keys()):
+        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
+    weights = {}
+    for name, path in files.items():
+        tensor = read_tensor(path, name)
+        if tensor.shape != expected[name]:
+            raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, config.json makes it {tuple(expected[name])}")
+        weights[name] = tensor.to(device=device, dtype=dtype)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def available_memory(device) -> int:
+    """Bytes that can still be allocated on a device, swap left out; on Linux a control group's limit counts too."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int):
+    """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device."""
+    weights = sum(tensor.numel() for tensor in empty_model(config).state_dict().values()) * dtype.itemsize
+    caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize
+    free = available_memory(device)
+    if weights + caches > free:
+        raise UserError(
+            f"the model needs {(weights + caches) / 1e9:.2f} GB on {device} ({weights / 1e9:.2f} weights, "
+            f"{caches / 1e9:.2f} KV cache), {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
+            "--max_seq_length"
+        )
+
+
+# ---------------------------------------------------------------- writing
+
+
+class Writer:
+    """Writes a checkpoint directory so that it is there whole or not at all: use it in a with statement.
+
+    Everything goes into a directory beside the target (`self.path`), which takes the target's name at the end of the
+    block; an exception, Ctrl-C or SIGTERM removes it. Tensors are held until a shard's worth, then written.
+    """
+
+    def __init__(self, target: Path, expected_bytes: int = 0):
+        self.target = Path(target)
+        self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
+        self.path = self.target.with_name(f".{self.target.name}.{os.getpid()}.tmp")
+        self.pending: dict[str, torch.Tensor] = {}
+        self.shards: list[list[str]] = []  # the tensor names of each shard written
+        self.total_bytes = 0
+
+    def __enter__(self):
+        if self.target.exists() and not is_replaceable(self.target):
+            raise UserError(f"{self.target} exists and is not a checkpoint directory; name another with --out")
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.target)
+            self.path.mkdir()
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
+        if free < self.expected_bytes:
+            self.path.rmdir()
+            need = f"{self.expected_bytes / 1e9:.2f} GB"
+            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, the checkpoint needs {need}")
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor):
+        """Take one tensor; writes a shard when 5 GB are together."""
+        held = sum(t.nbytes for t in self.pending.values())
+        if self.pending and held + tensor.nbytes > SHARD_BYTES:
+            self.flush()
+        self.pending[name] = tensor.contiguous()
+
+    def flush(self):
+        save_file(self.pending, self.path / f"shard-{len(self.shards) + 1}", metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.total_bytes += sum(t.nbytes for t in self.pending.values())
+        self.pending = {}
+
+    def add_json(self, name: str, value: dict):
+        (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def add_config(self, config: Config):
+        self.add_json("config.json", dataclasses.asdict(config) | {"quantization": None})
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self.finish()
+        except Exception as late:
+            kind, error = type(late), late
+        if kind is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or isinstance(error, SafetensorError):  # the library reports a full disk as an error of its own
+            raise UserError(f"cannot write {self.target}: {error}; nothing was left behind") from None
+        raise error
+
+    def finish(self):
+        self.flush()
+        names = [f"model-{i + 1:05}-of-{len(self.shards):05}.safetensors" for i in range(len(self.shards))]
+        if len(names) == 1:
+            names = ["model.safetensors"]
+        else:
+            weight_map = {tensor: name for name, shard in zip(names, self.shards) for tensor in shard}
+            self.add_json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+        for i, name in enumerate(names):
+            (self.path / f"shard-{i + 1}").rename(self.path / name)
+            shutil.copymode(self.path / "config.json", self.path / name)  # the library makes its files private
+        if self.target.exists():
+            shutil.rmtree(self.target)
+        self.path.rename(self.target)
+
+
+def is_replaceable(path: Path) -> bool:
+    """An empty directory, or a checkpoint directory of ours."""
+    if not path.is_dir():
+        return False
+    config = path / "config.json"
+    return not any(path.iterdir()) or (config.exists() and "n_layer" in read_json(config))
+
+
+def remove_abandoned(target: Path):
+    """Delete what earlier writers of this target left when they were killed outright."""
+    for path in target.parent.glob(f".{target.name}.*.tmp"):
+        process = path.name.split(".")[-2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
+            shutil.rmtree(path, ignore_errors=True)

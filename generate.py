@@ -1,0 +1,509 @@
+"""Generate text from a checkpoint: load, prefill, decode, print.
+
+Read from the bottom up: `main`, then what it calls: loading, prompts, the report, `generate` and its two steps.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, load_model, read_config, run_command
+from model import Config, Transformer
+from sampling import Sampling, sample
+from tokenizer import TextStream, Tokenizer
+
+PREFILL_TOKENS = 2048  # in one pass: enough to be bound by arithmetic, few enough to bound the memory of long prompts
+CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are found again
+
+
+# ---------------------------------------------------------------- the two steps
+
+
+def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    """Tokens (B,S) at positions (B,S) of cache rows (B,) -> logits (B,V) after each row's last token."""
+    return model(tokens, input_pos, rows)
+
+
+def decode(model, token: Tensor, input_pos: Tensor, rows: Tensor | None, settings: Sampling, seen: Tensor | None):
+    """One step for every row: its token (B,) at position (B,), -1 where the row has ended -> the next token (B,)."""
+    logits = model(token[:, None], input_pos[:, None], rows)
+    return sample(logits, settings, input_pos + 1, seen)
+
+
+@dataclass
+class Steps:
+    """The two steps, plain or compiled. With fixed shapes a row that has ended stays in the batch, as padding."""
+
+    prefill: Callable = prefill
+    decode: Callable = decode
+    fixed_shapes: bool = False
+
+
+def compiled_steps(decoding: bool, prefilling: bool) -> Steps:
+    return Steps(
+        torch.compile(prefill, dynamic=True, fullgraph=True) if prefilling else prefill,
+        torch.compile(decode, mode="reduce-overhead", fullgraph=True) if decoding else decode,
+        fixed_shapes=decoding,
+    )
+
+
+# ---------------------------------------------------------------- generation
+
+
+@dataclass
+class Timing:
+    """Seconds and counts, summed over generations. Prefill and decode are never mixed; kv_bytes are decode's."""
+
+    first_token_s: float | None = None  # of the first generation
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    kv_bytes: int = 0
+
+
+def generate(model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None):
+    """Continue prompts (lists of token ids), each in a cache row of its own; setup_caches has made that many.
+
+    settings: the Sampling of these rows. A row whose cache is full ends before max_new_tokens; the last token needs
+    no slot. on_token(row, id, last) hears of every token as it is decided. timing: a Timing to add to.
+    Returns of each row (new token ids, "stop" or "length"); the stop token, if there was one, is the last id.
+    """
+    steps, timing = steps or Steps(), timing or Timing()
+    device = model.norm.weight.device
+    slots = model.blocks[0].attention.k_cache.shape[2] - 8
+    limits = [min(max_new_tokens, slots - len(prompt) + 1) for prompt in prompts]
+    new: list[list[int]] = [[] for _ in prompts]
+
+    def take(rows: list[int], tokens: list[int]) -> list[int]:
+        """Note a new token for each of these rows; returns the rows that go on."""
+        going = []
+        for row, token in zip(rows, tokens):
+            new[row].append(token)
+            last = token in stop_ids or len(new[row]) == limits[row]
+            if on_token is not None:
+                on_token(row, token, last)
+            if not last:
+                going.append(row)
+        return going
+
+    start = time.perf_counter()
+    seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
+    position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
+    logits = prefill_prompts(model, prompts, steps.prefill)
+    token = sample(logits, settings, position, seen)  # (B,)
+    ids = token.tolist()
+    elapsed = time.perf_counter() - start
+    timing.first_token_s = elapsed if timing.first_token_s is None else timing.first_token_s
+    timing.prefill_s += elapsed
+    timing.prefill_tokens += sum(map(len, prompts))
+
+    batch, rows = list(range(len(prompts))), None  # the cache row of each batch row: a list, and the model's argument
+    live = take(batch, ids)
+    start = time.perf_counter()
+    while live:
+        if len(live) < len(batch):
+            keep = torch.tensor([batch.index(row) for row in live], device=device)
+            if steps.fixed_shapes:  # what has ended becomes padding
+                position = torch.full_like(position, -1).index_put((keep,), position[keep])
+            else:  # what has ended leaves
+                batch, rows = live, torch.tensor(live, device=device)
+                token, position, settings = token[keep], position[keep], settings.rows(keep)
+                seen = None if seen is None else seen[keep]
+        if seen is not None:
+            seen.scatter_(1, token[:, None], True)
+        token = steps.decode(model, token, position, rows, settings, seen).clone()  # a CUDA graph reuses its output
+        position = torch.where(position < 0, -1, position + 1)
+        ids = token.tolist()
+        timing.decode_steps += 1
+        timing.decode_tokens += len(live)
+        timing.kv_bytes += kv_bytes(model, [len(prompts[row]) + len(new[row]) for row in live])
+        live = take(live, [ids[batch.index(row)] for row in live])
+    timing.decode_s += time.perf_counter() - start
+    return [(ids, "stop" if ids[-1] in stop_ids else "length") for ids in new]
+
+
+def prefill_prompts(model: Transformer, prompts: list[list[int]], step: Callable) -> Tensor:
+    """Fill cache row i with prompt i, in passes of at most PREFILL_TOKENS; the logits (B,V) after each prompt.
+
+    A pass holds only the rows that still have tokens, so that a long prompt does not pad the short ones.
+    """
+    device = model.norm.weight.device
+    logits: dict[int, Tensor] = {}
+    done = 0  # tokens of each prompt that are in the cache by now
+    while active := [row for row, prompt in enumerate(prompts) if len(prompt) > done]:
+        width = min(max(1, PREFILL_TOKENS // len(active)), max(len(prompts[row]) for row in active) - done)
+        tokens = torch.zeros(len(active), width, dtype=torch.int64)
+        input_pos = torch.full((len(active), width), -1)
+        for i, row in enumerate(active):
+            part = prompts[row][done : done + width]
+            tokens[i, : len(part)] = torch.tensor(part)
+            input_pos[i, : len(part)] = torch.arange(done, done + len(part))
+        rows = None if len(active) == len(prompts) else torch.tensor(active, device=device)
+        out = step(model, tokens.to(device), input_pos.to(device), rows).clone()
+        done += width
+        logits |= {row: out[i] for i, row in enumerate(active) if len(prompts[row]) <= done}
+    return torch.stack([logits[row] for row in range(len(prompts))])
+
+
+def seen_tokens(prompts: list[list[int]], V: int, device) -> Tensor:
+    """(B,V) bool: the tokens of each prompt."""
+    seen = torch.zeros(len(prompts), V, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return seen.to(device)
+
+
+def cache_length(config: Config, needed: int, given: int | None) -> int:
+    """Cache positions a row: as given, or `needed` rounded up to one of a few lengths, within the model's context."""
+    if given is not None:
+        return given
+    return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), config.max_seq_length)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def weight_bytes(model: Transformer, rows: float) -> float:
+    """Bytes of weights that one decode step reads: everything, but of an embedding table that is not the head too
+    only one vector a row."""
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    table = model.embedding.weight
+    return total if model.output is None else total - table.nbytes + rows * table[0].nbytes
+
+
+def kv_bytes(model: Transformer, lengths: list[int]) -> int:
+    """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
+    config = model.config
+    windows = Counter(config.window(layer) for layer in range(config.n_layer))
+    looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
+    return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
+
+
+def read_bandwidth(model: Transformer) -> float:
+    """Bytes a second at which this machine reads the model's own weights when it does nothing but sum them."""
+    weights = [w.view(-1)[: w.numel() // 8 * 8].view(torch.int64) for w in model.state_dict().values()]
+    best = float("inf")
+    for _ in range(4):
+        synchronize(weights[0].device)
+        start = time.perf_counter()
+        for w in weights:
+            w.sum()
+        synchronize(weights[0].device)
+        best = min(best, time.perf_counter() - start)
+    return sum(w.nbytes for w in weights) / best
+
+
+def synchronize(device: torch.device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the whole process on CPU, of what torch allocated on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def compile_counts() -> tuple[int, int]:
+    """(graphs compiled, graph breaks) in this process so far."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
+    """The measured part of --json. Under the profiler no rate is given: it slows every operation."""
+    weight = model.norm.weight
+    found = {"peak_memory_bytes": peak_memory(weight.device)}  # first: measuring the bandwidth must not count
+    names = ("time_to_first_token_s", "prefill_tokens_per_s", "decode_tokens_per_s", "weight_bytes_per_token")
+    names += ("kv_bytes_per_token", "bandwidth_bytes_per_s", "read_bandwidth_bytes_per_s")
+    found |= dict.fromkeys(names)
+    tokens, steps = timing.decode_tokens, timing.decode_steps
+    if tokens:
+        found["weight_bytes_per_token"] = weight_bytes(model, tokens / steps) * steps / tokens
+        found["kv_bytes_per_token"] = timing.kv_bytes / tokens
+    if not profiled:
+        found["time_to_first_token_s"] = timing.first_token_s
+        found["prefill_tokens_per_s"] = timing.prefill_tokens / timing.prefill_s
+        found["read_bandwidth_bytes_per_s"] = read_bandwidth(model)
+    if tokens and not profiled:
+        found["decode_tokens_per_s"] = rate = tokens / timing.decode_s
+        found["bandwidth_bytes_per_s"] = (found["weight_bytes_per_token"] + found["kv_bytes_per_token"]) * rate
+    return found | {
+        "mean_accepted_tokens": None,  # of speculation
+        "device": str(weight.device),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+
+
+def print_report(result: dict, timing: Timing):
+    """The numbers of --json in four lines, on stderr."""
+    line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
+    if result["time_to_first_token_s"] is not None:
+        line += f", first token {result['time_to_first_token_s']:.3f} s"
+    print(line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})", file=sys.stderr)
+    if result["prefill_tokens_per_s"] is not None:
+        print(
+            f"prefill: {timing.prefill_tokens} tokens, {result['prefill_tokens_per_s']:.1f} tokens/s", file=sys.stderr
+        )
+    if result["decode_tokens_per_s"] is not None:
+        got, possible = result["bandwidth_bytes_per_s"], result["read_bandwidth_bytes_per_s"]
+        print(
+            f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
+            f"{result['weight_bytes_per_token'] / 1e6:.1f} MB of weights and {result['kv_bytes_per_token'] / 1e6:.1f} MB "
+            f"of KV cache a token, {got / 1e9:.1f} GB/s, {got / possible:.0%} of the {possible / 1e9:.1f} GB/s this machine reads",
+            file=sys.stderr,
+        )
+    line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB"
+    if result["recompiles"] is not None:
+        line += f"; after warm-up {result['recompiles']} recompiles, {result['graph_breaks']} graph breaks"
+    print(line, file=sys.stderr)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def number(kind, rule: str, allowed: Callable):
+    """An argparse type: a number within a rule."""
+
+    def parse(text):
+        value = kind(text)
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, not {text}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def token_ids(text: str) -> list[int]:
+    return [int(part) for part in text.replace(",", " ").split()]
+
+
+def parse_arguments(argv=None):
+    count = number(int, "at least 1", lambda n: n >= 1)
+    parser = ArgumentParser(description="Generate text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument_group("what to continue (each may be repeated; together they are one batch)").add_argument
+    add("--prompt", action="append", default=[], help="a text ('Hello, my name is' where nothing else is given)")
+    add("--prompt_file", action="append", type=Path, default=[], help="a file with a prompt on every line")
+    add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
+    add("--synthetic_prompt", action="append", type=count, default=[], metavar="N", help="N arbitrary tokens")
+    add("--batch_size", type=count, default=1, help="copies of every prompt")
+    add("--num_samples", type=count, default=1, help="how often the whole batch is continued, each with its own seeds")
+
+    add = parser.add_argument_group("how to continue it").add_argument
+    add("--max_new_tokens", type=count, default=200, help="at most this many a prompt")
+    add(
+        "--temperature",
+        type=number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf")),
+        default=0.8,
+        help="0 is greedy",
+    )
+    add(
+        "--top_k",
+        type=number(int, "at least 0", lambda k: k >= 0),
+        default=200,
+        help="draw from the k likeliest; 0 is all",
+    )
+    add(
+        "--top_p",
+        type=number(float, "above 0 and at most 1", lambda p: 0 < p <= 1),
+        default=1.0,
+        help="draw from the likeliest that make up p",
+    )
+    add(
+        "--min_p",
+        type=number(float, "at least 0 and below 1", lambda p: 0 <= p < 1),
+        default=0.0,
+        help="drop what is less likely than min_p times the likeliest",
+    )
+    add(
+        "--repetition_penalty",
+        type=number(float, "above 0 and finite", lambda p: 0 < p < float("inf")),
+        default=1.0,
+        help="divide logits of tokens seen before",
+    )
+    add(
+        "--seed",
+        type=number(int, "between -2^62 and 2^62", lambda n: abs(n) < 2**62),
+        default=1234,
+        help="of the first row; the next row has the next",
+    )
+    add("--ignore_eos", action="store_true", help="go on after an end token")
+
+    add = parser.add_argument_group("the model and the machine").add_argument
+    add(
+        "--checkpoint_path",
+        help="a checkpoint directory, a Hugging Face directory or hub id, or a .gguf file (SmolLM2-135M-Instruct)",
+    )
+    add("--device", help="cpu, cuda, cuda:1, mps ... (the fastest there is)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and cache")
+    add("--max_seq_length", type=count, help="positions of the cache (what is needed, rounded up)")
+    add("--compile", action="store_true", help="compile the decode step")
+    add("--compile_prefill", action="store_true", help="compile prefill")
+
+    add = parser.add_argument_group("what to print").add_argument
+    add("--json", action="store_true", help="one JSON object on stdout")
+    add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
+    return parser.parse_args(argv)
+
+
+def choose_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
+    """The token ids of every prompt of the command line, batch_size copies of each."""
+    texts = list(args.prompt)
+    for path in args.prompt_file:
+        try:
+            texts += [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt_file {path} cannot be read: {error}") from None
+    if not (texts or args.prompt_ids or args.synthetic_prompt):
+        if args.prompt_file:
+            raise UserError(f"--prompt_file {args.prompt_file[0]} has no line with a prompt")
+        texts = ["Hello, my name is"]
+    prompts = [tokenizer.encode(text) for text in texts] + args.prompt_ids
+    prompts += [[(7 + 31 * i) % config.vocab_size for i in range(n)] for n in args.synthetic_prompt]
+    for i, prompt in enumerate(prompts):
+        if not prompt and tokenizer.bos_id is None:
+            raise UserError("the prompt is empty and the model has no beginning token; give at least one token")
+        prompts[i] = prompt = prompt or [tokenizer.bos_id]
+        if outside := [token for token in prompt if not 0 <= token < config.vocab_size]:
+            raise UserError(
+                f"token id {outside[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
+            )
+    return [prompt for prompt in prompts for _ in range(args.batch_size)]
+
+
+def choose_cache_length(args, config: Config, prompts: list[list[int]]) -> int:
+    longest = max(map(len, prompts))
+    if args.max_seq_length is not None and args.max_seq_length > config.max_seq_length:
+        raise UserError(
+            f"--max_seq_length {args.max_seq_length} is more than the model's context of {config.max_seq_length}"
+        )
+    context = args.max_seq_length or config.max_seq_length
+    if longest > context:
+        raise UserError(f"the prompt has {longest} tokens, the context is {context}")
+    return cache_length(config, longest + args.max_new_tokens - 1, args.max_seq_length)
+
+
+def make_settings(args, sample_number: int, B: int, device: torch.device) -> Sampling:
+    seeds = [args.seed + sample_number * B + row for row in range(B)]
+    filters = (args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+    return Sampling.make(B, seeds, *filters, device=device)
+
+
+def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) -> float:
+    """Compile by running what will be run, shortly; returns the seconds it took, which no rate includes."""
+    if not (args.compile or args.compile_prefill):
+        return 0.0
+    print(
+        "compiling (a minute or more the first time; torch keeps the result on disk) ...", file=sys.stderr, flush=True
+    )
+    start = time.perf_counter()
+    settings = make_settings(args, 0, len(prompts), model.norm.weight.device)
+    generate(model, prompts, settings, min(args.max_new_tokens, 4), steps=steps)
+    return time.perf_counter() - start
+
+
+def run_samples(args, model, tokenizer, prompts, steps, timing) -> list[dict]:
+    """Generate and print; the samples of --json."""
+    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+    streaming = len(prompts) == 1 and not args.json  # one row can be shown as it comes
+    samples = []
+    for n in range(args.num_samples):
+        streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+        texts = [""] * len(prompts)
+
+        def show(row, token, last):
+            piece = streams[row].add(token, last)
+            texts[row] += piece
+            if streaming:
+                print(piece, end="", flush=True)
+
+        if streaming:
+            print(tokenizer.decode(prompts[0]), end="", flush=True)
+        settings = make_settings(args, n, len(prompts), model.norm.weight.device)
+        results = generate(model, prompts, settings, args.max_new_tokens, stop_ids, steps, timing, show)
+        for prompt, text, (ids, reason) in zip(prompts, texts, results):
+            samples.append({"prompt_tokens": len(prompt), "token_ids": ids, "text": text, "finish_reason": reason})
+            if not args.json:
+                print("" if streaming else tokenizer.decode(prompt) + text + "\n", flush=True)
+    return samples
+
+
+def main():
+    args = parse_arguments()
+    device, dtype = choose_device(args.device), DTYPES[args.dtype]
+    from convert_hf_checkpoint import ensure_checkpoint
+
+    directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
+    config, tokenizer = read_config(directory), Tokenizer(directory)
+    prompts = read_prompts(args, tokenizer, config)
+    length = choose_cache_length(args, config, prompts)
+    check_memory(config, device, dtype, len(prompts) * (length + 8))
+
+    start = time.perf_counter()
+    model = load_model(directory, device, dtype)
+    model.setup_caches(len(prompts), length)
+    load_s = time.perf_counter() - start
+    steps = compiled_steps(args.compile, args.compile_prefill)
+    compile_s = warm_up(args, model, prompts, steps)
+
+    compiled = args.compile or args.compile_prefill
+    before = compile_counts() if compiled else (0, 0)
+    timing = Timing()
+    profiler = torch.profiler.profile() if args.profile else nullcontext()
+    with profiler:
+        samples = run_samples(args, model, tokenizer, prompts, steps, timing)
+    after = compile_counts() if compiled else (0, 0)
+    if args.profile:
+        export_trace(profiler, args.profile)
+    result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
+    result |= measurements(model, timing, bool(args.profile))
+    result |= (
+        {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
+        if compiled
+        else {"recompiles": None, "graph_breaks": None}
+    )
+    print_report(result, timing)
+    if args.json:
+        print(json.dumps(result))
+
+
+def export_trace(profiler, path: Path):
+    try:
+        profiler.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--profile {path} cannot be written: {error}") from None
+    print(f"trace written to {path}: load it in ui.perfetto.dev", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,113 @@
+"""The operations worth writing by hand: each a plain torch reference, which is its specification.
+
+So far one: `attention`. Knows nothing of models, weights or files.
+Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width.
+
+Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
+"""
+
+import os
+import signal
+import time
+
+import torch
+import torch.nn.functional as F
+
+# ---------------------------------------------------------------- attention
+
+
+def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+    """Causal attention of new tokens over a static KV cache, at any place in any row.
+
+    q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is a multiple of K.
+    input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
+    rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
+    slopes: (H,) float32, ALiBi (arXiv:2108.12409); the score of slot t gains slope * (t - position).
+    window: int, a token sees only the last `window` positions, its own included.
+
+    Returns (B,S,H,E) in q's dtype; padding gives zeros. Slots that no token of the row sees may hold anything, NaN too.
+    Eager on CPU reads only the slots up to the furthest position; a compiled graph has fixed shapes and reads all T.
+    """
+    B, S, H, E = q.shape
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        live = int(input_pos.max()) + 1
+        k_cache, v_cache = k_cache[:, :, :live], v_cache[:, :, :live]
+    k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
+
+    slot = torch.arange(k.shape[2], device=q.device)
+    distance = input_pos[:, :, None] - slot  # (B,S,T), how far back the slot lies
+    visible = (distance >= 0) & (input_pos[:, :, None] >= 0)
+    if window is not None:
+        visible &= distance < window
+    # A slot with weight zero still reaches the output if it holds NaN (0 * NaN), so V is zeroed where nobody looks.
+    # One row that sees everything up to `live` has no such slot.
+    seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
+    v = torch.where(seen, v, 0)
+
+    if S > 16 and slopes is None:  # torch's own FlashAttention, which never builds the scores: twice as fast at S = 512
+        k = torch.where(seen, k, 0)  # it adds the mask to the scores, and NaN - inf is NaN
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True)
+        return torch.where((input_pos >= 0)[:, :, None, None], out.transpose(1, 2), 0)  # (B,S,H,E)
+    return _attention_reference(q, k, v, distance, visible, slopes)
+
+
+def _attention_reference(q, k, v, distance, visible, slopes):
+    """Softmax(q k^T / sqrt(E) + ALiBi) v over the visible slots, in the open; scores in float32.
+
+    q (B,S,H,E); k, v (B,K,T,E); distance, visible (B,S,T). The H/K query heads of a group share K and V unrepeated.
+    """
+    B, S, H, E = q.shape
+    K, T = k.shape[1], k.shape[2]
+    q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4)  # (B,K,H/K,S,E)
+    scores = q.reshape(B, K, -1, E) @ k.transpose(2, 3)  # (B,K,H/K*S,T)
+    scores = scores.view(B, K, H // K, S, T).float() * E**-0.5
+    if slopes is not None:
+        scores = scores - slopes.view(K, H // K, 1, 1) * distance[:, None, None]
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    weights = weights.masked_fill(~visible.any(2)[:, None, None, :, None], 0)  # nothing to see: 0/0 becomes 0
+    out = weights.to(v.dtype).view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
+    return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)
+
+
+# ---------------------------------------------------------------- the AMX guard
+
+
+def survives(work, timeout_s=20.0):
+    """Run work() in a forked child; True if the child ends by itself, False if a signal or the timeout ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)  # no atexit, no flush of the parent's buffers
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.WIFEXITED(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _small_bf16_matmul():
+    torch.set_num_threads(1)  # a forked child must not touch the parent's thread pool
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    torch.mm(a, a)
+
+
+def guard_amx():
+    """Keep oneDNN off AMX where the processor advertises it and then dies of it (SIGILL), as some virtual machines do.
+
+    torch.cpu._init_amx() says yes there all the same, so only a trial tells, and it must come before oneDNN reads the
+    environment at its first matmul. A machine without AMX, or a user who set the limit, is left alone.
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
+        return
+    if torch.cpu._is_amx_tile_supported() and not survives(_small_bf16_matmul):
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+
+
+guard_amx()

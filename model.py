@@ -1,0 +1,246 @@
+"""A decoder-only transformer, whole, in one file.
+
+Read down: Config, Transformer, Block, Attention, MLP, positions. Knows nothing of text, sampling, files or devices.
+
+Shapes, here and in every file:
+  B batch rows   S new tokens in this call   T cache slots   D model width   V vocabulary
+  H query heads  K key/value heads           E head width    F hidden width
+
+Sources: Llama (arXiv:2302.13971), RoPE (arXiv:2104.09864), grouped-query attention (arXiv:2305.13245),
+sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qwen3, arXiv:2505.09388).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import attention
+
+# ---------------------------------------------------------------- Config
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies are stretched beyond the context a model was trained on. Unused fields keep their default.
+
+    kind: "linear" (all by factor), "llama3" (low frequencies only), "yarn" (a ramp between), "factors" (one each).
+    """
+
+    kind: str
+    factor: float = 1.0
+    original_max_seq_length: int = 0  # llama3, yarn: the context before stretching
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ramp's ends are whole dimensions
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors: E/2 divisors
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that tells one model of these families from another."""
+
+    n_layer: int
+    n_head: int  # H
+    n_kv_head: int  # K; K = H is multi-head, K = 1 multi-query, between them grouped-query attention
+    head_dim: int  # E; not always D / H
+    dim: int  # D
+    hidden_dim: int  # F
+    vocab_size: int  # V
+    max_seq_length: int  # the longest context the model is good for
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False  # the output head is the embedding table
+    qkv_bias: bool = False  # Qwen2
+    out_bias: bool = False  # on the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
+    sliding_window: int | None = None  # Mistral: a token sees this many positions, its own included
+    sliding_layers: tuple[int, ...] | None = None  # the layers that slide; None is all of them
+
+    def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer, None where it sees everything."""
+        slides = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if slides else None
+
+
+# ---------------------------------------------------------------- Transformer
+
+
+class Transformer(nn.Module):
+    """Tokens at positions in, logits out. Build it on the meta device, fill it by assignment, then set up the caches.
+
+    Rows are independent: each token carries its position in its own row, so rows may be at different places
+    (ragged prompts, speculation, continuous batching). Padding has position -1 and stands on the right.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.requires_grad_(False)
+
+    def setup_caches(self, max_batch_size: int, max_seq_length: int):
+        """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
+
+        T is max_seq_length + 8: slot -1 is scratch, where padding (position -1) lands and which no token ever sees;
+        the other seven keep T even for vector code. Bytes: 2 n_layer B K T E times the width of the dtype.
+        """
+        weight = self.norm.weight  # never quantized, so its dtype is that of the activations
+        shape = (max_batch_size, self.config.n_kv_head, max_seq_length + 8, self.config.head_dim)  # (R,K,T,E)
+        for block in self.blocks:
+            for name in ("k_cache", "v_cache"):
+                block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
+        # Not in __init__: there it would be a meta tensor, which no checkpoint fills.
+        self.register_buffer("rope_freqs", rope_frequencies(self.config).to(weight.device), persistent=False)
+
+    def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
+        """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
+
+        Within a row positions are contiguous and padding (-1) is on the right. Returns the logits of each row's last
+        real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding mean nothing.
+        """
+        x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
+        if not all_logits:  # a long prompt never builds an (S,V) tensor
+            last = input_pos.argmax(1)  # padding is -1
+            x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
+        return self.head(x)
+
+    def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
+        """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
+        rope = rope_table(self.rope_freqs, self.config.rope_scaling, input_pos)
+        x = self.embedding(tokens)  # (B,S,D)
+        for block in self.blocks:
+            x = block(x, rope, input_pos, rows)
+        return self.norm(x)
+
+    def head(self, x: Tensor):
+        """(...,D) to logits (...,V)."""
+        return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], input_pos: Tensor, rows: Tensor | None):
+        x = x + self.attention(self.attention_norm(x), rope, input_pos, rows)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions over the layer's own rows of the KV cache."""
+
+    k_cache: Tensor  # (R,K,T,E), by Transformer.setup_caches
+    v_cache: Tensor
+
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.config = config
+        self.window = config.window(layer)
+        H, K, E = config.n_head, config.n_kv_head, config.head_dim
+        self.qkv = nn.Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # rows q, then k, then v
+        self.out = nn.Linear(H * E, config.dim, bias=config.out_bias)
+        self.q_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], input_pos: Tensor, rows: Tensor | None):
+        B, S, _ = x.shape
+        H, K, E = self.config.n_head, self.config.n_kv_head, self.config.head_dim
+        qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
+        if self.q_norm is not None:
+            qk = torch.cat([self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])], dim=2)
+        q, k = rotate(qk, rope).split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
+
+        where = torch.arange(B, device=x.device) if rows is None else rows
+        where = (where[:, None], slice(None), input_pos)  # position -1 is the last slot, the scratch one
+        self.k_cache[where] = k
+        self.v_cache[where] = v
+        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, window=self.window)  # (B,S,H,E)
+        return self.out(y.reshape(B, S, H * E))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.hidden_dim, bias=config.mlp_bias)  # rows gate, then up
+        self.down = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
+        return self.down(F.silu(gate) * up)
+
+
+# ---------------------------------------------------------------- positions
+
+
+def rope_frequencies(config: Config) -> Tensor:
+    """RoPE's E/2 angular frequencies in float32, radians a position, stretched as config.rope_scaling says."""
+    E, base, scaling = config.head_dim, config.rope_base, config.rope_scaling
+    freqs = 1.0 / base ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
+    if scaling is None:
+        return freqs
+    if scaling.kind == "linear":
+        return freqs / scaling.factor
+    if scaling.kind == "factors":
+        return freqs / torch.tensor(scaling.factors)
+    context = scaling.original_max_seq_length
+    if scaling.kind == "llama3":
+        # Wavelengths the old context holds high_freq_factor times stay; those it does not hold are stretched.
+        turns = context * freqs / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    elif scaling.kind == "yarn":
+
+        def dimension(turns):  # the pair that turns this often in the old context
+            return E * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, E - 1)
+        high += 0.001 * (low == high)
+        keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
+    else:
+        raise ValueError(f"unknown RoPE scaling {scaling.kind!r}; known: linear, llama3, yarn, factors")
+    keep = keep.clamp(0, 1)
+    return freqs * keep + freqs / scaling.factor * (1 - keep)
+
+
+def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
+    angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.attention_factor != 1.0:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`; in float32, returned in x's dtype."""
+    cos, sin = rope
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -1,0 +1,116 @@
+"""What the tests share: tiny random checkpoints written by transformers (the oracle), and the default model.
+
+Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension fails.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import transformers  # noqa: E402
+
+from checkpoint import load_model  # noqa: E402
+from convert_hf_checkpoint import convert, hf_source  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 131
+
+LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
+QWEN2, QWEN3 = transformers.Qwen2Config, transformers.Qwen3Config
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
+YARN_SET = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
+YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+
+# Every family two times or more; heads MHA, GQA and MQA; tied and untied; every RoPE scaling.
+# name: (config class, hidden, heads, K/V heads, hidden of the MLP, layers, tied, the rest)
+TINY = {
+    "llama-mha": (LLAMA, 60, 6, 6, 84, 2, False, {}),
+    "llama-gqa-biased": (LLAMA, 36, 6, 3, 92, 3, True, {"head_dim": 14, "attention_bias": True, "mlp_bias": True}),
+    "llama-mqa-linear": (LLAMA, 40, 5, 1, 52, 2, False, {"rope_parameters": LINEAR, "max_position_embeddings": 80}),
+    "llama-llama3": (LLAMA, 48, 4, 2, 76, 3, True, {"rope_parameters": LLAMA3}),
+    "llama-yarn": (LLAMA, 66, 3, 1, 58, 2, False, {"rope_parameters": YARN, "max_position_embeddings": 48}),
+    "llama-yarn-mscale": (LLAMA, 30, 3, 3, 68, 2, False, {"rope_parameters": YARN_MSCALE}),
+    "mistral-window": (MISTRAL, 44, 2, 1, 74, 3, False, {"sliding_window": 7}),
+    "mistral-gqa": (MISTRAL, 50, 6, 2, 86, 2, True, {"sliding_window": None, "head_dim": 22}),
+    "qwen2-gqa": (QWEN2, 56, 4, 2, 46, 3, True, {}),
+    "qwen2-sliding": (
+        QWEN2, 42, 3, 1, 94, 4, False, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
+    ),
+    "qwen2-yarn": (QWEN2, 64, 8, 2, 98, 2, False, {"rope_parameters": YARN_SET}),
+    "qwen3-gqa": (QWEN3, 52, 6, 2, 38, 3, False, {"head_dim": 18}),
+    "qwen3-mqa-biased": (QWEN3, 46, 5, 1, 62, 2, True, {"head_dim": 26, "attention_bias": True}),
+}  # fmt: skip
+
+
+def tiny_config(name: str):
+    kind, D, H, K, F, layers, tied, rest = TINY[name]
+    sizes = {"hidden_size": D, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F}
+    rest = {"max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": 1} | rest
+    return kind(vocab_size=VOCABULARY, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes, **rest)
+
+
+def save_tiny(name: str, directory: Path, **save):
+    """Write a tiny random model with transformers; returns it. Every weight is random, norms and biases too."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.normal_(0, 0.3 if weight.dim() == 1 else 1.2 * weight.shape[-1] ** -0.5)
+            if "norm" in key:
+                weight += 1
+    model.save_pretrained(directory, **save)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """name -> (transformers' model, the directory it was saved in, the checkpoint directory made of it, in float32)."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            oracle = save_tiny(name, folder / "hf")
+            made[name] = oracle, folder / "hf", convert(hf_source(folder / "hf"), folder / "ours", torch.float32)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny):
+    """name -> our model in float32, with caches of 5 rows and 256 positions."""
+
+    def get(name, rows=5, length=256):
+        model = load_model(tiny(name)[2], dtype=torch.float32)
+        model.setup_caches(rows, length)
+        return model
+
+    return get
+
+
+def random_prompts(lengths, V=VOCABULARY, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+def hf_greedy(oracle, prompt, n):
+    """n greedy tokens of transformers' generate."""
+    oracle.generation_config.eos_token_id = None
+    out = oracle.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def python():
+    """The command line of this interpreter, for running the programs as a user does."""
+    return [sys.executable]

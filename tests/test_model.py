@@ -1,0 +1,196 @@
+"""The model against transformers, and against itself: cached, chunked, batched, through `rows`, full, compiled."""
+
+import pytest
+import torch
+from conftest import TINY, hf_greedy, random_prompts
+
+from generate import Steps, compiled_steps, generate
+from model import Config, RopeScaling, Transformer
+from sampling import Sampling
+
+LOGITS = 1e-4  # float32 sums in another order; the models are a few layers deep and logits are of order 1
+SAME = 2e-5  # the same weights and the same arithmetic, but other shapes of the same matrix products
+
+
+def greedy(model, prompts, n, steps=None):
+    return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n, steps=steps)]
+
+
+def positions(B, S, start=0):
+    return torch.arange(start, start + S).expand(B, S)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_equals_transformers(tiny, tiny_model, name):
+    """64 greedy tokens after 8 ragged prompts in one batch, and every logit of the longest sequence."""
+    oracle = tiny(name)[0]
+    model = tiny_model(name, rows=8, length=192)
+    prompts = random_prompts((1, 2, 5, 16, 17, 40, 77, 126))
+    expected = [hf_greedy(oracle, prompt, 64) for prompt in prompts]
+    assert greedy(model, prompts, 64) == expected
+    assert len({tuple(ids) for ids in expected}) == 8, "the oracle should say something different to each prompt"
+
+    sequence = torch.tensor([prompts[-1] + expected[-1]])
+    with torch.no_grad():
+        difference = oracle(sequence).logits - model(sequence, positions(1, sequence.shape[1]), all_logits=True)
+    assert difference.abs().max() < LOGITS
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa"])
+def test_chunked_and_cached_equal_whole(tiny_model, name):
+    model = tiny_model(name)
+    tokens = torch.tensor(random_prompts((45, 45, 45)))
+    whole = model(tokens, positions(3, 45), all_logits=True)
+    for cuts in ((0, 45), (0, 1, 2, 19, 45), tuple(range(46))):
+        model.setup_caches(3, 256)
+        parts = [model(tokens[:, a:b], positions(3, b - a, a), all_logits=True) for a, b in zip(cuts, cuts[1:])]
+        assert (torch.cat(parts, 1) - whole).abs().max() < SAME
+    assert (parts[-1][:, 0] - whole[:, -1]).abs().max() < SAME
+    last = model(tokens, positions(3, 45))  # the default: only the last token's logits
+    assert (last - whole[:, -1]).abs().max() < SAME
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama-llama3", "mistral-window", "qwen2-sliding", "qwen3-mqa-biased"])
+def test_ragged_rows_equal_rows_alone(tiny_model, name):
+    prompts = random_prompts((3, 29, 1, 64, 17))
+    alone = [greedy(tiny_model(name, rows=1), [prompt], 33)[0] for prompt in prompts]
+    assert greedy(tiny_model(name), prompts, 33) == alone
+
+
+@pytest.mark.quick
+def test_rows_fill_one_slot(tiny_model):
+    """A slot prefilled through `rows`, beside slots in use, holds what it holds when filled alone; the others keep."""
+    name = "llama-gqa-biased"
+    model, other = tiny_model(name), tiny_model(name)
+    tokens = torch.tensor(random_prompts((23,) * 5))
+    model(tokens, positions(5, 23))
+    before = [block.attention.k_cache.clone() for block in model.blocks]
+    new = torch.tensor(random_prompts((31, 31), seed=1))
+    rows = torch.tensor([3, 1])
+    logits = model(new, positions(2, 31), rows)
+    expected = other(new, positions(2, 31))
+    assert (logits - expected).abs().max() < SAME
+    for block, twin, old in zip(model.blocks, other.blocks, before):
+        mine, theirs = block.attention, twin.attention
+        for cache, twin_cache in ((mine.k_cache, theirs.k_cache), (mine.v_cache, theirs.v_cache)):
+            assert (cache[rows, :, :31] - twin_cache[:2, :, :31]).abs().max() < SAME
+        assert torch.equal(mine.k_cache[[0, 2, 4]], old[[0, 2, 4]])
+
+
+@pytest.mark.quick
+def test_nobody_sees_unseen_slots(tiny_model):
+    """NaN in every slot that no token may see: beyond each row's tokens, before a window, in rows not in the batch."""
+    for name in ("llama-mqa-linear", "mistral-window"):
+        clean, poisoned = tiny_model(name), tiny_model(name)
+        for block in poisoned.blocks:
+            block.attention.k_cache.fill_(float("nan"))
+            block.attention.v_cache.fill_(float("nan"))
+        prompts = random_prompts((3, 41, 18))
+        assert greedy(poisoned, prompts, 20) == greedy(clean, prompts, 20)
+        window = poisoned.config.sliding_window
+        if window is not None:
+            for block in poisoned.blocks:
+                block.attention.k_cache[0, :, : 60 - window + 1] = float("nan")
+                block.attention.v_cache[0, :, : 60 - window + 1] = float("nan")
+                for t in (block.attention.k_cache, block.attention.v_cache):
+                    t[0, :, 60 - window + 1 : 60] = 0.5
+            token, at = torch.tensor([[5]]), torch.tensor([[60]])
+            assert poisoned(token, at).isfinite().all()
+
+
+@pytest.mark.quick
+def test_exactly_full_context(tiny, tiny_model):
+    """A cache of exactly the tokens there are: the last token decided needs no slot; one more is not asked for."""
+    oracle = tiny("llama-mha")[0]
+    prompts = random_prompts((13, 21))
+    model = tiny_model("llama-mha", rows=2, length=21)
+    assert greedy(model, prompts, 64) == [hf_greedy(oracle, prompts[0], 9), hf_greedy(oracle, prompts[1], 1)]
+
+
+@pytest.mark.quick
+def test_padding_is_harmless(tiny_model):
+    """Rows of padding only, and padding on the right, change nothing for anybody."""
+    model = tiny_model("qwen2-gqa")
+    tokens = torch.tensor(random_prompts((9, 9, 9)))
+    at = positions(3, 9).clone()
+    at[1, 4:] = -1
+    at[2] = -1
+    logits = model(tokens, at)
+    alone = tiny_model("qwen2-gqa")
+    assert (logits[:1] - alone(tokens[:1], positions(1, 9))).abs().max() < SAME
+    assert (logits[1:2] - alone(tokens[1:2, :4], positions(1, 4))).abs().max() < SAME
+    assert logits.isfinite().all()
+
+
+def test_compiled_equals_eager(tiny_model):
+    """Tokens of both compiled steps, over ragged prompts on both sides of every branch; no recompile once warm."""
+    torch._dynamo.reset()
+    steps = compiled_steps(decoding=True, prefilling=True)
+    model = tiny_model("mistral-window")
+    prompts = random_prompts((3, 40, 18, 1, 25))
+    eager = greedy(model, prompts, 40)
+    greedy(model, prompts, 3, steps)
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert count > 0
+    assert greedy(model, prompts, 40, steps) == eager
+    assert greedy(model, random_prompts((33, 4, 21, 19, 1), seed=2), 40, steps) == greedy(
+        model, random_prompts((33, 4, 21, 19, 1), seed=2), 40
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.quick
+def test_finished_rows_leave(tiny_model):
+    """Eager, the batch shrinks as rows end; the others' tokens do not change."""
+    model = tiny_model("llama-mha")
+    prompts = random_prompts((5, 6, 7))
+    whole = greedy(model, prompts, 30)
+    stop = whole[1][3]
+    widths = []
+
+    def watch(model, token, *rest):
+        widths.append(len(token))
+        from generate import decode
+
+        return decode(model, token, *rest)
+
+    results = generate(model, prompts, Sampling.make(3, temperature=0.0), 30, (stop,), Steps(decode=watch))
+    for (ids, reason), expected in zip(results, whole):
+        end = expected.index(stop) + 1 if stop in expected else 30
+        assert ids == expected[:end]
+        assert reason == ("stop" if stop in expected else "length")
+    assert widths == [sum(len(ids) > i for ids, _ in results) for i in range(1, max(len(ids) for ids, _ in results))]
+
+
+@pytest.mark.quick
+def test_long_prompts_are_prefilled_in_passes(tiny_model, monkeypatch):
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 24)
+    prompts = random_prompts((3, 100, 55, 24, 8))
+    in_passes = greedy(tiny_model("qwen2-sliding"), prompts, 9)
+    monkeypatch.undo()
+    assert in_passes == greedy(tiny_model("qwen2-sliding"), prompts, 9)
+
+
+@pytest.mark.quick
+def test_long_prompt_builds_no_logits_it_does_not_need():
+    config = Config(1, 2, 1, 4, 6, 10, 50_001, 4096)
+    model = Transformer(config)
+    model.setup_caches(1, 64)
+    shapes = []
+    hook = model.output.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
+    model(torch.zeros(1, 33, dtype=torch.int64), positions(1, 33))
+    hook.remove()
+    assert shapes == [(1, 50_001)]
+
+
+@pytest.mark.quick
+def test_config_refuses_impossible_sizes():
+    good = dict(n_layer=1, n_head=4, n_kv_head=2, head_dim=8, dim=12, hidden_dim=20, vocab_size=9, max_seq_length=7)
+    for field, value in {"n_kv_head": 3, "head_dim": 7, "dim": 0, "n_layer": "2", "vocab_size": -1}.items():
+        with pytest.raises(ValueError, match=field):
+            Config(**good | {field: value})
+    with pytest.raises(ValueError, match="unknown RoPE scaling 'dynamic'"):
+        Transformer(Config(**good, rope_scaling=RopeScaling("dynamic"))).setup_caches(1, 8)

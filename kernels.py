@@ -30,7 +30,7 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     """
     B, S, H, E = q.shape
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        live = int(input_pos.max()) + 1
+        live = max(int(input_pos.max()), 0) + 1
         k_cache, v_cache = k_cache[:, :, :live], v_cache[:, :, :live]
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
 
@@ -77,6 +77,7 @@ def survives(work, timeout_s=20.0):
     """Run work() in a forked child; True if the child ends by itself, False if a signal or the timeout ended it."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGILL, signal.SIG_DFL)  # die quietly, whatever handler the parent has
         try:
             work()
         finally:

@@ -5,7 +5,7 @@ Read down: Sampling (the settings of a batch), sample, candidates, the filters, 
 A row's draw depends on its logits, settings, seed and position and on nothing else: not on its neighbours, nor on
 whether the code is compiled. So there is no generator with hidden state (which would not trace either): the noise is a
 hash of (seed, position, stream, token id), and wherever a sum decides what is kept, it is a sum of integers, which is
-the same in any order. And never a full sort, the slowest way: top-k takes the k largest, top-p searches a threshold.
+the same in any order. And never a full sort, the slowest way: top-k takes the k largest, top-p alone looks for its threshold.
 """
 
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ def candidates(logits: Tensor, settings: Sampling, seen: Tensor | None) -> tuple
             x, rank = x.gather(1, ids), best
         x = x.masked_fill(rank < last, float("-inf"))
     if settings.top_p is not None:
-        x = x.masked_fill(~in_top_p(x, settings.top_p[:, None]), float("-inf"))
+        x = x.masked_fill(~in_top_p(x, settings.top_p[:, None], settings.every_k), float("-inf"))
     if settings.min_p is not None:
         x = x.masked_fill(x.exp() < settings.min_p[:, None], float("-inf"))  # the likeliest has x = 0
     return torch.softmax(x, dim=1), ids
@@ -125,24 +125,29 @@ def penalized(logits: Tensor, settings: Sampling, seen: Tensor | None) -> Tensor
     return torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
 
 
-def in_top_p(x: Tensor, top_p: Tensor) -> Tensor:
+def in_top_p(x: Tensor, top_p: Tensor, falling: bool = False) -> Tensor:
     """Which entries of x (B,C), unnormalized log-probabilities with maximum 0, are in the nucleus; (B,C) bool.
 
-    The nucleus (arXiv:1904.09751) is the shortest run of the likeliest tokens whose probability reaches top_p (B,1).
-    The lowest logit in it is found bit by bit, 32 reads of x in place of a sort.
+    The nucleus (arXiv:1904.09751) is the shortest run of the likeliest tokens whose probability reaches top_p (B,1);
+    of equals the first come first. `falling` says that x is sorted; else the lowest logit in the nucleus is found by
+    its bits, 8 at a time, in a histogram of probability over them.
     """
     mass = (x.exp() * 2.0**40).long()  # fixed point: these sums are exact
     target = (mass.sum(1, keepdim=True).float() * top_p).long().clamp(min=1)  # (B,1)
-    order = ordered(x)
-    lowest = torch.full_like(target, -(2**31))
-    for bit in range(31, -1, -1):
-        higher = lowest + 2**bit
-        reached = (mass * (order >= higher)).sum(1, keepdim=True) >= target
-        lowest = torch.where(reached, higher, lowest)
-    above = (mass * (order > lowest)).sum(1, keepdim=True)
-    ties = mass * (order == lowest)
-    before = above + ties.cumsum(1) - ties  # what comes before each of the equals at the edge
-    return (order > lowest) | ((order == lowest) & (before < target))
+    if falling:
+        return mass.cumsum(1) - mass < target
+    order = ordered(x) + 2**31  # 32 bits
+    inside, above = torch.ones_like(x, dtype=torch.bool), torch.zeros_like(target)
+    for bits in (24, 16, 8, 0):
+        bucket = (order >> bits) & 0xFF
+        histogram = mass.new_zeros(len(x), 256).scatter_add(1, bucket, mass * inside)
+        higher = above + histogram.flip(1).cumsum(1).flip(1) - histogram  # (B,256), the mass above each bucket
+        edge = 256 - (higher < target).sum(1, keepdim=True)  # the bucket in which target is reached
+        above = higher.gather(1, edge)
+        inside = inside & (bucket == edge)
+    lowest = order.masked_fill(~inside, -1).amax(1, keepdim=True)  # all that is inside is equal by now
+    ties = mass * inside
+    return (order > lowest) | (inside & (above + ties.cumsum(1) - ties < target))
 
 
 def ordered(x: Tensor) -> Tensor:

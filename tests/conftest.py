@@ -71,6 +71,12 @@ def save_tiny(name: str, directory: Path, **save):
     return model
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("full")):
+            item.add_marker(pytest.mark.quick)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """name -> (transformers' model, the directory it was saved in, the checkpoint directory made of it, in float32)."""

@@ -36,7 +36,6 @@ def test_equals_transformers(tiny, tiny_model, name):
     assert difference.abs().max() < LOGITS
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa"])
 def test_chunked_and_cached_equal_whole(tiny_model, name):
     model = tiny_model(name)
@@ -51,7 +50,6 @@ def test_chunked_and_cached_equal_whole(tiny_model, name):
     assert (last - whole[:, -1]).abs().max() < SAME
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-llama3", "mistral-window", "qwen2-sliding", "qwen3-mqa-biased"])
 def test_ragged_rows_equal_rows_alone(tiny_model, name):
     prompts = random_prompts((3, 29, 1, 64, 17))
@@ -59,7 +57,6 @@ def test_ragged_rows_equal_rows_alone(tiny_model, name):
     assert greedy(tiny_model(name), prompts, 33) == alone
 
 
-@pytest.mark.quick
 def test_rows_fill_one_slot(tiny_model):
     """A slot prefilled through `rows`, beside slots in use, holds what it holds when filled alone; the others keep."""
     name = "llama-gqa-biased"
@@ -79,7 +76,6 @@ def test_rows_fill_one_slot(tiny_model):
         assert torch.equal(mine.k_cache[[0, 2, 4]], old[[0, 2, 4]])
 
 
-@pytest.mark.quick
 def test_nobody_sees_unseen_slots(tiny_model):
     """NaN in every slot that no token may see: beyond each row's tokens, before a window, in rows not in the batch."""
     for name in ("llama-mqa-linear", "mistral-window"):
@@ -100,7 +96,6 @@ def test_nobody_sees_unseen_slots(tiny_model):
             assert poisoned(token, at).isfinite().all()
 
 
-@pytest.mark.quick
 def test_exactly_full_context(tiny, tiny_model):
     """A cache of exactly the tokens there are: the last token decided needs no slot; one more is not asked for."""
     oracle = tiny("llama-mha")[0]
@@ -109,7 +104,6 @@ def test_exactly_full_context(tiny, tiny_model):
     assert greedy(model, prompts, 64) == [hf_greedy(oracle, prompts[0], 9), hf_greedy(oracle, prompts[1], 1)]
 
 
-@pytest.mark.quick
 def test_padding_is_harmless(tiny_model):
     """Rows of padding only, and padding on the right, change nothing for anybody."""
     model = tiny_model("qwen2-gqa")
@@ -124,6 +118,7 @@ def test_padding_is_harmless(tiny_model):
     assert logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager(tiny_model):
     """Tokens of both compiled steps, over ragged prompts on both sides of every branch; no recompile once warm."""
     torch._dynamo.reset()
@@ -142,7 +137,6 @@ def test_compiled_equals_eager(tiny_model):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.quick
 def test_finished_rows_leave(tiny_model):
     """Eager, the batch shrinks as rows end; the others' tokens do not change."""
     model = tiny_model("llama-mha")
@@ -165,7 +159,6 @@ def test_finished_rows_leave(tiny_model):
     assert widths == [sum(len(ids) > i for ids, _ in results) for i in range(1, max(len(ids) for ids, _ in results))]
 
 
-@pytest.mark.quick
 def test_long_prompts_are_prefilled_in_passes(tiny_model, monkeypatch):
     monkeypatch.setattr("generate.PREFILL_TOKENS", 24)
     prompts = random_prompts((3, 100, 55, 24, 8))
@@ -174,7 +167,6 @@ def test_long_prompts_are_prefilled_in_passes(tiny_model, monkeypatch):
     assert in_passes == greedy(tiny_model("qwen2-sliding"), prompts, 9)
 
 
-@pytest.mark.quick
 def test_long_prompt_builds_no_logits_it_does_not_need():
     config = Config(1, 2, 1, 4, 6, 10, 50_001, 4096)
     model = Transformer(config)
@@ -186,7 +178,6 @@ def test_long_prompt_builds_no_logits_it_does_not_need():
     assert shapes == [(1, 50_001)]
 
 
-@pytest.mark.quick
 def test_config_refuses_impossible_sizes():
     good = dict(n_layer=1, n_head=4, n_kv_head=2, head_dim=8, dim=12, hidden_dim=20, vocab_size=9, max_seq_length=7)
     for field, value in {"n_kv_head": 3, "head_dim": 7, "dim": 0, "n_layer": "2", "vocab_size": -1}.items():

@@ -1,0 +1,127 @@
+"""attention against ten lines of plain Python loops over float64; the AMX guard against children that die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import kernels
+from kernels import attention, survives
+
+FLOAT32 = 2e-5  # sums of up to 97 products of order 1, in another order
+BFLOAT16 = 3e-2  # 8 bits of mantissa in the inputs, the weights and the output
+
+
+def naive(q, k_cache, v_cache, input_pos, rows, slopes, window):
+    """One query at a time, in float64."""
+    B, S, H, E = q.shape
+    group = H // k_cache.shape[1]
+    out = torch.zeros(B, S, H, E, dtype=torch.float64)
+    for b in range(B):
+        row = b if rows is None else rows[b]
+        for s in range(S):
+            p = int(input_pos[b, s])
+            first = 0 if window is None else max(0, p - window + 1)
+            for h in range(H if p >= 0 else 0):
+                k, v = (cache[row, h // group, first : p + 1].double() for cache in (k_cache, v_cache))
+                scores = k @ q[b, s, h].double() / E**0.5
+                if slopes is not None:
+                    scores -= slopes[h].double() * (p - torch.arange(first, p + 1))
+                out[b, s, h] = scores.softmax(0) @ v
+    return out
+
+
+def case(B=3, S=5, H=6, K=2, E=10, T=97, R=5, dtype=torch.float32, starts=(0, 40, 11), lengths=None, poison=True):
+    generator = torch.Generator().manual_seed(B * S + H)
+    q = torch.randn(B, S, H, E, generator=generator).to(dtype)
+    k, v = (torch.randn(R, K, T, E, generator=generator).to(dtype) for _ in range(2))
+    input_pos = torch.tensor(starts[:B])[:, None] + torch.arange(S)
+    for b, length in enumerate(lengths or ()):
+        input_pos[b, length:] = -1
+    if poison:
+        for b in range(B):
+            k[b, :, input_pos[b].max() + 1 :] = float("nan")
+            v[b, :, input_pos[b].max() + 1 :] = float("nan")
+    return q, k, v, input_pos
+
+
+CASES = {
+    "ragged": dict(),
+    "decode": dict(S=1, H=9, K=3, E=64),
+    "multi-head": dict(H=4, K=4, E=16, S=7),
+    "multi-query": dict(H=5, K=1, E=22),
+    "long": dict(S=41, starts=(0, 56, 3)),
+    "padded": dict(lengths=(5, 2, 0)),
+    "long padded": dict(S=37, lengths=(37, 3, 0)),
+    "one row": dict(B=1, S=3, starts=(90,)),
+    "a single slot": dict(B=1, S=1, T=1, starts=(0,)),
+    "full": dict(B=1, S=17, starts=(80,)),
+    "nothing at all": dict(B=2, S=2, lengths=(0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 8])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_attention_equals_naive(name, dtype, window, alibi):
+    q, k, v, input_pos = case(dtype=dtype, **CASES[name])
+    slopes = torch.linspace(0.7, 0.05, q.shape[2]) if alibi else None
+    out = attention(q, k, v, input_pos, None, slopes, window)
+    assert out.dtype == dtype and out.shape == q.shape
+    expected = naive(q, k, v, input_pos, None, slopes, window)
+    assert (out.double() - expected).abs().max() < (FLOAT32 if dtype == torch.float32 else BFLOAT16)
+    assert (out[input_pos < 0] == 0).all()
+
+
+@pytest.mark.parametrize("S", [1, 5, 33])
+def test_attention_through_rows(S):
+    q, k, v, input_pos = case(S=S, poison=False)
+    rows = torch.tensor([4, 0, 2])
+    k[[1, 3]], v[[1, 3]] = float("nan"), float("nan")
+    out = attention(q, k, v, input_pos, rows)
+    assert (out - naive(q, k, v, input_pos, rows, None, None)).abs().max() < FLOAT32
+
+
+@pytest.mark.parametrize("S", [1, 20])
+def test_attention_compiled(S):
+    """The compiled graph reads all of T instead of the live part: the same result to rounding."""
+    compiled = torch.compile(attention, fullgraph=True)
+    q, k, v, input_pos = case(S=S)
+    assert (
+        compiled(q, k, v, input_pos, None, None, 8) - attention(q, k, v, input_pos, None, None, 8)
+    ).abs().max() < 1e-5
+
+
+def test_survives_tells_how_a_child_ended():
+    assert survives(lambda: None)
+    assert not survives(lambda: os.kill(os.getpid(), signal.SIGILL))
+    start = time.monotonic()
+    assert not survives(lambda: time.sleep(60), timeout_s=0.3)
+    assert time.monotonic() - start < 30
+
+
+def test_guard_limits_onednn_only_where_amx_kills(monkeypatch):
+    def outcome(supported, alive, **environment):
+        monkeypatch.setattr(os, "environ", environment)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported)
+        monkeypatch.setattr(kernels, "survives", lambda work: alive)
+        kernels.guard_amx()
+        return environment.get("ONEDNN_MAX_CPU_ISA")
+
+    assert outcome(True, False) == "AVX512_CORE_FP16"
+    assert outcome(True, True) is None
+    assert outcome(False, False) is None
+    assert outcome(True, False, ONEDNN_MAX_CPU_ISA="AVX2") == "AVX2"
+
+
+def test_a_bfloat16_matmul_lives_after_the_import():
+    code = "import kernels, torch; a = torch.ones(300, 300, dtype=torch.bfloat16); print((a @ a)[0, 0].item())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(kernels.__file__)
+    )
+    assert done.stdout.strip() == "300.0", done.stderr

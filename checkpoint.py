@@ -29,6 +29,11 @@ class UserError(Exception):
     """Something the user can put right: what came, what was expected, what to do, in one line."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's, with its complaints as one line."""
 
@@ -50,6 +55,9 @@ def run_command(main):
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:  # a full disk, a file that may not be read
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        code = 2
     sys.exit(code)
 
 
@@ -78,8 +86,13 @@ def read_config(directory: Path) -> Config:
     quantization = fields.pop("quantization", None)
     if quantization is not None:
         raise UserError(f"{path}: quantization {quantization!r} is not known to this version")
+    return make_config(path, **fields)
+
+
+def make_config(path: Path, **fields) -> Config:
+    """A Config of these fields, as JSON has them; UserError, naming the file they are from, where they make none."""
     try:
-        if fields.get("rope_scaling") is not None:
+        if isinstance(fields.get("rope_scaling"), dict):
             scaling = fields["rope_scaling"]
             fields["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling.get("factors", ()))})
         if fields.get("sliding_layers") is not None:

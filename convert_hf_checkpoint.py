@@ -1,7 +1,7 @@
 """Any source to a checkpoint directory: a Hugging Face directory, a hub id, a GGUF file, or the embedded default.
 
-Read down: the table of names, Source and `convert` (the one loop), the Hugging Face source, the GGUF source with its
-tokenizer, where sources come from (hub, embedded default), the command.
+Read down: the table of names, Source and `convert` (the one loop), the Hugging Face source, GGUF (gguf_file.py), where
+sources come from (hub, embedded default), the command.
 
 A source is a Config, a stream of (name, tensor) and a function that writes the tokenizer's files. `convert` knows from
 the model which tensors it wants, in which shapes, and stacks q, k, v and gate, up as they come by; a tensor that is
@@ -32,12 +32,14 @@ from checkpoint import (
     Writer,
     check_memory,
     empty_model,
+    first_line,
+    make_config,
     read_json,
     read_tensor,
     run_command,
     weight_files,
 )
-from model import Config, RopeScaling
+from model import Config, RopeScaling, yarn_attention_factor
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
@@ -143,40 +145,30 @@ def convert(source: Source, out: Path, dtype: torch.dtype) -> Path:
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FAMILIES |= {"qwen3": "Qwen3ForCausalLM"}
 
-# Fields that do not change what inference computes.
-HARMLESS = set(
-    """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
-    dtype eos_token_id hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config keys_to_ignore_at_inference
-    label2id max_sequence_length max_window_layers model_max_length model_type num_labels output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict
-    summary_activation tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
-    unsloth_version use_cache use_flash_attn use_return_dict unk_token_id""".split()
-)
+# Fields that do not change what inference computes: of training, of other programs, of generation's defaults.
+HARMLESS = """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
+    hidden_dropout_prob id2label initializer_range is_llama_config label2id length_penalty max_length
+    max_sequence_length max_window_layers min_length model_max_length no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache""".split()  # noqa: SIM905
 # Fields that do change it, with the values at which they change nothing.
 NEUTRAL = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rotary_pct": (None, 1, 1.0),
-    "is_decoder": (None, False, True),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "use_mrope": (None, False),
-    "rope_interleaved": (None, False),
-    "clip_qkv": (None,),
-    "attention_out_bias": (None, False),
-    "no_bias": (None, True),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "attention_multiplier": (None,),
-    "quantization_config": (None,),
-    "dual_chunk_attention_config": (None,),
-    "no_rope_layers": (None, []),
-    "num_experts": (None, 0, 1),
-    "num_local_experts": (None, 0, 1),
+    "hidden_act": ["silu", "swish"],
+    "is_decoder": [None, False, True],
+    "no_bias": [None, True],
+    "no_rope_layers": [None, []],
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "rope_interleaved", "use_mrope"), [None, False]),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), [None, 1]),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), [None, 1]),
+    **dict.fromkeys(("num_experts", "num_local_experts"), [None, 0, 1]),
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), [None]),
+    **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),
 }
 
 
@@ -186,40 +178,44 @@ def hf_config(directory: Path) -> Config:
     fields = Fields(path, read_json(path))
     family = fields.take("model_type", None)
     names = fields.all.get("architectures") or [FAMILIES.get(family)]
-    if family not in FAMILIES or str(names[0]).lower() != FAMILIES[family].lower():
-        raise UserError(
-            f"{path}: architecture {names[0]} (model_type {family}) is not known; known: {', '.join(FAMILIES.values())}"
-        )
-    qwen = family in ("qwen2", "qwen3")
-    n_head, dim = fields.take("num_attention_heads"), fields.take("hidden_size")
-    defaults = {"llama": n_head, "mistral": 8, "qwen2": 32, "qwen3": 32}  # as transformers has them
-    n_kv_head = fields.take("num_key_value_heads", defaults[family])
-    n_layer = fields.take("num_hidden_layers")
-    base, scaling, context = hf_rope(fields)
-    window, layers = hf_window(fields, family, n_layer)
-    bias = fields.take("attention_bias", False) if family in ("llama", "qwen3") else False
-    config = dict(
-        n_layer=n_layer,
-        n_head=n_head,
-        n_kv_head=n_head if n_kv_head is None else n_kv_head,
-        head_dim=fields.take("head_dim", 128 if family == "qwen3" else None) or dim // n_head,
-        dim=dim,
-        hidden_dim=fields.take("intermediate_size"),
-        vocab_size=fields.take("vocab_size"),
-        max_seq_length=context,
-        norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
-        rope_base=base,
-        rope_scaling=scaling,
-        tied_embeddings=bool(fields.take("tie_word_embeddings", False)),
-        qkv_bias=bool(bias or family == "qwen2"),
-        out_bias=bool(bias),
-        mlp_bias=bool(fields.take("mlp_bias", False)) if not qwen else False,
-        qk_norm=family == "qwen3",
-        sliding_window=window,
-        sliding_layers=layers,
-    )
+    if str(names[0]).lower() != FAMILIES.get(family, "").lower():
+        known = ", ".join(FAMILIES.values())
+        raise UserError(f"{path}: architecture {names[0]} (model_type {family}) is not known; known: {known}")
+    try:
+        config = hf_fields(family, fields)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:  # a string for a number, and the like
+        raise UserError(f"{path} makes no sense: {error}") from None
     fields.finish()
-    return fields.build(config)
+    return make_config(path, **config)
+
+
+def hf_fields(family: str, fields: "Fields") -> dict:
+    """Config's fields. Defaults are transformers' own, for files that leave a field out."""
+    n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
+    base, scaling, context = hf_rope(fields)
+    window, sliding_layers = hf_window(fields, family, n_layer)
+    bias = family in ("llama", "qwen3") and bool(fields.take("attention_bias", False))
+    default_heads = {"llama": n_head, "mistral": 8, "qwen2": 32, "qwen3": 32}[family]
+    return {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_kv_head": fields.take("num_key_value_heads", default_heads) or n_head,
+        "head_dim": fields.take("head_dim", 128 if family == "qwen3" else None) or fields.take("hidden_size") // n_head,
+        "dim": fields.take("hidden_size"),
+        "hidden_dim": fields.take("intermediate_size"),
+        "vocab_size": fields.take("vocab_size"),
+        "max_seq_length": context,
+        "norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
+        "rope_base": base,
+        "rope_scaling": scaling,
+        "tied_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        "qkv_bias": bias or family == "qwen2",
+        "out_bias": bias,
+        "mlp_bias": family == "llama" and bool(fields.take("mlp_bias", False)),
+        "qk_norm": family == "qwen3",
+        "sliding_window": window,
+        "sliding_layers": sliding_layers,
+    }
 
 
 class Fields:
@@ -241,74 +237,52 @@ class Fields:
 
     def finish(self):
         """Refuse what would change the model's function, warn of what nobody knows."""
-        for name in sorted(self.all.keys() - self.taken):
+        for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
             value = self.all[name]
-            if name in NEUTRAL:
-                if value not in NEUTRAL[name]:
-                    self.refuse(name, "changes the model's function and is not supported")
-            elif name not in HARMLESS:
+            if name not in NEUTRAL:
                 print(f"warning: {self.path}: {name} = {json.dumps(value)} is not known and ignored", file=sys.stderr)
+            elif value not in NEUTRAL[name]:
+                self.refuse(name, "changes the model's function and is not supported")
 
-    def build(self, config: dict) -> Config:
-        try:
-            return Config(**config)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.path}: {error}") from None
+
+ROPE_FIELDS = {
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+    "yarn": ["factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"],
+}
 
 
 def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
-    """(base, scaling, longest context), as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) wrote them."""
-    context = fields.take("max_position_embeddings", 2048)
-    base = fields.take("rope_theta", 10000.0)
-    old, new = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
-    name = "rope_scaling" if new is None else "rope_parameters"
-    rope = dict(new if new is not None else old or {})
+    """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
+    context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
+    name = "rope_parameters" if fields.take("rope_parameters", None) is not None else "rope_scaling"
+    rope = dict(fields.take(name, None) or {})
     base = float(rope.pop("rope_theta", base))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    rope.pop("finetuned", None)  # a note of the YaRN authors' own models
-    if kind == "default":
-        known = {}
-    elif kind == "linear":
-        known = {"factor": None}
-    elif kind == "llama3":
-        known = {"factor": None, "low_freq_factor": None, "high_freq_factor": None}
-    elif kind == "yarn":
-        known = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
-        known |= {"mscale": None, "mscale_all_dim": None}
-    else:
-        fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: default, linear, llama3, yarn")
-    original = rope.pop("original_max_position_embeddings", None) or context
-    original = fields.all.get("original_max_position_embeddings", original)
-    fields.taken.add("original_max_position_embeddings")
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    if kind not in ROPE_FIELDS:
+        fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
     if rope.pop("partial_rotary_factor", 1) not in (None, 1):
-        fields.refuse(name, "rotates only a part of each head, which is not supported")
-    values = {key: rope.pop(key, default) for key, default in known.items()}
-    values = {key: known[key] if value is None else value for key, value in values.items()}
-    if rope and kind != "default":
-        fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
+        fields.refuse(name, "rotates a part of each head, which is not supported")
+    original = rope.pop("original_max_position_embeddings", None) or context
+    original = fields.take("original_max_position_embeddings", None) or original
+    values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
+    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # notes without effect, and nulls
+        rope.pop(key, None)
+    if rope:
+        fields.refuse(name, f"has {', '.join(sorted(rope))}, not supported with {kind!r}")
     if kind == "default":
         return base, None, context
-    needed = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key in values and values[key] is None]
-    if needed:
-        fields.refuse(name, f"lacks {needed[0]}")
+    if lacking := [key for key in ROPE_FIELDS[kind] if key.endswith("factor") and key not in values and kind != "yarn"]:
+        fields.refuse(name, f"lacks {lacking[0]}")
     if kind == "yarn":
-        mscale, all_dim = values.pop("mscale"), values.pop("mscale_all_dim")
-        if values["attention_factor"] is None:
-            values["attention_factor"] = yarn_attention_factor(values["factor"], mscale, all_dim)
+        magnitudes = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+        values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
     # The stretched context is meant to be used, whether or not max_position_embeddings was raised with it.
-    return base, RopeScaling(kind, **values), max(context, int(original * values["factor"]))
-
-
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor on cos and sin, 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or DeepSeek's quotient of two."""
-
-    def magnitude(m):
-        return 0.1 * m * torch.tensor(factor, dtype=torch.float64).log().item() + 1.0 if factor > 1 else 1.0
-
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    return base, RopeScaling(kind, **values), max(context, int(original * values.get("factor", 1.0)))
 
 
 def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -372,10 +346,9 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a plain file of tensors and was not loaded: {reason}") from None
+        raise UserError(f"{path} is not a plain file of tensors and was not loaded: {first_line(error)}") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not a readable PyTorch file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} is not a readable PyTorch file: {first_line(error)}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise UserError(f"{path} does not hold tensors by name")
     return weights
@@ -444,279 +417,18 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
 
 def gguf_source(path: Path) -> Source:
     """A .gguf file of the llama, qwen2 or qwen3 kind; quantized tensors are dequantized."""
-    reader = open_gguf(path)
-    fields = {name: entry for name, entry in reader.fields.items()}
-    config = gguf_config(path, reader)
+    from gguf_file import GgufFile
+
+    file = GgufFile(path)
+    config = file.config()
     return Source(
         path.name,
         config,
         GGUF,
-        lambda: gguf_tensors(path, reader, config),
-        lambda writer: write_gguf_tokenizer(path, fields, writer),
-        lambda name: name == "rope_freqs.weight",  # in the Config
+        lambda: file.tensors(config),
+        file.write_tokenizer,
+        lambda name: name == "rope_freqs.weight",  # it is in the Config
     )
-
-
-def open_gguf(path: Path):
-    """gguf.GGUFReader, with a plain line for a file that is not one or is cut short."""
-    import gguf
-
-    class Reader(gguf.GGUFReader):
-        def _build_tensors(self, start_offs, fields):  # the library itself stops at a reshape of too few numbers
-            for entry in fields:
-                name, dims, kind, offset = (
-                    bytes(entry.parts[1]).decode(),
-                    entry.parts[3],
-                    entry.parts[4],
-                    entry.parts[5],
-                )
-                block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind[0])]
-                end = int(start_offs) + int(offset[0]) + int(dims.prod()) // block * size
-                if end > len(self.data):
-                    raise UserError(
-                        f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {len(self.data):,}"
-                    )
-            super()._build_tensors(start_offs, fields)
-
-    try:
-        return Reader(path)
-    except (ValueError, IndexError, KeyError, OSError, OverflowError, UnicodeDecodeError, MemoryError) as error:
-        raise UserError(f"{path} is not a readable GGUF file: {error}") from None
-
-
-def gguf_value(fields: dict, name: str, *default):
-    if name in fields:
-        return fields[name].contents()
-    if not default:
-        raise UserError(f"the GGUF file lacks {name}")
-    return default[0]
-
-
-GGUF_HONOURED = """block_count context_length embedding_length feed_forward_length attention.head_count
-    attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
-    attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count""".split()
-
-
-def gguf_config(path: Path, reader) -> Config:
-    """The Config of a GGUF file's metadata (names as in llama.cpp's gguf-py)."""
-    fields = reader.fields
-    family = gguf_value(fields, "general.architecture", None)
-    if family not in ("llama", "qwen2", "qwen3"):
-        raise UserError(f"{path}: architecture {family} is not known; known in GGUF files: llama, qwen2, qwen3")
-
-    def get(name, *default):
-        try:
-            return gguf_value(fields, f"{family}.{name}", *default)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-
-    def refuse(name, why):
-        raise UserError(f"{path}: {family}.{name} = {get(name)!r} {why}")
-
-    for name in sorted(fields):
-        if name.startswith(f"{family}.") and name.removeprefix(f"{family}.") not in GGUF_HONOURED:
-            print(f"warning: {path}: {name} = {fields[name].contents()!r} is not known and ignored", file=sys.stderr)
-    shapes = {tensor.name: [int(n) for n in reversed(tensor.shape)] for tensor in reader.tensors}
-    if "token_embd.weight" not in shapes:
-        raise UserError(f"{path} lacks tensor token_embd.weight")
-    n_head, dim = get("attention.head_count"), get("embedding_length")
-    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(get(name, 0), list):
-            refuse(name, "differs by layer, which is not supported")
-    if get("expert_count", 0):
-        refuse("expert_count", "makes this a mixture of experts, which is not supported")
-    head_dim = get("attention.key_length", dim // n_head)
-    if get("attention.value_length", head_dim) != head_dim:
-        refuse("attention.value_length", f"is not the keys' {head_dim}")
-    if get("rope.dimension_count", head_dim) != head_dim:
-        refuse("rope.dimension_count", f"rotates only a part of each head ({head_dim}), which is not supported")
-    scaling, context = gguf_rope(path, reader, get, refuse)
-    config = dict(
-        n_layer=get("block_count"),
-        n_head=n_head,
-        n_kv_head=get("attention.head_count_kv", n_head),
-        head_dim=head_dim,
-        dim=dim,
-        hidden_dim=get("feed_forward_length"),
-        vocab_size=shapes["token_embd.weight"][0],
-        max_seq_length=context,
-        norm_eps=round(get("attention.layer_norm_rms_epsilon"), 12),  # a float32 of 1e-5 or 1e-6
-        rope_base=float(get("rope.freq_base", 10000.0)),
-        rope_scaling=scaling,
-        tied_embeddings="output.weight" not in shapes,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
-        out_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_down.bias" in shapes,
-        qk_norm="blk.0.attn_q_norm.weight" in shapes,
-        sliding_window=get("attention.sliding_window", None) or None,
-    )
-    return Fields(path, {}).build(config)
-
-
-def gguf_rope(path: Path, reader, get, refuse) -> tuple[RopeScaling | None, int]:
-    """(scaling, longest context); Llama 3's is a tensor of divisors, the others are named in the metadata."""
-    context = get("context_length")
-    factors = next((tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
-    kind = get("rope.scaling.type", "none")
-    if factors is not None:
-        if kind != "none":
-            refuse("rope.scaling.type", "comes together with a tensor rope_freqs.weight")
-        return RopeScaling("factors", factors=tuple(float(f) for f in factors.data)), context
-    if kind == "none":
-        return None, context
-    factor = float(get("rope.scaling.factor"))
-    if kind == "linear":
-        return RopeScaling("linear", factor), max(context, int(context * factor))
-    if kind != "yarn":
-        refuse("rope.scaling.type", "is not known; known: none, linear, yarn")
-    original = get("rope.scaling.original_context_length", context)
-    scaling = RopeScaling(
-        "yarn",
-        factor,
-        original,
-        beta_fast=float(get("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=float(get("rope.scaling.yarn_beta_slow", 1.0)),
-        attention_factor=yarn_attention_factor(factor) * float(get("rope.scaling.attn_factor", 1.0)),
-    )
-    return scaling, max(context, int(original * factor))
-
-
-def gguf_tensors(path: Path, reader, config: Config) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in float32. Files of the llama kind have the rows of q and k in pairs that RoPE turns together
-    (2i, 2i+1), ours have them half a head apart (i, i + E/2)."""
-    from gguf.quants import dequantize
-
-    paired = gguf_value(reader.fields, "general.architecture") == "llama"
-    for entry in reader.tensors:
-        try:
-            array = dequantize(entry.data, entry.tensor_type)
-            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        except (NotImplementedError, ValueError) as error:
-            raise UserError(f"{path}: {entry.name} ({entry.tensor_type.name}) cannot be read: {error}") from None
-        if paired and (heads := re.search(r"\.attn_(q|k)\.", entry.name)):
-            n = config.n_head if heads[1] == "q" else config.n_kv_head
-            if tensor.shape[0] == n * config.head_dim:  # else `convert` refuses it
-                tensor = tensor.view(n, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
-        yield entry.name, tensor
-
-
-# ---------------------------------------------------------------- GGUF: the tokenizer
-
-LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-# How each family cuts text before merging: tokenizer.ggml.pre -> (a regex; None is GPT-2's, digits one by one or not).
-PRE_TOKENIZERS = {
-    "gpt-2": (None, False),
-    "smollm": (None, True),
-    "llama-bpe": (CONTRACTIONS + LETTERS + r"|\p{N}{1,3}" + TAIL, False),
-    "qwen2": (CONTRACTIONS + LETTERS + r"|\p{N}" + TAIL, False),
-    "tekken": (WORDS + r"|\p{N}" + TAIL.replace(r"[\r\n]*", r"[\r\n/]*"), False),
-}
-PRE_TOKENIZERS |= dict.fromkeys(("llama3", "llama-v3", "smaug-bpe"), PRE_TOKENIZERS["llama-bpe"])
-PRE_TOKENIZERS["deepseek-r1-qwen"] = PRE_TOKENIZERS["qwen2"]
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types, sentencepiece's numbers too
-
-
-def write_gguf_tokenizer(path: Path, fields: dict, writer: Writer):
-    """tokenizer.json or tokenizer.model, and tokenizer_config.json, from the file's own metadata."""
-
-    def get(name, *default):
-        return gguf_value(fields, f"tokenizer.ggml.{name}", *default)
-
-    kind = get("model", None)
-    if kind == "gpt2":
-        add_bos = write_bpe(path, get, writer)
-    elif kind == "llama":
-        (writer.path / "tokenizer.model").write_bytes(sentencepiece_model(get))
-        add_bos = True
-    else:
-        raise UserError(f"{path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
-    tokens, kinds = get("tokens"), get("token_type", [])
-    bos, ends = get("bos_token_id", None), [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
-    special = {token: i for i, (token, k) in enumerate(zip(tokens, kinds)) if k in (CONTROL, UNKNOWN)}
-    writer.add_json(
-        "tokenizer_config.json",
-        {
-            "bos_token_id": bos,
-            "eos_token_ids": ends,
-            "add_bos_token": bool(get("add_bos_token", add_bos)) and bos is not None,
-            "bos_token": None if bos is None else tokens[bos],
-            "eos_token": tokens[ends[0]] if ends else None,
-            "special_tokens": special,
-            "legacy": True,
-        },
-    )
-    template = gguf_value(fields, "tokenizer.chat_template", None)
-    if template:
-        (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-def write_bpe(path: Path, get, writer: Writer) -> bool:
-    """A byte-level BPE as tokenizer.json; returns whether this kind begins with its beginning token by default."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    pre = get("pre", None)
-    if pre not in PRE_TOKENIZERS:
-        raise UserError(f"{path}: pre-tokenizer {pre!r} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}")
-    regex, digits = PRE_TOKENIZERS[pre]
-    llama3, tekken = regex == PRE_TOKENIZERS["llama-bpe"][0], pre == "tekken"
-    tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges")]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    library = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3 or tekken))
-    first = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    if regex is not None:
-        first = [pre_tokenizers.Split(Regex(regex), behavior="isolated")]
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)]
-    )
-    library.decoder = decoders.ByteLevel()
-    if regex == PRE_TOKENIZERS["qwen2"][0]:
-        library.normalizer = normalizers.NFC()
-    kinds = dict(zip(tokens, get("token_type", [])))
-    library.add_special_tokens([AddedToken(t, normalized=False) for t in tokens if kinds.get(t) == CONTROL])
-    library.add_tokens([AddedToken(t, normalized=False) for t in tokens if kinds.get(t) == USER_DEFINED])
-    library.save(str(writer.path / "tokenizer.json"))
-    return llama3 or tekken
-
-
-def sentencepiece_model(get) -> bytes:
-    """A sentencepiece ModelProto of the vocabulary, in protobuf's wire format (sentencepiece_model.proto): a GGUF file
-    holds what a tokenizer.model holds, so the library that made the ids can make them again."""
-
-    def varint(number: int) -> bytes:
-        number &= (1 << 64) - 1
-        out = bytearray()
-        while number > 127:
-            out.append(number & 127 | 128)
-            number >>= 7
-        return bytes([*out, number])
-
-    def entry(number: int, value) -> bytes:  # an int as varint, a float as fixed32, bytes with their length
-        if isinstance(value, float):
-            return varint(number << 3 | 5) + torch.tensor(value, dtype=torch.float32).numpy().tobytes()
-        if isinstance(value, int):
-            return varint(number << 3) + varint(value)
-        return varint(number << 3 | 2) + varint(len(value)) + value
-
-    tokens = get("tokens")
-    kinds, scores = get("token_type", [NORMAL] * len(tokens)), get("scores")
-    pieces = b"".join(
-        entry(1, entry(1, token.encode()) + entry(2, float(score)) + entry(3, int(kind)))
-        for token, score, kind in zip(tokens, scores, kinds)
-    )
-    ids = [get(f"{name}_token_id", -1) for name in ("unknown", "bos", "eos")]
-    unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else ids[0]
-    trainer = entry(3, 2) + entry(35, 1)  # model_type BPE, byte_fallback
-    trainer += entry(40, int(unknown)) + entry(41, int(ids[1])) + entry(42, int(ids[2])) + entry(43, -1)
-    prefix = int(bool(get("add_space_prefix", True)))
-    normalizer = entry(1, b"identity") + entry(3, prefix) + entry(4, 0) + entry(5, 1)  # keeps every space
-    return pieces + entry(2, trainer) + entry(3, normalizer)
 
 
 # ---------------------------------------------------------------- where sources come from
@@ -749,7 +461,7 @@ def looks_like_hub_id(source: str) -> bool:
 
 
 def download(hub_id: str) -> Path:
-    """A hub repository's configuration, tokenizer and weights in the hub's own cache (HF_TOKEN, HF_HUB_OFFLINE hold)."""
+    """A hub repository's files, weights in one format only, in the hub's own cache (HF_TOKEN, HF_HUB_OFFLINE hold)."""
     if not looks_like_hub_id(hub_id):
         raise UserError(f"{hub_id} does not exist (a path), nor is it a hub id (organization/name)")
     from huggingface_hub import HfApi, snapshot_download
@@ -767,9 +479,8 @@ def download(hub_id: str) -> Path:
             snapshot_download(hub_id, allow_patterns=[*patterns, weights], ignore_patterns=["*/*", "consolidated*"])
         )
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{hub_id} is no local path and cannot be had from the hub ({reason}); "
+            f"{hub_id} is no local path and cannot be had from the hub ({first_line(error)}); "
             "download it elsewhere and give its directory"
         ) from None
 
@@ -812,7 +523,7 @@ def default_checkpoint(dtype: str) -> Path:
 
 
 def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
-    """A checkpoint directory for whatever --checkpoint_path names; what is not one is converted once, into checkpoints/.
+    """A checkpoint directory for whatever --checkpoint_path names; what is not one is converted once.
 
     None is the embedded default. A file inside a directory stands for the directory. A converted directory's name
     carries a digest of the source's files, so that a source that changes is converted anew.

@@ -5,7 +5,6 @@ Read from the bottom up: `main`, then what it calls: loading, prompts, the repor
 
 import argparse
 import json
-import os
 import resource
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, load_model, read_config, run_command
+from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, first_line, load_model, read_config, run_command
 from model import Config, Transformer
 from sampling import Sampling, sample
 from tokenizer import TextStream, Tokenizer
@@ -224,6 +223,8 @@ def peak_memory(device: torch.device) -> int:
 
 def compile_counts() -> tuple[int, int]:
     """(graphs compiled, graph breaks) in this process so far."""
+    if "torch._dynamo" not in sys.modules:  # nothing was; importing it takes a second
+        return 0, 0
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
@@ -259,23 +260,21 @@ def print_report(result: dict, timing: Timing):
     line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
     if result["time_to_first_token_s"] is not None:
         line += f", first token {result['time_to_first_token_s']:.3f} s"
-    print(line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})", file=sys.stderr)
-    if result["prefill_tokens_per_s"] is not None:
-        print(
-            f"prefill: {timing.prefill_tokens} tokens, {result['prefill_tokens_per_s']:.1f} tokens/s", file=sys.stderr
+    lines = [line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})"]
+    if (rate := result["prefill_tokens_per_s"]) is not None:
+        lines.append(f"prefill: {timing.prefill_tokens} tokens, {rate:.1f} tokens/s")
+    if (rate := result["decode_tokens_per_s"]) is not None:
+        weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
+        got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9
+        lines.append(
+            f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights and "
+            f"{kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} GB/s measured here"
         )
-    if result["decode_tokens_per_s"] is not None:
-        got, possible = result["bandwidth_bytes_per_s"], result["read_bandwidth_bytes_per_s"]
-        print(
-            f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
-            f"{result['weight_bytes_per_token'] / 1e6:.1f} MB of weights and {result['kv_bytes_per_token'] / 1e6:.1f} MB "
-            f"of KV cache a token, {got / 1e9:.1f} GB/s, {got / possible:.0%} of the {possible / 1e9:.1f} GB/s this machine reads",
-            file=sys.stderr,
-        )
-    line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB"
-    if result["recompiles"] is not None:
-        line += f"; after warm-up {result['recompiles']} recompiles, {result['graph_breaks']} graph breaks"
-    print(line, file=sys.stderr)
+    recompiles, breaks = result["recompiles"], result["graph_breaks"]
+    lines.append(
+        f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {recompiles} recompiles, {breaks} graph breaks"
+    )
+    print("\n".join(lines), file=sys.stderr)
 
 
 # ---------------------------------------------------------------- command line
@@ -310,53 +309,31 @@ def parse_arguments(argv=None):
     add("--num_samples", type=count, default=1, help="how often the whole batch is continued, each with its own seeds")
 
     add = parser.add_argument_group("how to continue it").add_argument
+    not_negative = number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf"))
+    positive = number(float, "above 0 and finite", lambda t: 0 < t < float("inf"))
+    up_to_1, below_1 = number(float, "above 0 and at most 1", lambda p: 0 < p <= 1), lambda p: 0 <= p < 1
     add("--max_new_tokens", type=count, default=200, help="at most this many a prompt")
-    add(
-        "--temperature",
-        type=number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf")),
-        default=0.8,
-        help="0 is greedy",
-    )
+    add("--temperature", type=not_negative, default=0.8, help="0: greedy")
     add(
         "--top_k",
         type=number(int, "at least 0", lambda k: k >= 0),
         default=200,
-        help="draw from the k likeliest; 0 is all",
+        help="draw from the k likeliest; 0: all",
     )
-    add(
-        "--top_p",
-        type=number(float, "above 0 and at most 1", lambda p: 0 < p <= 1),
-        default=1.0,
-        help="draw from the likeliest that make up p",
-    )
-    add(
-        "--min_p",
-        type=number(float, "at least 0 and below 1", lambda p: 0 <= p < 1),
-        default=0.0,
-        help="drop what is less likely than min_p times the likeliest",
-    )
-    add(
-        "--repetition_penalty",
-        type=number(float, "above 0 and finite", lambda p: 0 < p < float("inf")),
-        default=1.0,
-        help="divide logits of tokens seen before",
-    )
-    add(
-        "--seed",
-        type=number(int, "between -2^62 and 2^62", lambda n: abs(n) < 2**62),
-        default=1234,
-        help="of the first row; the next row has the next",
-    )
+    add("--top_p", type=up_to_1, default=1.0, help="draw from the likeliest tokens that make up p")
+    add("--min_p", type=number(float, "at least 0 and below 1", below_1), default=0.0, help="drop what is less likely "
+        "than min_p times the likeliest")  # fmt: skip
+    add("--repetition_penalty", type=positive, default=1.0, help="divides the logits of tokens seen before")
+    seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
+    add("--seed", type=seed, default=1234, help="of the first row; every further row and sample has the next")
     add("--ignore_eos", action="store_true", help="go on after an end token")
 
     add = parser.add_argument_group("the model and the machine").add_argument
-    add(
-        "--checkpoint_path",
-        help="a checkpoint directory, a Hugging Face directory or hub id, or a .gguf file (SmolLM2-135M-Instruct)",
-    )
-    add("--device", help="cpu, cuda, cuda:1, mps ... (the fastest there is)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and cache")
-    add("--max_seq_length", type=count, help="positions of the cache (what is needed, rounded up)")
+    add("--checkpoint_path", help="a checkpoint directory, a Hugging Face directory or hub id, or a .gguf file; without "
+        "it SmolLM2-135M-Instruct")  # fmt: skip
+    add("--device", help="cpu, cuda, cuda:1, mps ...; without it the fastest there is")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
+    add("--max_seq_length", type=count, help="positions of the cache; without it what is needed, rounded up")
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
@@ -373,7 +350,7 @@ def choose_device(name: str | None) -> torch.device:
         torch.empty(0, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
 def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
@@ -432,30 +409,31 @@ def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) ->
     return time.perf_counter() - start
 
 
-def run_samples(args, model, tokenizer, prompts, steps, timing) -> list[dict]:
-    """Generate and print; the samples of --json."""
-    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+def run_sample(args, model, tokenizer, prompts, settings, steps, timing) -> list[dict]:
+    """Continue the prompts once and print the texts; their entries in --json."""
     streaming = len(prompts) == 1 and not args.json  # one row can be shown as it comes
-    samples = []
-    for n in range(args.num_samples):
-        streams = [TextStream(tokenizer, prompt) for prompt in prompts]
-        texts = [""] * len(prompts)
+    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+    texts = [""] * len(prompts)
 
-        def show(row, token, last):
-            piece = streams[row].add(token, last)
-            texts[row] += piece
-            if streaming:
-                print(piece, end="", flush=True)
-
+    def take(row, token, last):
+        piece = streams[row].add(token, last)
+        texts[row] += piece
         if streaming:
-            print(tokenizer.decode(prompts[0]), end="", flush=True)
-        settings = make_settings(args, n, len(prompts), model.norm.weight.device)
-        results = generate(model, prompts, settings, args.max_new_tokens, stop_ids, steps, timing, show)
-        for prompt, text, (ids, reason) in zip(prompts, texts, results):
-            samples.append({"prompt_tokens": len(prompt), "token_ids": ids, "text": text, "finish_reason": reason})
-            if not args.json:
-                print("" if streaming else tokenizer.decode(prompt) + text + "\n", flush=True)
-    return samples
+            print(piece, end="", flush=True)
+
+    if streaming:
+        print(tokenizer.decode(prompts[0]), end="", flush=True)
+    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+    results = generate(model, prompts, settings, args.max_new_tokens, stop_ids, steps, timing, take)
+    if streaming:
+        print()
+    elif not args.json:
+        for prompt, text in zip(prompts, texts):
+            print(tokenizer.decode(prompt) + text + "\n")
+    return [
+        {"prompt_tokens": len(prompt), "token_ids": ids, "text": text, "finish_reason": reason}
+        for prompt, text, (ids, reason) in zip(prompts, texts, results)
+    ]
 
 
 def main():
@@ -476,22 +454,17 @@ def main():
     steps = compiled_steps(args.compile, args.compile_prefill)
     compile_s = warm_up(args, model, prompts, steps)
 
-    compiled = args.compile or args.compile_prefill
-    before = compile_counts() if compiled else (0, 0)
-    timing = Timing()
-    profiler = torch.profiler.profile() if args.profile else nullcontext()
-    with profiler:
-        samples = run_samples(args, model, tokenizer, prompts, steps, timing)
-    after = compile_counts() if compiled else (0, 0)
+    timing, samples, before = Timing(), [], compile_counts()
+    with torch.profiler.profile() if args.profile else nullcontext() as profiler:
+        for n in range(args.num_samples):
+            settings = make_settings(args, n, len(prompts), device)
+            samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing)
+    after = compile_counts()
     if args.profile:
         export_trace(profiler, args.profile)
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
+    result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))
-    result |= (
-        {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
-        if compiled
-        else {"recompiles": None, "graph_breaks": None}
-    )
     print_report(result, timing)
     if args.json:
         print(json.dumps(result))

@@ -231,6 +231,15 @@ def rope_frequencies(config: Config) -> Tensor:
     return freqs * keep + freqs / scaling.factor * (1 - keep)
 
 
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or DeepSeek's quotient of two."""
+
+    def magnitude(m):
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
     angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
@@ -241,6 +250,6 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`; in float32, returned in x's dtype."""
+    """Turn the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`; in float32, back in x's dtype."""
     cos, sin = rope
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

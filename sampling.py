@@ -1,11 +1,12 @@
 """From logits to probabilities to token ids, each row by its own settings.
 
-Read down: Sampling (the settings of a batch), sample, candidates, the filters, the noise. Knows nothing of models or text.
+Read down: Sampling (a batch's settings), sample, candidates, the filters, the noise. Knows nothing of models or text.
 
 A row's draw depends on its logits, settings, seed and position and on nothing else: not on its neighbours, nor on
 whether the code is compiled. So there is no generator with hidden state (which would not trace either): the noise is a
 hash of (seed, position, stream, token id), and wherever a sum decides what is kept, it is a sum of integers, which is
-the same in any order. And never a full sort, the slowest way: top-k takes the k largest, top-p alone looks for its threshold.
+the same in any order. And never a full sort, the slowest way: top-k takes the k largest, top-p alone looks for its
+threshold.
 """
 
 from dataclasses import dataclass

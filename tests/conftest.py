@@ -13,10 +13,10 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import transformers  # noqa: E402
+import transformers
 
-from checkpoint import load_model  # noqa: E402
-from convert_hf_checkpoint import convert, hf_source  # noqa: E402
+from checkpoint import load_model
+from convert_hf_checkpoint import convert, ensure_checkpoint, hf_source
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
@@ -102,6 +102,12 @@ def tiny_model(tiny):
         return model
 
     return get
+
+
+@pytest.fixture(scope="session")
+def default_checkpoint():
+    """The embedded default in bfloat16: in checkpoints/, made at first use as it is for a user."""
+    return ensure_checkpoint(None)
 
 
 def random_prompts(lengths, V=VOCABULARY, seed=0):

@@ -1,0 +1,198 @@
+"""Our model and its Hugging Face source, tensor by tensor, to see where they part: the tool for a new model family.
+
+    python tests/compare_hf.py CHECKPOINT HF_SOURCE [--prompt TEXT | --prompt_ids 5,17,33]
+
+Both run over the same token ids. One line for each tensor, in order of computation:
+
+                                    difference       scale
+    embedding                                0        1.93
+    layer 0, attention_norm           2.38e-07        3.12
+    ...
+    layer 3, attention.out                0.81         4.2  <-- first above 1e-04
+    ...
+    they part at layer 3, attention.out: difference 0.81 of 4.2
+
+The difference is the largest of any element, the scale the largest absolute value of the source's tensor; two tensors
+are the same where difference <= tolerance * max(1, scale). Look at the arrow: what is above it is right, what is below
+carries its error on. q, k, v are as projected; k_cache is k after norm and RoPE (base, scaling, pairs);
+attention.out.input is what the heads put out (q's RoPE, mask, window, score scale, groups); mlp.down.input what the
+activation gives; output the whole layer's. A tensor that only one side has is listed, not judged.
+
+Rounding shows as well: a source wider than bfloat16 wants a checkpoint converted with --dtype float32, another --dtype
+here a higher --tolerance. A sliding window shows only in a longer prompt.
+Exit code 0: the same; 1: they part; 2: they could not be run.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, load_model, read_config, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from generate import number, token_ids
+from model import Config
+from tokenizer import Tokenizer
+
+# Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for its input.
+# A family with other names in transformers needs them here.
+FIRST = {"embedding": "model.embed_tokens"}
+LAYER = {  # under blocks.N and model.layers.N
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",  # the rows of attention.qkv
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.k_cache": "self_attn.keys",  # of the source's own cache
+    "attention.out.input": "self_attn.o_proj.input",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",  # the rows of mlp.gate_up
+    "mlp.up": "mlp.up_proj",
+    "mlp.down.input": "mlp.down_proj.input",
+    "mlp.down": "mlp.down_proj",
+    "output": "output",
+}
+LAST = {"norm": "model.norm", "logits": "logits"}
+
+
+def record(model: nn.Module) -> dict[str, Tensor]:
+    """A dictionary that the model's next run fills: name and name.output, name.input of every module."""
+    tensors = {}
+
+    def hook(name):
+        def note(module, args, out):
+            tensors[name] = tensors[f"{name}.output"] = out[0] if isinstance(out, tuple) else out
+            if args:
+                tensors[f"{name}.input"] = args[0]
+
+        return note
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(hook(name))
+    return tensors
+
+
+@torch.no_grad()
+def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Our tensors by name, the fused ones also taken apart."""
+    model = load_model(directory, dtype=dtype)
+    model.setup_caches(1, len(ids))
+    tensors = record(model)
+    tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
+    H, K, E = model.config.n_head, model.config.n_kv_head, model.config.head_dim
+    for i, block in enumerate(model.blocks):
+        q, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, K * E, K * E], dim=-1)
+        gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
+        parts = {"attention.q": q, "attention.k": k, "attention.v": v, "mlp.gate": gate, "mlp.up": up}
+        parts["attention.k_cache"] = block.attention.k_cache[:, :, : len(ids)]  # (1,K,S,E)
+        tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
+    return tensors
+
+
+@torch.no_grad()
+def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The source's tensors by transformers' names."""
+    import transformers  # takes seconds, which a mistake in the arguments need not wait for
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True, "output_loading_info": True}
+    folder, gguf_file = (path.parent, path.name) if path.is_file() else (path, None)
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, **options)
+    except Exception as error:  # of many kinds, from several libraries
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"transformers cannot load {path}: {reason}") from None
+    if report["missing_keys"]:  # transformers makes them up at random
+        raise UserError(f"{path} lacks tensor {min(report['missing_keys'])}")
+    if max(ids) >= model.get_input_embeddings().num_embeddings:
+        raise UserError(f"token id {max(ids)} is outside the vocabulary of {path}")
+    tensors = record(model.eval())
+    cache = transformers.DynamicCache()  # without a config it keeps every key, a sliding layer's too
+    tensors["logits"] = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+    return tensors | {f"model.layers.{i}.self_attn.keys": layer.keys for i, layer in enumerate(cache.layers)}
+
+
+def pairs(ours: dict[str, Tensor], source: dict[str, Tensor]):
+    """(label, our tensor, the source's), None for what a side lacks, in order of computation."""
+    for mine, its in FIRST.items():
+        yield mine, ours.get(mine), source.get(its)
+    i = 0
+    while f"blocks.{i}" in ours or f"model.layers.{i}" in source:
+        for mine, its in LAYER.items():
+            yield f"layer {i}, {mine}", ours.get(f"blocks.{i}.{mine}"), source.get(f"model.layers.{i}.{its}")
+        i += 1
+    for mine, its in LAST.items():
+        yield mine, ours.get(mine), source.get(its)
+
+
+def compare(ours: dict[str, Tensor], source: dict[str, Tensor], tolerance: float) -> bool:
+    """Print the table and the verdict; returns whether all is the same."""
+    tolerance_text = re.sub(r"\.?0+e", "e", f"{tolerance:e}")  # 1e-04
+    parted = None
+    print(f"{'':<32}{'difference':>12}{'scale':>12}")
+    for label, mine, its in pairs(ours, source):
+        if mine is None or its is None:
+            if mine is not its:
+                print(f"{label:<32}only in {'the source' if mine is None else 'ours'}")
+            continue
+        if mine.shape != its.shape:
+            same, verdict = False, f"shape {tuple(mine.shape)}, the source's {tuple(its.shape)}"
+            line = f"{label:<32}{verdict}"
+        else:
+            difference = (mine.float() - its.float()).abs().max().item()
+            scale = its.float().abs().max().item()
+            same = difference <= tolerance * max(1, scale)  # False for NaN
+            verdict = f"difference {difference:.3g} of {scale:.3g}"
+            line = f"{label:<32}{difference:>12.3g}{scale:>12.3g}"
+        if not same and parted is None:
+            parted = f"they part at {label}: {verdict}"
+            line += f"  <-- first above {tolerance_text}"
+        print(line)
+    print(parted or f"the same within {tolerance_text} everywhere")
+    return parted is None
+
+
+def choose_ids(args, directory: Path, config: Config) -> list[int]:
+    if args.prompt is not None:
+        ids = Tokenizer(directory).encode(args.prompt)
+    elif args.prompt_ids is not None:
+        ids = args.prompt_ids
+    else:
+        ids = [(7 + 31 * i) % config.vocab_size for i in range(min(12, config.max_seq_length))]
+    if not 0 < len(ids) <= config.max_seq_length:
+        raise UserError(f"the prompt has {len(ids)} tokens, expected 1 to {config.max_seq_length}, the model's context")
+    if outside := [i for i in ids if not 0 <= i < config.vocab_size]:
+        raise UserError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+    return ids
+
+
+def main(argv=None) -> int:
+    parser = ArgumentParser(description="Compare a checkpoint with its Hugging Face source, tensor by tensor.")
+    parser.add_argument("checkpoint", help="a checkpoint directory, or what --checkpoint_path of generate.py takes")
+    parser.add_argument("hf_source", type=Path, help="the Hugging Face directory or .gguf file that it was made from")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="a text, for the checkpoint's tokenizer")
+    prompt.add_argument("--prompt_ids", type=token_ids, help="token ids: 5,17,33 (12 of the vocabulary)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations (float32)")
+    at_least_0 = number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf"))
+    parser.add_argument("--tolerance", type=at_least_0, default=1e-4, help="relative to the scale, at least 1 (1e-4)")
+    args = parser.parse_args(argv)
+    source = args.hf_source.expanduser()
+    if not (source.is_dir() or (source.is_file() and source.suffix == ".gguf")):
+        raise UserError(f"{source} is neither a directory nor a .gguf file; give the checkpoint's source")
+    directory, dtype = ensure_checkpoint(args.checkpoint, args.dtype), DTYPES[args.dtype]
+    config = read_config(directory)
+    ids = choose_ids(args, directory, config)
+    check_memory(config, "cpu", dtype, len(ids) + 8)
+    return 0 if compare(run_ours(directory, ids, dtype), run_source(source, ids, dtype), args.tolerance) else 1
+
+
+if __name__ == "__main__":
+    run_command(main)

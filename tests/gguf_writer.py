@@ -1,0 +1,128 @@
+"""Writes GGUF files as llama.cpp's converter does, for tests: from a tiny transformers model and a vocabulary."""
+
+import gguf
+import numpy as np
+import torch
+
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def pair_rows(weight, heads):
+    """Rows half a head apart (i, i + E/2) become neighbours (2i, 2i+1), as in files of the llama kind."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None):
+    """model: transformers'. quantize(name) -> a GGMLQuantizationType or None (float32). extra: fields to add.
+    tensors: more of them, or None to leave one out."""
+    config = model.config
+    family = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(str(path), family)
+    for theirs, name in FIELDS.items():
+        value = getattr(config, theirs)
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{name}", value)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_uint32(f"{family}.attention.key_length", head_dim)
+    writer.add_uint32(f"{family}.attention.value_length", head_dim)
+    writer.add_uint32(f"{family}.rope.dimension_count", head_dim)
+    writer.add_float32(f"{family}.rope.freq_base", config.rope_parameters["rope_theta"])
+    for name, value in (tokenizer_fields | (extra or {})).items():
+        add_field(writer, name, value)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    state = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = weight.float().numpy()
+        stem, kind = name.rsplit(".", 1)
+        if family == "llama" and stem.split(".")[-1] in heads:
+            array = pair_rows(array, heads[stem.split(".")[-1]])
+        parts = stem.split(".", 3)
+        stem = f"blk.{parts[2]}.{NAMES[parts[3]]}" if parts[1:2] == ["layers"] else NAMES[stem]
+        state[f"{stem}.{kind}"] = array
+    for name, array in (state | (tensors or {})).items():
+        if array is None:
+            continue
+        kind = quantize(name) if quantize and array.ndim == 2 else None
+        if kind is None:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_field(writer, name, value):
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
+
+
+def bpe_fields(library, pre, **more):
+    """The metadata of a byte-level BPE of the `tokenizers` library."""
+    import json
+
+    model = json.loads(library.to_str())
+    vocabulary = sorted(library.get_vocab(), key=library.get_vocab().get)
+    special = {token["content"] for token in model["added_tokens"]}
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["model"]["merges"]]
+    fields = {"model": "gpt2", "pre": pre, "tokens": vocabulary, "merges": merges}
+    fields |= {"token_type": [3 if token in special else 1 for token in vocabulary], "eos_token_id": 1}
+    return {f"tokenizer.ggml.{name}": value for name, value in (fields | more).items() if value is not None}
+
+
+def sentencepiece_fields(library, **more):
+    """The metadata of a sentencepiece model."""
+    ids = range(library.get_piece_size())
+
+    def kind(i):
+        tests = (library.is_unknown, 2), (library.is_control, 3), (library.is_unused, 5), (library.is_byte, 6)
+        return next((number for test, number in tests if test(i)), 1)
+
+    fields = {"model": "llama", "tokens": [library.id_to_piece(i) for i in ids]}
+    fields |= {"scores": [float(library.get_score(i)) for i in ids], "token_type": [kind(i) for i in ids]}
+    fields |= {"bos_token_id": library.bos_id(), "eos_token_id": library.eos_id(), "unknown_token_id": library.unk_id()}
+    return {f"tokenizer.ggml.{name}": value for name, value in (fields | more).items()}
+
+
+def llama3_divisors(config):
+    """The tensor rope_freqs.weight that llama.cpp's converter writes for Llama 3's scaling."""
+    from model import rope_frequencies
+
+    plain = torch.tensor(
+        [config.rope_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)], dtype=torch.float32
+    )
+    return (plain / rope_frequencies(config)).numpy()

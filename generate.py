@@ -218,7 +218,11 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:  # getrusage would count what our parent held before it started us
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def compile_counts() -> tuple[int, int]:
@@ -311,7 +315,7 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("how to continue it").add_argument
     not_negative = number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf"))
     positive = number(float, "above 0 and finite", lambda t: 0 < t < float("inf"))
-    up_to_1, below_1 = number(float, "above 0 and at most 1", lambda p: 0 < p <= 1), lambda p: 0 <= p < 1
+    up_to_1 = number(float, "above 0 and at most 1", lambda p: 0 < p <= 1)
     add("--max_new_tokens", type=count, default=200, help="at most this many a prompt")
     add("--temperature", type=not_negative, default=0.8, help="0: greedy")
     add(
@@ -321,16 +325,16 @@ def parse_arguments(argv=None):
         help="draw from the k likeliest; 0: all",
     )
     add("--top_p", type=up_to_1, default=1.0, help="draw from the likeliest tokens that make up p")
-    add("--min_p", type=number(float, "at least 0 and below 1", below_1), default=0.0, help="drop what is less likely "
-        "than min_p times the likeliest")  # fmt: skip
+    min_p = number(float, "at least 0 and below 1", lambda p: 0 <= p < 1)
+    add("--min_p", type=min_p, default=0.0, help="drop what is less likely than min_p times the likeliest")
     add("--repetition_penalty", type=positive, default=1.0, help="divides the logits of tokens seen before")
     seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
     add("--seed", type=seed, default=1234, help="of the first row; every further row and sample has the next")
     add("--ignore_eos", action="store_true", help="go on after an end token")
 
     add = parser.add_argument_group("the model and the machine").add_argument
-    add("--checkpoint_path", help="a checkpoint directory, a Hugging Face directory or hub id, or a .gguf file; without "
-        "it SmolLM2-135M-Instruct")  # fmt: skip
+    sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
+    add("--checkpoint_path", help=f"{sources}; without it SmolLM2-135M-Instruct")
     add("--device", help="cpu, cuda, cuda:1, mps ...; without it the fastest there is")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
     add("--max_seq_length", type=count, help="positions of the cache; without it what is needed, rounded up")
@@ -438,6 +442,8 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing) -> list
 
 def main():
     args = parse_arguments()
+    if args.profile:
+        args.profile.open("w").close()  # now, not after the run: torch's profiler fails in silence
     device, dtype = choose_device(args.device), DTYPES[args.dtype]
     from convert_hf_checkpoint import ensure_checkpoint
 
@@ -461,21 +467,14 @@ def main():
             samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing)
     after = compile_counts()
     if args.profile:
-        export_trace(profiler, args.profile)
+        profiler.export_chrome_trace(str(args.profile))
+        print(f"trace written to {args.profile}: load it in ui.perfetto.dev", file=sys.stderr)
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))
     print_report(result, timing)
     if args.json:
         print(json.dumps(result))
-
-
-def export_trace(profiler, path: Path):
-    try:
-        profiler.export_chrome_trace(str(path))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--profile {path} cannot be written: {error}") from None
-    print(f"trace written to {path}: load it in ui.perfetto.dev", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""Checkpoint directories: what is read, what is refused, how much memory that takes."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+from checkpoint import UserError, Writer, available_memory, check_memory, load_model, read_config
+from model import Config
+
+
+@pytest.fixture
+def ours(tiny, tmp_path):
+    """A copy of a checkpoint directory, to be damaged."""
+    shutil.copytree(tiny("llama-llama3")[2], tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def edit(directory, **fields):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_config_round_trip(tiny):
+    for name in ("llama-llama3", "qwen2-sliding", "llama-yarn-mscale", "mistral-window"):
+        directory = tiny(name)[2]
+        config = read_config(directory)
+        assert isinstance(hash(config), int), "tuples, not lists"
+        assert json.loads((directory / "config.json").read_text())["quantization"] is None
+        with Writer(directory.parent / "again") as writer:
+            writer.add_config(config)
+            writer.add("x", torch.zeros(1))
+        assert read_config(directory.parent / "again") == config
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"n_heads": 3}, "n_heads"),
+        ({"quantization": {"mode": "int4"}}, "quantization {'mode': 'int4'} is not known"),
+        ({"rope_scaling": {"kind": "linear", "speed": 3}}, "speed"),
+        ({"dim": 47}, r"is \(.*48.*\), config.json makes it \(.*47.*\)"),
+        ({"n_layer": 4}, "lacks tensor blocks.3.attention.out.weight and 5 more"),
+        ({"n_layer": 2}, "model.safetensors holds tensor blocks.2.attention.out.weight, which config.json leaves no"),
+        ({"n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+    ],
+    ids=str,
+)
+def test_config_and_weights_that_do_not_fit(ours, fields, why):
+    edit(ours, **fields)
+    with pytest.raises(UserError, match=why):
+        load_model(ours)
+
+
+@pytest.mark.parametrize("text, why", [("{", "cannot be read as JSON"), ("[1]", "holds list"), ("{}", "not of a fast")])
+def test_config_that_is_none(ours, text, why):
+    (ours / "config.json").write_text(text)
+    with pytest.raises(UserError, match=why):
+        read_config(ours)
+    (ours / "config.json").unlink()
+    with pytest.raises(UserError, match="ours has no config.json"):
+        read_config(ours)
+
+
+def test_truncated_weights_are_named(ours):
+    path = ours / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(UserError, match="model.safetensors is truncated: tensor .* ends at byte"):
+        load_model(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loads_in_the_dtype_asked_for(ours, dtype):
+    model, stored = load_model(ours, dtype=dtype), load_file(ours / "model.safetensors")
+    assert all(torch.equal(weight, stored[name].to(dtype)) for name, weight in model.state_dict().items())
+    assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_tied_embeddings_are_one_tensor(tiny):
+    model = load_model(tiny("llama-llama3")[2])
+    assert model.output is None and "output.weight" not in model.state_dict()
+
+
+def test_memory_is_refused_before_loading_with_both_numbers(monkeypatch):
+    config = Config(40, 64, 8, 128, 8192, 28672, 128256, 131072)
+    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 30_000_000_000)
+    with pytest.raises(UserError, match=r"needs 7\d\.\d\d GB .*7\d.\d\d weights, 0.17 KV cache.* 30.00 GB are free"):
+        check_memory(config, "cpu", torch.bfloat16, 1024)
+    small = Config(2, 4, 2, 8, 32, 64, 100, 64)
+    check_memory(small, "cpu", torch.float32, 64)
+    with pytest.raises(UserError, match="KV cache"):
+        check_memory(small, "cpu", torch.float32, 10**10)
+
+
+def test_available_memory_is_plausible():
+    assert 10**8 < available_memory("cpu") < 10**14
+
+
+@pytest.mark.slow
+def test_loading_holds_little_besides_the_weights(tmp_path):
+    """300 MB of float32 weights as bfloat16: the peak is the 150 MB, one tensor of 30 and the libraries."""
+    config = Config(1, 8, 8, 64, 512, 2_000, 128_000, 64)
+    with Writer(tmp_path / "big") as writer:
+        writer.add_config(config)
+        for name, tensor in checkpoint.empty_model(config).state_dict().items():
+            writer.add(name, torch.zeros(tensor.shape))
+    code = """if True:
+        import sys, torch
+        from checkpoint import load_model
+        from generate import peak_memory
+        before = peak_memory(torch.device("cpu"))
+        model = load_model(sys.argv[1], dtype=torch.bfloat16)
+        weights = sum(w.nbytes for w in model.state_dict().values())
+        print(peak_memory(torch.device("cpu")) - before, weights)"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "big")], capture_output=True, text=True, cwd=ROOT)
+    grown, weights = map(int, done.stdout.split())
+    largest = 128_000 * 512 * 4
+    assert weights < grown < weights + 2 * largest + 60e6
+
+
+def test_writer_leaves_nothing_after_an_error(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out") as writer:
+        writer.add("x", torch.zeros(3))
+        raise ZeroDivisionError
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    why = "cannot write .*No space left on device; nothing was left"
+    with pytest.raises(UserError, match=why), Writer(tmp_path / "out") as writer:
+        writer.add("x", torch.zeros(3))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="cannot write to /proc"), Writer("/proc/nowhere/out"):
+        pass
+
+
+def test_writer_replaces_only_its_own_kind(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("file", "hf"):
+        with pytest.raises(UserError, match="is not a checkpoint directory"), Writer(tmp_path / name):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_weights_in_an_index_that_lies(ours):
+    stored = load_file(ours / "model.safetensors")
+    save_file(stored, ours / "model-00001-of-00001.safetensors")
+    (ours / "model.safetensors").unlink()
+    names = dict.fromkeys([*stored, "blocks.9.norm.weight"], "model-00001-of-00001.safetensors")
+    (ours / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match="lacks tensor blocks.9.norm.weight, which model.safetensors.index.json names"):
+        load_model(ours)

@@ -1,0 +1,324 @@
+"""The main program as a user runs it: what it prints, what it counts, what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, hf_greedy, random_prompts
+
+import generate as program
+from checkpoint import UserError, load_model
+from generate import Timing, generate, kv_bytes, measurements, parse_arguments, weight_bytes
+from sampling import Sampling
+from tokenizer import Tokenizer
+
+GREEDY = ["--temperature", "0"]
+JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
+    weight_bytes_per_token kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s peak_memory_bytes
+    mean_accepted_tokens recompiles graph_breaks device dtype torch"""
+
+
+def run(*args, **options):
+    command = [sys.executable, str(ROOT / "generate.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def main(capsys, monkeypatch, *args):
+    """main() in this process: (the samples or stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
+    program.main()
+    out, err = capsys.readouterr()
+    return (json.loads(out) if "--json" in args else out), err
+
+
+def ids(prompt):
+    return ",".join(map(str, prompt))
+
+
+def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeypatch):
+    """A Hugging Face directory as it is, a ragged batch with copies, in float32."""
+    oracle, hf, ours = tiny("qwen3-gqa")
+    prompts = random_prompts((4, 19, 1))
+    args = [part for prompt in prompts for part in ("--prompt_ids", ids(prompt))]
+    args += ["--batch_size", 2, "--max_new_tokens", 30, "--dtype", "float32", "--json", *GREEDY]
+    result, _ = main(capsys, monkeypatch, "--checkpoint_path", ours, *args)
+    expected = [hf_greedy(oracle, prompt, 30) for prompt in prompts for _ in range(2)]
+    assert [sample["token_ids"] for sample in result["samples"]] == expected
+    assert [sample["prompt_tokens"] for sample in result["samples"]] == [4, 4, 19, 19, 1, 1]
+    assert {sample["finish_reason"] for sample in result["samples"]} == {"length"}
+    assert set(result) == set(JSON_FIELDS.split())
+
+
+def test_report_counts_what_it_says(tiny_model):
+    """Bytes a token: all weights over the rows that share them; live keys and values, at most a window of them."""
+    model = tiny_model("mistral-window", rows=3)
+    config, timing = model.config, Timing()
+    prompts = random_prompts((2, 9, 30))
+    generate(model, prompts, Sampling.make(3, temperature=0.0), 6, timing=timing)
+    assert (timing.prefill_tokens, timing.decode_tokens, timing.decode_steps) == (41, 15, 5)
+    looks = sum(min(n + i, config.sliding_window) for n in (2, 9, 30) for i in range(1, 6))
+    assert timing.kv_bytes == looks * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
+    found = measurements(model, timing, profiled=False)
+    total = sum(weight.nbytes for weight in model.parameters())
+    table, row = model.embedding.weight.nbytes, model.embedding.weight[0].nbytes
+    assert weight_bytes(model, 3) == total - table + 3 * row, "untied: of the embedding, only the rows looked up"
+    assert found["weight_bytes_per_token"] == pytest.approx((total - table + 3 * row) / 3)
+    bytes_per_token = found["weight_bytes_per_token"] + found["kv_bytes_per_token"]
+    assert found["bandwidth_bytes_per_s"] == pytest.approx(bytes_per_token * found["decode_tokens_per_s"])
+    assert found["decode_tokens_per_s"] == pytest.approx(15 / timing.decode_s)
+    tied = tiny_model("llama-gqa-biased")
+    assert weight_bytes(tied, 3) == sum(weight.nbytes for weight in tied.parameters())
+    assert kv_bytes(tied, [7]) == 7 * 2 * tied.config.n_layer * tied.config.n_kv_head * tied.config.head_dim * 4
+
+
+def test_no_rates_under_the_profiler(tiny_model):
+    model, timing = tiny_model("llama-mha"), Timing()
+    generate(model, random_prompts((5,)), Sampling.make(1, temperature=0.0), 4, timing=timing)
+    found = measurements(model, timing, profiled=True)
+    assert {name for name, value in found.items() if value is None} == {
+        "time_to_first_token_s",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "bandwidth_bytes_per_s",
+        "read_bandwidth_bytes_per_s",
+        "mean_accepted_tokens",
+    }
+
+
+def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
+    """Same seed, same text; the next row and the next sample have the next seed; a row is what it is alone."""
+    args = ["--checkpoint_path", tiny("llama-mha")[2], "--dtype", "float32", "--json", "--max_new_tokens", 20]
+    args += ["--prompt_ids", "5,6,7", "--top_p", 0.9, "--min_p", 0.01, "--repetition_penalty", 1.2]
+
+    def texts(*more):
+        return [tuple(s["token_ids"]) for s in main(capsys, monkeypatch, *args, *more)[0]["samples"]]
+
+    batch = texts("--batch_size", 3, "--num_samples", 2, "--seed", 7)
+    assert len(set(batch)) == 6
+    assert batch == texts("--batch_size", 3, "--num_samples", 2, "--seed", 7)
+    assert [texts("--seed", 7 + i)[0] for i in range(6)] == batch
+    assert len(set(texts("--num_samples", 3, "--temperature", 0))) == 1
+
+
+def test_repetition_penalty_sees_prompt_and_output(tiny, tiny_model):
+    """Greedy with the penalty equals transformers', which counts both."""
+    oracle = tiny("llama-mha")[0]
+    prompts = random_prompts((7, 33))
+    settings = Sampling.make(2, temperature=0.0, repetition_penalty=[1.4, 0.7])
+    ours = generate(tiny_model("llama-mha"), prompts, settings, 40)
+    for prompt, penalty, (tokens, _) in zip(prompts, (1.4, 0.7), ours):
+        out = oracle.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, repetition_penalty=penalty
+        )
+        assert tokens == out[0, len(prompt) :].tolist()
+
+
+def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
+    import shutil
+
+    oracle, _, ours = tiny("qwen2-gqa")
+    prompt = random_prompts((6,))[0]
+    expected = hf_greedy(oracle, prompt, 40)
+    shutil.copytree(ours, tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text())
+    ends = [expected[12], expected[30]]
+    config["eos_token_ids"] = [130, *ends]
+    (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(config))
+    args = [
+        "--checkpoint_path",
+        tmp_path / "ours",
+        "--dtype",
+        "float32",
+        "--json",
+        "--prompt_ids",
+        ids(prompt),
+        *GREEDY,
+    ]
+    sample = main(capsys, monkeypatch, *args, "--max_new_tokens", 40)[0]["samples"][0]
+    first = min(expected.index(end) for end in ends)
+    assert sample["token_ids"] == expected[: first + 1] and sample["finish_reason"] == "stop"
+    args += ["--max_new_tokens", 40, "--ignore_eos"]
+    sample = main(capsys, monkeypatch, *args)[0]["samples"][0]
+    assert sample["token_ids"] == expected and sample["finish_reason"] == "length"
+    exactly = main(capsys, monkeypatch, *args[:-3], "--max_new_tokens", first + 1)[0]["samples"][0]
+    assert exactly["finish_reason"] == "stop", "the last token allowed is an end token"
+
+
+def test_prompts_from_everywhere(default_checkpoint, tmp_path):
+    (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
+    tokenizer, config = Tokenizer(default_checkpoint), program.read_config(default_checkpoint)
+    args = parse_arguments(
+        ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
+        + ["--synthetic_prompt", "300", "--batch_size", "2"]
+    )
+    prompts = program.read_prompts(args, tokenizer, config)
+    expected = [tokenizer.encode("one"), [1], tokenizer.encode("first line"), tokenizer.encode("second line"), [5, 6]]
+    assert prompts[:10:2] == expected and prompts[1:10:2] == expected
+    assert [len(prompt) for prompt in prompts[10:]] == [300, 300] and len(set(prompts[10])) > 200
+    nothing = parse_arguments([])
+    assert program.read_prompts(nothing, tokenizer, config) == [tokenizer.encode("Hello, my name is")]
+
+
+@pytest.mark.parametrize("length", [None, 100])
+def test_cache_length(tiny_model, length):
+    model_config = tiny_model("llama-mha").config
+    args = parse_arguments(["--max_new_tokens", "30"] + (["--max_seq_length", str(length)] if length else []))
+    assert program.choose_cache_length(args, model_config, [[1] * 20]) == (length or 256)
+    big = program.Config(1, 2, 2, 4, 8, 8, 10, 100_000)
+    assert [program.cache_length(big, n, None) for n in (1, 512, 513, 8193, 40_000)] == [512, 512, 2048, 32768, 100_000]
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (["--top_p", "0"], "--top_p: must be above 0 and at most 1, not 0"),
+        (["--top_p", "nan"], "--top_p: must be above 0"),
+        (["--top_k", "-1"], "--top_k: must be at least 0, not -1"),
+        (["--min_p", "1"], "--min_p: must be at least 0 and below 1"),
+        (["--temperature", "-0.5"], "--temperature: must be at least 0 and finite, not -0.5"),
+        (["--temperature", "inf"], "--temperature: must be"),
+        (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),
+        (["--repetition_penalty", "0"], "--repetition_penalty: must be above 0"),
+        (["--max_new_tokens", "0"], "--max_new_tokens: must be at least 1, not 0"),
+        (["--batch_size", "0"], "--batch_size: must be at least 1"),
+        (["--num_samples", "-3"], "--num_samples: must be at least 1"),
+        (["--seed", str(2**63)], "--seed: must be within"),
+        (["--prompt_ids", "1,x"], "--prompt_ids: invalid token_ids value: '1,x'"),
+        (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["--speed", "11"], "unrecognized arguments: --speed 11"),
+        (["--device", "cuda"], "--device cuda cannot be used here"),
+        (["--device", "toaster"], "--device toaster cannot be used here"),
+        (["--prompt_ids", "131"], r"token id 131 is outside the vocabulary of 131 \(0 to 130\)"),
+        (["--prompt_ids=-1"], "token id -1 is outside"),
+        (["--synthetic_prompt", "257"], "the prompt has 257 tokens, the context is 256"),
+        (["--synthetic_prompt", "50", "--max_seq_length", "49"], "the prompt has 50 tokens, the context is 49"),
+        (["--max_seq_length", "257"], "--max_seq_length 257 is more than the model's context of 256"),
+        (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
+        (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
+        (["--checkpoint_path", "/no/place"], "/no/place does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(tiny, monkeypatch, args, why):
+    if not {"--checkpoint_path", "--prompt_ids", "--prompt", "--synthetic_prompt"} & set(args):
+        args = [*args, "--prompt_ids", "5"]
+    if "--checkpoint_path" not in args:
+        args = ["--checkpoint_path", str(tiny("llama-mha")[2]), *args]
+    if torch.cuda.is_available() and "cuda" in args:
+        args[args.index("cuda")] = "cuda:99"
+        why = "--device cuda:99 cannot be used here"
+    monkeypatch.setattr(sys, "argv", ["generate.py", *args])
+    with pytest.raises(UserError, match=why) as caught:
+        program.main()
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_prompt_without_a_beginning_token(tiny, tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
+    (tmp_path / "x" / "tokenizer_config.json").write_text('{"bos_token_id": null}')
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint_path", str(tmp_path / "x"), "--prompt_ids", ""])
+    with pytest.raises(UserError, match="the prompt is empty and the model has no beginning token"):
+        program.main()
+
+
+@pytest.mark.slow
+def test_exit_codes_and_streams(tiny, default_checkpoint):
+    """Errors are one line on stderr and exit code 2; text goes to stdout, the report to stderr; pipes may close."""
+    bad = run("--checkpoint_path", "/no/place")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("generate.py: error: /no/place") and len(bad.stderr.splitlines()) == 1
+    good = run("--prompt", "Once upon a time", "--max_new_tokens", 8, *GREEDY)
+    assert good.returncode == 0 and good.stdout == "Once upon a time, the city of Nova Haven was a\n"
+    assert "decode: 7 tokens" in good.stderr and "tokens/s" in good.stderr
+    command = f"{sys.executable} {ROOT / 'generate.py'} --max_new_tokens 30 | head -c 5; exit ${{PIPESTATUS[0]}}"
+    piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert piped.stdout == "Hello" and "Traceback" not in piped.stderr and piped.returncode == 141
+
+
+@pytest.mark.slow
+def test_profile_writes_a_trace(tiny, tmp_path):
+    args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6", "--max_new_tokens", 4, "--json"]
+    done = run(*args, "--profile", tmp_path / "trace.json")
+    assert done.returncode == 0 and "tokens/s" not in done.stderr
+    result = json.loads(done.stdout)
+    assert result["decode_tokens_per_s"] is None and result["prefill_tokens_per_s"] is None
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert any("aten::linear" in str(event.get("name")) for event in trace["traceEvents"])
+    bad = run(*args, "--profile", tmp_path / "no" / "trace.json")
+    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1 and "no/trace.json" in bad.stderr
+
+
+@pytest.mark.slow
+def test_compiled_program(tiny, capsys, monkeypatch):
+    """--compile and --compile_prefill: eager's tokens, greedy and sampled; nothing compiled or broken after warm-up."""
+    torch._dynamo.reset()
+    prompts = random_prompts((4, 23))
+    args = ["--checkpoint_path", tiny("llama-gqa-biased")[2], "--dtype", "float32", "--json", "--max_new_tokens", 25]
+    args += [part for prompt in prompts for part in ("--prompt_ids", ids(prompt))]
+    args += ["--num_samples", 2, "--top_k", 50, "--repetition_penalty", 1.1]
+    eager, _ = main(capsys, monkeypatch, *args)
+    compiled, err = main(capsys, monkeypatch, *args, "--compile", "--compile_prefill")
+    assert compiled["samples"] == eager["samples"]
+    assert compiled["recompiles"] == compiled["graph_breaks"] == 0
+    assert compiled["compile_s"] > 0 == eager["compile_s"] and "compiling" in err
+
+
+@pytest.mark.slow
+def test_peak_memory_of_an_eager_run(default_checkpoint):
+    """At most weights, KV cache and 600 MB."""
+    done = run("--max_new_tokens", 20, "--synthetic_prompt", 400, "--json")
+    result = json.loads(done.stdout)
+    cache = 2 * 30 * 520 * 3 * 64 * 2
+    assert result["peak_memory_bytes"] <= result["weight_bytes_per_token"] + cache + 600e6
+
+
+# ---------------------------------------------------------------- the default model against transformers
+
+
+@pytest.fixture(scope="module")
+def default_pair():
+    """transformers' model of the default GGUF file and ours of the same dequantized weights, in float32."""
+    import transformers
+
+    from convert_hf_checkpoint import default_gguf, ensure_checkpoint
+
+    path = default_gguf()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    directory = ensure_checkpoint(None, "float32")
+    return oracle, load_model(directory, dtype=torch.float32), Tokenizer(directory)
+
+
+def check_default(pair, prompts, n):
+    oracle, model, _ = pair
+    model.setup_caches(len(prompts), max(map(len, prompts)) + n)
+    ours = generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n)
+    for prompt, (tokens, _) in zip(prompts, ours):
+        assert tokens == hf_greedy(oracle, prompt, n), prompt[:8]
+
+
+TEXTS = ["Once upon a time", "def fibonacci(n):\n", "The capital of France is", "日本の首都は", "1, 1, 2, 3, 5, 8, 13,"]
+
+
+@pytest.mark.slow
+def test_default_model_equals_transformers(default_pair):
+    tokenizer = default_pair[2]
+    check_default(default_pair, [tokenizer.encode(text) for text in TEXTS[:4]], 24)
+
+
+@pytest.mark.full
+def test_default_model_equals_transformers_on_32_prompts(default_pair):
+    """1 to 500 tokens of this repository's own text, 64 new tokens each, in ragged batches of 8."""
+    tokenizer = default_pair[2]
+    text = tokenizer.encode((ROOT / "README.md").read_text() + (ROOT / "model.py").read_text())
+    lengths = [1, 2, 3, 5, 8, 13, 17, 21, 29, 34, 47, 55, 64, 77, 89, 101, 120, 144, 163, 180, 199, 211, 233, 257]
+    lengths += [280, 311, 345, 377, 402, 431, 467, 500]
+    starts = [(97 * i) % (len(text) - 500) for i in range(32)]
+    prompts = [text[start : start + length] for start, length in zip(starts, lengths)]
+    for batch in range(4):
+        check_default(default_pair, prompts[batch::4], 64)

@@ -281,8 +281,9 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
         values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
-    # The stretched context is meant to be used, whether or not max_position_embeddings was raised with it.
-    return base, RopeScaling(kind, **values), max(context, int(original * values.get("factor", 1.0)))
+    # The stretched context is meant to be used where max_position_embeddings was not raised with it, too.
+    stretched = context if context > original else int(original * values.get("factor", 1.0))
+    return base, RopeScaling(kind, **values), stretched
 
 
 def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tuple[int, ...] | None]:

@@ -1,0 +1,412 @@
+"""Speed of one row: ours beside its peers on a real checkpoint, or alone at the sizes of well-known models.
+
+With a checkpoint (--checkpoint_path; without it the embedded default, except on CUDA): fastpath in bf16, eager and with
+--compile compiled too, against `transformers` in bf16 on the same weights and llama.cpp's `llama-bench` on GGUF files.
+They run in turns, on the same number of threads (OMP_NUM_THREADS sets it): a round runs every contestant once, and each
+round begins with another. A first round is warm-up and does not count. Rates are medians over rounds; the ratio of ours
+to a peer is the median of the rounds' own ratios. On a machine that does anything else besides they mean nothing: two
+busy thread pools on the same cores slow each other down a hundredfold.
+  decode   tokens/s over --new_tokens after 5 tokens of prompt (llama-bench's tg has no prompt)
+  prefill  tokens/s over --prompt_tokens in one row, up to the first new token
+transformers' decode is its time for --new_tokens + 1 tokens less that for 1. Of llama-bench with and without flash
+attention the better counts, for each rate by itself. Compilation is in no rate: processes of its own measure it, cold
+(an empty cache) and warm (the cache of the cold one).
+
+Without a checkpoint (on CUDA, or with --shapes or --smoke): random bf16 weights in the shapes of Llama models, decoding
+at 0, 8k and 32k tokens of context, which are random numbers written into the caches. A context beyond what a model was
+trained for costs what any other costs, so it is measured too, and marked; what memory does not suffice for is left out.
+The cache is as long as needed, rounded up to 512. A step is the loop body of generate(), the token on the host at its
+end; its bytes are all weights (of an untied embedding one vector) and the live keys and values. `share` is bytes a
+second as a part of the measured copy bandwidth (bytes read plus written). `growth` is by how much longer a step is
+than at the first context, as a multiple of the time that its further bytes take at that bandwidth.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import generate
+from checkpoint import ArgumentParser, UserError, check_memory, empty_model, load_model, read_json, run_command
+from convert_hf_checkpoint import default_gguf, ensure_checkpoint, say
+from generate import Steps, Timing, compile_counts, compiled_steps, synchronize
+from model import Config, RopeScaling
+from sampling import Sampling
+
+ROOT = Path(__file__).resolve().parent.parent
+BF16 = torch.bfloat16
+SHORT_PROMPT = 5  # tokens before decode
+WARM_UP_STEPS = 8  # of a shape; a CUDA graph is recorded in the second or third
+LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
+SHAPES = {  # layers H  K   E    D     F      V      context
+    "Llama-3.2-1B": Config(16, 32, 8, 64, 2048, 8192, 128256, 131072, 1e-5, 5e5, LLAMA32, tied_embeddings=True),
+    "Llama-3.1-8B": Config(32, 32, 8, 128, 4096, 14336, 128256, 131072, 1e-5, 5e5, LLAMA31),
+    "Llama-2-7B": Config(32, 32, 32, 128, 4096, 11008, 32000, 4096, 1e-5),
+}
+FULL = (0, 8192, 32768), 100, 2**31  # contexts, steps, bytes to copy
+SMOKE_SHAPES = {"tiny": Config(2, 6, 3, 10, 44, 76, 131, 32, 1e-5, 5e5, LLAMA31)}
+SMOKE = (0, 16, 600), 5, 2**20
+
+
+def seconds(device: torch.device, work: Callable) -> float:
+    """That work() takes on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- the contestants
+
+
+@dataclass
+class Contestant:
+    """One of those that take turns; run() measures once and returns (decode, prefill) in tokens a second."""
+
+    name: str
+    run: Callable[[], tuple[float, float]]
+    facts: dict = field(default_factory=dict)  # for its row of the JSON
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+
+
+def prompts(args, V: int) -> list[list[int]]:
+    """The short one and the long one; the tokens are those of generate.py --synthetic_prompt."""
+    return [[(7 + 31 * i) % V for i in range(n)] for n in (SHORT_PROMPT, args.prompt_tokens)]
+
+
+def fastpath_run(args, model, steps: Steps) -> Callable:
+    short, long = prompts(args, model.config.vocab_size)
+    settings = Sampling.make(1, temperature=0.0, device=model.norm.weight.device)
+
+    def run():
+        decoding, prefilling = Timing(), Timing()
+        generate.generate(model, [short], settings, args.new_tokens + 1, steps=steps, timing=decoding)
+        generate.generate(model, [long], settings, 1, steps=steps, timing=prefilling)
+        return decoding.decode_tokens / decoding.decode_s, prefilling.prefill_tokens / prefilling.prefill_s
+
+    return run
+
+
+def transformers_run(args, device: torch.device, V: int) -> Callable:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # The source of our weights: a GGUF file, a Hugging Face directory or a hub id.
+    source, options = default_gguf() if args.checkpoint_path is None else Path(args.checkpoint_path).expanduser(), {}
+    if source.suffix == ".gguf":
+        source, options = source.parent, {"gguf_file": source.name}
+    elif not source.exists():
+        source = args.checkpoint_path
+    else:
+        source = source if source.is_dir() else source.parent
+        if "n_layer" in read_json(source / "config.json"):
+            raise UserError("it cannot load a fastpath checkpoint; give --checkpoint_path what that was converted from")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=BF16, **options).to(device).eval()
+    assert model.dtype == BF16, model.dtype
+    # Greedy, and no token ends it.
+    model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def generate_n(prompt: list[int], n: int):
+        ids = torch.tensor([prompt], device=device)
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n)
+        assert out.shape[1] == len(prompt) + n, f"{out.shape[1] - len(prompt)} new tokens instead of {n}"
+
+    def run():
+        short, long = prompts(args, V)
+        more, one = (seconds(device, lambda n=n: generate_n(short, n)) for n in (args.new_tokens + 1, 1))
+        return args.new_tokens / (more - one), args.prompt_tokens / seconds(device, lambda: generate_n(long, 1))
+
+    return run
+
+
+def llama_bench_run(args, gguf: Path, facts: dict) -> Callable:
+    command = [args.llama_bench, "-m", str(gguf), "-p", str(args.prompt_tokens), "-n", str(args.new_tokens)]
+    command += ["-t", str(torch.get_num_threads()), "-r", "1", "-fa", "0,1", "-o", "json"]
+
+    def run():
+        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            tests = json.loads(done.stdout)
+            build = f"{tests[0]['build_commit']} (build {tests[0]['build_number']})"
+            facts.update(llama_bench=build, model_type=tests[0]["model_type"])
+            return tuple(max(test["avg_ts"] for test in tests if test[kind]) for kind in ("n_gen", "n_prompt"))
+        except (ValueError, KeyError, IndexError, TypeError):
+            reason = (done.stderr.strip() or "its output is not the JSON expected").splitlines()[-1]
+            raise UserError(f"{shlex.join(command)} failed ({done.returncode}): {reason}") from None
+
+    return run
+
+
+def compile_seconds(args, directory: Path, device: torch.device, flag: str, prompt: int, new: int) -> dict:
+    """Seconds that generate.py takes to compile: cold, with an empty cache, and warm, with what that left there."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(directory), "--device", str(device)]
+    command += [flag, "--temperature", "0", "--synthetic_prompt", str(prompt), "--max_new_tokens", str(new), "--json"]
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for state in ("cold", "warm"):
+            say(f"generate.py {flag}, {state}")
+            env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
+            if done.returncode:
+                raise UserError(f"{shlex.join(command)} failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
+            found[f"{state}_s"] = json.loads(done.stdout)["compile_s"]
+    return found
+
+
+def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Contestant]]:
+    """Ours and the peers, with everything loaded."""
+    files = args.gguf
+    if args.llama_bench and not files:
+        files = [Path(args.checkpoint_path).expanduser() if args.checkpoint_path else default_gguf()]
+    directory = ensure_checkpoint(args.checkpoint_path)
+    model = load_model(directory, device, BF16)
+    config, needed = model.config, max(args.prompt_tokens, SHORT_PROMPT + args.new_tokens)
+    if needed > config.max_seq_length:
+        raise UserError(f"{needed} tokens are more than the model's context of {config.max_seq_length}")
+    model.setup_caches(1, generate.cache_length(config, needed, None))
+    ours = [Contestant("fastpath eager bf16", fastpath_run(args, model, Steps()))]
+    if args.compile:
+        cases = {"--compile": (SHORT_PROMPT, args.new_tokens), "--compile_prefill": (args.prompt_tokens, 1)}
+        facts = {flag: compile_seconds(args, directory, device, flag, *case) for flag, case in cases.items()}
+        run = fastpath_run(args, model, compiled_steps(decoding=True, prefilling=True))
+        ours.append(Contestant("fastpath compiled bf16", run, {"compile": facts}))
+    peers = []
+    try:
+        peers.append(Contestant("transformers bf16", transformers_run(args, device, config.vocab_size)))
+    except (UserError, ImportError, OSError, ValueError) as error:
+        say(f"without transformers: {str(error).strip().splitlines()[0]}")
+    for path in files:
+        facts = {}
+        peers.append(Contestant(f"llama.cpp {path.name}", llama_bench_run(args, path, facts), facts))
+    return ours, peers
+
+
+def take_turns(everyone: list[Contestant], rounds: int):
+    """Fill in the contestants' rounds, after one that does not count."""
+    for i in range(rounds + 1):
+        say(f"round {i} of {rounds}" if i else "warm-up")
+        first = i % len(everyone)
+        for contestant in everyone[first:] + everyone[:first]:
+            gc.collect()
+            before = compile_counts()
+            rates = contestant.run()
+            if i:
+                contestant.rounds.append(rates)
+                if compile_counts() != before:
+                    say(f"{contestant.name} was compiling in this round: its rates are too low")
+
+
+def compare(args, device: torch.device) -> dict:
+    ours, peers = contestants(args, device)
+    take_turns(ours + peers, args.rounds)
+    rows, ratios = [], []
+    for one in ours + peers:
+        decode, prefill = (list(rates) for rates in zip(*one.rounds))
+        row = {"name": one.name, "decode_tokens_per_s": median(decode), "prefill_tokens_per_s": median(prefill)}
+        rows.append(row | {"decode_rounds": decode, "prefill_rounds": prefill} | one.facts)
+    for our, peer in ((our, peer) for our in ours for peer in peers):
+        decode, prefill = (median(a[i] / b[i] for a, b in zip(our.rounds, peer.rounds)) for i in (0, 1))
+        ratios.append({"ours": our.name, "peer": peer.name, "decode": decode, "prefill": prefill})
+    return {"rows": rows, "ratios": ratios}
+
+
+# ---------------------------------------------------------------- the shapes
+
+
+def random_model(config: Config, slots: int, device: torch.device):
+    """A model of random bf16 weights with random numbers in its caches, which is as fast as any other."""
+    check_memory(config, device, BF16, slots + 8)
+    model = empty_model(config).to(BF16).to_empty(device=device).eval()
+    for weight in model.state_dict().values():
+        weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)  # vectors are the norms'
+    model.setup_caches(1, slots)
+    for block in model.blocks:
+        block.attention.k_cache.normal_()
+        block.attention.v_cache.normal_()
+    return model
+
+
+def step_seconds(model, decode: Callable, context: int, count: int) -> list[float]:
+    """Of each of `count` decode steps of one row, from position `context` on."""
+    device = model.norm.weight.device
+    settings = Sampling.make(1, temperature=0.0, device=device)
+    token, position = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([context], device=device)
+    times = []
+    synchronize(device)
+    for _ in range(count):
+        start = time.perf_counter()
+        token = decode(model, token, position, None, settings, None).clone()
+        position = torch.where(position < 0, -1, position + 1)
+        token.tolist()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def measure_shape(config: Config, device: torch.device, compiled: bool, context: int, steps: int) -> dict:
+    torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length the graph would be of any length
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    needed = context + max(steps, WARM_UP_STEPS)
+    model = random_model(config, (needed + 511) // 512 * 512, device)
+    decode = compiled_steps(decoding=compiled, prefilling=False).decode
+    warm_up_s, before = sum(step_seconds(model, decode, context, WARM_UP_STEPS)), compile_counts()
+    times = step_seconds(model, decode, context, steps)
+    return {
+        "context": context,
+        "beyond_context": needed > config.max_seq_length,
+        "warm_up_s": warm_up_s,  # with compilation, from whatever torch has in its cache on disk
+        "recompiles": compile_counts()[0] - before[0],
+        "step_s": median(times),
+        "step_range_s": [min(times), max(times)],
+        "weight_bytes": generate.weight_bytes(model, 1),
+        "kv_bytes": generate.kv_bytes(model, [context + (steps + 1) // 2]),  # halfway through the steps
+    }
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second, read plus written, of the best of 10 copies of `size` bytes within the device's memory."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / min(seconds(device, lambda: target.copy_(source)) for _ in range(10))
+
+
+def measure_shapes(args, device: torch.device) -> dict:
+    shapes = SMOKE_SHAPES if args.smoke else {name: SHAPES[name] for name in args.shapes or SHAPES}
+    contexts, steps, size = SMOKE if args.smoke else FULL
+    copy_rate = copy_bandwidth(device, size)
+    modes = ("eager", "compiled") if args.compile or not args.smoke else ("eager",)
+    rows, ratios = {}, []
+    for name, mode in ((name, mode) for name in shapes for mode in modes):
+        first = None  # the row of the first context
+        for context in contexts:
+            say(f"{name} {mode} at {context}")
+            try:
+                row = measure_shape(shapes[name], device, mode == "compiled", context, steps)
+            except (UserError, torch.OutOfMemoryError) as error:
+                say(f"left out: {str(error).splitlines()[0]}")
+                continue
+            first = first or row
+            rate = (row["weight_bytes"] + row["kv_bytes"]) / row["step_s"]
+            more_s, more_bytes = (row[key] - first[key] for key in ("step_s", "kv_bytes"))
+            row |= {"tokens_per_s": 1 / row["step_s"], "bytes_per_s": rate, "share": rate / copy_rate}
+            row["growth"] = more_s * copy_rate / more_bytes if more_bytes else None
+            rows[name, mode, context] = {"name": f"{name} {mode} bf16", **row}
+    for (name, mode, context), our in rows.items():
+        if mode == "compiled" and (peer := rows.get((name, "eager", context))):
+            ratio = our["tokens_per_s"] / peer["tokens_per_s"]
+            ratios.append({"ours": our["name"], "peer": peer["name"], "context": context, "decode": ratio})
+    if not rows:
+        raise UserError("memory does not suffice for any of the shapes")
+    return {"copy_bytes_per_s": copy_rate, "rows": list(rows.values()), "ratios": ratios}
+
+
+# ---------------------------------------------------------------- the report
+
+
+def circumstances(device: torch.device, rows: list[dict]) -> dict:
+    """Date, machine, versions and command, for the JSON."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    machine = {
+        "cpu": next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine()),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    peers = ("transformers", "triton")  # where they are installed
+    versions |= {d.name: d.version for d in importlib.metadata.distributions() if d.name in peers}
+    versions["llama_bench"] = next((row["llama_bench"] for row in rows if "llama_bench" in row), None)
+    date = datetime.date.today().isoformat()
+    return {"date": date, "machine": machine, "versions": versions, "command": shlex.join(["python", *sys.argv])}
+
+
+def print_report(result: dict):
+    scales = {"step_s": 1e3, "weight_bytes": 1e-6, "kv_bytes": 1e-6, "bytes_per_s": 1e-9, "share": 100}
+    titles = {"decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "context": "context"}
+    titles |= {"step_s": "step ms", "tokens_per_s": "tokens/s", "weight_bytes": "weights MB", "kv_bytes": "KV MB"}
+    titles |= {"bytes_per_s": "GB/s", "share": "share %", "growth": "growth"}
+    keys = [key for key in titles if key in result["rows"][0]]
+    width = max(len(row["name"]) for row in result["rows"])
+    print(" " * width + "".join(f"{titles[key]:>14}" for key in keys))
+    for row in result["rows"]:
+        cells = ["" if row[key] is None else f"{row[key] * scales.get(key, 1):.5g}" for key in keys]
+        print(f"{row['name']:{width}}" + "".join(f"{cell:>14}" for cell in cells))
+    for row in result["rows"]:
+        for flag, took in row.get("compile", {}).items():
+            print(f"generate.py {flag} compiles in {took['cold_s']:.1f} s cold, {took['warm_s']:.1f} s warm")
+    if "copy_bytes_per_s" in result:
+        print(f"copy bandwidth {result['copy_bytes_per_s'] / 1e9:.1f} GB/s")
+    for ratio in result["ratios"]:
+        where = f" at {ratio['context']}" if "context" in ratio else ""
+        values = ", ".join(f"{key} {ratio[key]:.2f}x" for key in ("decode", "prefill") if key in ratio)
+        print(f"{ratio['ours']} to {ratio['peer']}{where}: {values}")
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_arguments():
+    count = generate.number(int, "at least 1", lambda n: n >= 1)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint_path", help="a Hugging Face directory, a hub id or a .gguf file (SmolLM2-135M-Instruct)")
+    add("--llama_bench", help="llama.cpp's llama-bench")
+    add("--gguf", nargs="+", type=Path, default=[], help="the files for llama-bench (that of the checkpoint)")
+    add("--rounds", type=count, default=5, help="that count (5)")
+    add("--prompt_tokens", type=count, default=512, help="of prefill (512)")
+    add("--new_tokens", type=count, default=64, help="of decode (64)")
+    add("--compile", action="store_true", help="ours compiled, too (as the shapes always are)")
+    add("--shapes", nargs="+", choices=SHAPES, help="without a checkpoint: these only")
+    add("--smoke", action="store_true", help="a tiny shape, to see that this works; compiled with --compile")
+    add("--device", help="cpu, cuda ...; without it the fastest there is")
+    add("--out", type=Path, help="the JSON (benchmarks/results/decode_DEVICE.json; none with --smoke)")
+    args = parser.parse_args()
+    if args.gguf and not args.llama_bench:
+        raise UserError("--gguf names files for --llama_bench, which is not given")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    device = generate.choose_device(args.device)
+    out = args.out
+    if out is None and not args.smoke:
+        out = ROOT / "benchmarks" / "results" / f"decode_{device.type}.json"
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if args.smoke or args.shapes or (device.type == "cuda" and args.checkpoint_path is None):
+        if args.checkpoint_path or args.llama_bench:
+            raise UserError("random weights have no peers: give either --checkpoint_path or --shapes or --smoke")
+        torch.manual_seed(0)
+        result = measure_shapes(args, device)
+    else:
+        result = compare(args, device)
+    print_report(result)
+    if out is not None:
+        out.write_text(json.dumps(circumstances(device, result["rows"]) | result, indent=2) + "\n")
+        say(f"written to {out}")
+
+
+if __name__ == "__main__":
+    run_command(main)

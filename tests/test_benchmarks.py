@@ -1,0 +1,74 @@
+"""The benchmarks run to their end and write what they say; what they measure here means nothing."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+from conftest import ROOT
+
+# A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
+LLAMA_BENCH = """#!{python}
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["-r"] == options["-t"] == "1" and options["-fa"] == "0,1" and options["-o"] == "json", options
+p, n = int(options["-p"]), int(options["-n"])
+about = {{"build_commit": "abc", "build_number": 7, "model_type": "llama tiny"}}
+tests = [(p, 0, 100.0), (0, n, 50.0), (p, 0, 200.0), (0, n, 40.0)]
+print(json.dumps([about | {{"n_prompt": p, "n_gen": n, "avg_ts": rate}} for p, n, rate in tests]))
+"""
+
+
+def run_decode(python, out, *arguments):
+    command = [*python, str(ROOT / "benchmarks" / "decode.py"), "--device", "cpu", "--out", str(out), *arguments]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # several would starve beside another busy process
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=one_thread)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert {"date", "machine", "versions", "command", "rows", "ratios"} <= result.keys()
+    assert {"cpu", "cores", "threads", "gpu", "memory_bytes"} == result["machine"].keys()
+    assert result["machine"]["threads"] == 1
+    assert {"python", "torch", "llama_bench"} <= result["versions"].keys()
+    assert result["command"].endswith(" ".join(arguments))
+    for row in result["rows"]:
+        assert row["name"] in done.stdout
+    return result, done
+
+
+@pytest.mark.quick
+def test_decode_of_a_shape(python, tmp_path):
+    result, _ = run_decode(python, tmp_path / "new" / "out.json", "--smoke")
+    assert [(row["name"], row["context"]) for row in result["rows"]] == [("tiny eager bf16", n) for n in (0, 16, 600)]
+    assert [row["beyond_context"] for row in result["rows"]] == [False, False, True]
+    for row in result["rows"]:
+        assert row["bytes_per_s"] == pytest.approx((row["weight_bytes"] + row["kv_bytes"]) / row["step_s"])
+        assert row["share"] == pytest.approx(row["bytes_per_s"] / result["copy_bytes_per_s"])
+        assert row["tokens_per_s"] == pytest.approx(1 / row["step_s"])
+    # Keys and values of 2 layers, 3 heads of width 10, in bf16, halfway through 5 steps.
+    assert [row["kv_bytes"] for row in result["rows"]] == [2 * 2 * 3 * 10 * 2 * (n + 3) for n in (0, 16, 600)]
+    assert result["rows"][0]["growth"] is None and result["rows"][2]["growth"] is not None
+
+
+@pytest.mark.quick
+def test_decode_beside_llama_bench(python, tiny, tmp_path):
+    program, gguf = tmp_path / "llama-bench", tmp_path / "some.gguf"
+    program.write_text(LLAMA_BENCH.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    gguf.touch()
+    arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "3", "--prompt_tokens", "19"]
+    arguments += ["--new_tokens", "4", "--llama_bench", str(program), "--gguf", str(gguf)]
+    result, done = run_decode(python, tmp_path / "out.json", *arguments)
+    assert "without transformers" in done.stderr  # a converted checkpoint is nothing that it could load
+
+    ours, llama = result["rows"]
+    assert (ours["name"], llama["name"]) == ("fastpath eager bf16", "llama.cpp some.gguf")
+    assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of each
+    assert result["versions"]["llama_bench"] == "abc (build 7)"
+    [ratio] = result["ratios"]
+    for kind, peer in (("decode", 50), ("prefill", 200)):
+        assert len(ours[f"{kind}_rounds"]) == 3
+        assert ours[f"{kind}_tokens_per_s"] == median(ours[f"{kind}_rounds"])
+        assert ratio[kind] == pytest.approx(median(rate / peer for rate in ours[f"{kind}_rounds"]))

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 # ---------------------------------------------------------------- attention
 
+QUERY_BLOCK = 128  # queries: scores of (B,H,128,T) are small beside a model, products of 128 rows are still efficient
+
 
 def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
     """Causal attention of new tokens over a static KV cache, at any place in any row.
@@ -26,46 +28,50 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     window: int, a token sees only the last `window` positions, its own included.
 
     Returns (B,S,H,E) in q's dtype; padding gives zeros. Slots that no token of the row sees may hold anything, NaN too.
-    Eager on CPU reads only the slots up to the furthest position; a compiled graph has fixed shapes and reads all T.
+    Eager on CPU goes by blocks of queries, each of which reads only the slots up to its furthest position: twice as
+    fast as torch's own at S = 512 in bfloat16. A compiled graph has fixed shapes and reads all T.
     """
     B, S, H, E = q.shape
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    all_seen, eager_cpu = False, q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager_cpu and S > QUERY_BLOCK:
+        blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
+        parts = [attention(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
+        return torch.cat(parts, dim=1)
+    if eager_cpu:
         live = max(int(input_pos.max()), 0) + 1
         k_cache, v_cache = k_cache[:, :, :live], v_cache[:, :, :live]
+        all_seen = B == 1 and window is None  # by its last token
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
 
     slot = torch.arange(k.shape[2], device=q.device)
-    distance = input_pos[:, :, None] - slot  # (B,S,T), how far back the slot lies
-    visible = (distance >= 0) & (input_pos[:, :, None] >= 0)
+    visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
     if window is not None:
-        visible &= distance < window
-    # A slot with weight zero still reaches the output if it holds NaN (0 * NaN), so V is zeroed where nobody looks.
-    # One row that sees everything up to `live` has no such slot.
-    seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
-    v = torch.where(seen, v, 0)
+        visible &= slot > input_pos[:, :, None] - window
+    if not all_seen:  # a slot of weight zero reaches the output all the same if it holds NaN: 0 * NaN, NaN - inf
+        seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
+        k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
 
-    if S > 16 and slopes is None:  # torch's own FlashAttention, which never builds the scores: twice as fast at S = 512
-        k = torch.where(seen, k, 0)  # it adds the mask to the scores, and NaN - inf is NaN
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True)
-        return torch.where((input_pos >= 0)[:, :, None, None], out.transpose(1, 2), 0)  # (B,S,H,E)
-    return _attention_reference(q, k, v, distance, visible, slopes)
+    if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
+    else:
+        bias = None if slopes is None else (slot - input_pos[:, :, None]) * slopes[:, None, None, None]  # (H,B,S,T)
+        out = _attention_reference(q, k, v, visible, bias)
+    return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
-def _attention_reference(q, k, v, distance, visible, slopes):
-    """Softmax(q k^T / sqrt(E) + ALiBi) v over the visible slots, in the open; scores in float32.
+def _attention_reference(q, k, v, visible, bias):
+    """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
 
-    q (B,S,H,E); k, v (B,K,T,E); distance, visible (B,S,T). The H/K query heads of a group share K and V unrepeated.
+    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T); bias (H,B,S,T) or None. A group's H/K query heads share K and V
+    unrepeated.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
-    q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4)  # (B,K,H/K,S,E)
-    scores = q.reshape(B, K, -1, E) @ k.transpose(2, 3)  # (B,K,H/K*S,T)
-    scores = scores.view(B, K, H // K, S, T).float() * E**-0.5
-    if slopes is not None:
-        scores = scores - slopes.view(K, H // K, 1, 1) * distance[:, None, None]
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
-    weights = weights.masked_fill(~visible.any(2)[:, None, None, :, None], 0)  # nothing to see: 0/0 becomes 0
+    q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B,K,H/K*S,E)
+    scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float() * E**-0.5
+    if bias is not None:
+        scores = scores + bias.transpose(0, 1)
+    weights = torch.softmax(scores.masked_fill(~visible[:, None], float("-inf")), dim=-1)
     out = weights.to(v.dtype).view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)
 

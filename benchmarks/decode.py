@@ -390,6 +390,8 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     device = generate.choose_device(args.device)
+    if device.type == "cpu":
+        generate.keep_freed_memory()  # as the program does; transformers, in this process, has it too
     out = args.out
     if out is None and not args.smoke:
         out = ROOT / "benchmarks" / "results" / f"decode_{device.type}.json"

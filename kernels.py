@@ -32,24 +32,25 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     fast as torch's own at S = 512 in bfloat16. A compiled graph has fixed shapes and reads all T.
     """
     B, S, H, E = q.shape
-    all_seen, eager_cpu = False, q.device.type == "cpu" and not torch.compiler.is_compiling()
+    eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager_cpu and S > QUERY_BLOCK:
         blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
         parts = [attention(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
         return torch.cat(parts, dim=1)
+    last = int(input_pos.max()) if eager_cpu else None
     if eager_cpu:
-        live = max(int(input_pos.max()), 0) + 1
-        k_cache, v_cache = k_cache[:, :, :live], v_cache[:, :, :live]
-        all_seen = B == 1 and window is None  # by its last token
+        k_cache, v_cache = k_cache[:, :, : max(last, 0) + 1], v_cache[:, :, : max(last, 0) + 1]
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
+    if eager_cpu and B == S == 1 and window is None and slopes is None and last >= 0:  # sees all that is left
+        return _attention_reference(q, k, v)
 
     slot = torch.arange(k.shape[2], device=q.device)
     visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
     if window is not None:
         visible &= slot > input_pos[:, :, None] - window
-    if not all_seen:  # a slot of weight zero reaches the output all the same if it holds NaN: 0 * NaN, NaN - inf
-        seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
-        k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
+    seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
+    k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
+    v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
@@ -59,11 +60,11 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
-def _attention_reference(q, k, v, visible, bias):
+def _attention_reference(q, k, v, visible=None, bias=None):
     """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
 
-    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T); bias (H,B,S,T) or None. A group's H/K query heads share K and V
-    unrepeated.
+    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T), None is all; bias (H,B,S,T) or None. The H/K query heads of a group
+    share K and V unrepeated.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
@@ -71,8 +72,10 @@ def _attention_reference(q, k, v, visible, bias):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float() * E**-0.5
     if bias is not None:
         scores = scores + bias.transpose(0, 1)
-    weights = torch.softmax(scores.masked_fill(~visible[:, None], float("-inf")), dim=-1)
-    out = weights.to(v.dtype).view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).to(v.dtype)
+    out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)
 
 

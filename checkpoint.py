@@ -222,9 +222,10 @@ class Writer:
     block; an exception, Ctrl-C or SIGTERM removes it. Tensors are held until a shard's worth, then written.
     """
 
-    def __init__(self, target: Path, expected_bytes: int = 0):
+    def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
         self.target = Path(target)
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
+        self.replace = replace  # a checkpoint that is there by now, made by another process perhaps; else it stays
         self.path = self.target.with_name(f".{self.target.name}.{os.getpid()}.tmp")
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []  # the tensor names of each shard written
@@ -290,9 +291,14 @@ class Writer:
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
             shutil.copymode(self.path / "config.json", self.path / name)  # the library makes its files private
+        old = self.path.with_name(f".{self.target.name}.old.{os.getpid()}.tmp")
+        if self.target.exists() and not self.replace:
+            shutil.rmtree(self.path)
+            return
         if self.target.exists():
-            shutil.rmtree(self.target)
+            self.target.rename(old)
         self.path.rename(self.target)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def is_replaceable(path: Path) -> bool:

@@ -101,14 +101,17 @@ class Source:
     unneeded: Callable[[str], bool] = field(default=lambda name: False)
 
 
-def convert(source: Source, out: Path, dtype: torch.dtype) -> Path:
-    """Write source as a checkpoint directory in dtype; out is there whole at the end, or not at all."""
+def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
+    """Write source as a checkpoint directory in dtype; out is there whole at the end, or not at all.
+
+    A checkpoint that is there by the end is replaced, or with replace=False left as it is.
+    """
     parts = wanted(source.config, source.naming)
     total = sum(part.shape.numel() for part in parts.values()) * dtype.itemsize
     stacks: dict[str, dict[int, torch.Tensor]] = {}
     missing = dict.fromkeys(parts)
     bar = tqdm(total=total, desc=f"converting {source.name}", unit="B", unit_scale=True, disable=None, leave=False)
-    with Writer(out, total) as writer, bar:
+    with Writer(out, total, replace) as writer, bar:
         for name, tensor in source.tensors():
             if name not in parts:
                 if source.unneeded(name):
@@ -520,7 +523,7 @@ def default_checkpoint(dtype: str) -> Path:
             source = hf_source(download(DEFAULT_HUB_ID))
         except UserError as second:
             raise UserError(f"the default model cannot be had: {error}; {second}") from None
-    return convert(source, out, DTYPES[dtype])
+    return convert(source, out, DTYPES[dtype], replace=False)
 
 
 def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
@@ -551,7 +554,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
     opened = open_source(str(path) if path.exists() else source)
     check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # no use converting what cannot be loaded
     say(f"converting {opened.name} to {out} (once)")
-    return convert(opened, out, DTYPES[dtype])
+    return convert(opened, out, DTYPES[dtype], replace=False)
 
 
 # ---------------------------------------------------------------- command

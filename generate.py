@@ -426,7 +426,12 @@ def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) ->
     )
     start = time.perf_counter()
     settings = make_settings(args, 0, len(prompts), model.norm.weight.device)
-    generate(model, prompts, settings, min(args.max_new_tokens, 4), steps=steps)
+    try:
+        generate(model, prompts, settings, min(args.max_new_tokens, 4), steps=steps)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if "InvalidCxxCompiler" not in repr(error):
+            raise
+        raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
     return time.perf_counter() - start
 
 

@@ -151,6 +151,20 @@ def test_writer_replaces_only_its_own_kind(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
 
 
+@pytest.mark.parametrize("replace", [True, False])
+def test_writer_finds_another_checkpoint_there_at_the_end(tmp_path, replace):
+    """As when two processes convert the same source: one of them stays, whole."""
+    config = Config(1, 1, 1, 2, 2, 2, 2, 2)
+    with Writer(tmp_path / "out", replace=replace) as late:
+        late.add_config(config)
+        late.add("x", torch.ones(1))
+        shutil.copytree(late.path, tmp_path / "early")  # the other process
+        save_file({"x": torch.zeros(1)}, tmp_path / "early" / "model.safetensors")
+        (tmp_path / "early").rename(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["x"].item() == replace
+
+
 def test_weights_in_an_index_that_lies(ours):
     stored = load_file(ours / "model.safetensors")
     save_file(stored, ours / "model-00001-of-00001.safetensors")

@@ -192,9 +192,15 @@ def available_memory(device) -> int:
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+        limit, used, stat = (
+            Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        if limit.strip() == "max":
+            return free
+        cached = [
+            int(line.split()[1]) for line in stat.splitlines() if line.split()[0] in ("active_file", "inactive_file")
+        ]
+        return min(free, int(limit) - int(used) + sum(cached))  # cached files make room when needed
     except (OSError, ValueError):
         return free
 
@@ -270,7 +276,7 @@ class Writer:
         try:
             if kind is None:
                 self.finish()
-        except Exception as late:
+        except BaseException as late:  # Ctrl-C too
             kind, error = type(late), late
         if kind is None:
             return

@@ -358,25 +358,34 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+def read_optional(directory: Path, name: str) -> dict:
+    return read_json(directory / name) if (directory / name).exists() else {}
+
+
 def write_hf_tokenizer(directory: Path, writer: Writer):
     """Copy the tokenizer's files and write tokenizer_config.json; a model without a tokenizer stays one."""
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja"):
         if (directory / name).exists():
             shutil.copyfile(directory / name, writer.path / name)
-    optional = ("tokenizer_config.json", "generation_config.json", "added_tokens.json")
-    tokenizer, generation, added = (
-        read_json(directory / name) if (directory / name).exists() else {} for name in optional
-    )
-    config = read_json(directory / "config.json")
-    template = tokenizer.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if template and not (writer.path / "chat_template.jinja").exists():
-        (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = read_optional(directory, "tokenizer_config.json")
+    try:
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if template and not (writer.path / "chat_template.jinja").exists():
+            (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        writer.add_json("tokenizer_config.json", hf_special_tokens(directory, settings))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{directory / 'tokenizer_config.json'} makes no sense: {error}") from None
 
-    tokens = {entry["content"]: int(i) for i, entry in tokenizer.get("added_tokens_decoder", {}).items()} | added
+
+def hf_special_tokens(directory: Path, settings: dict) -> dict:
+    """Our tokenizer_config.json, from Hugging Face's, the vocabulary, and the model's config.json."""
+    generation, config = read_optional(directory, "generation_config.json"), read_json(directory / "config.json")
+    tokens = {entry["content"]: int(i) for i, entry in settings.get("added_tokens_decoder", {}).items()}
+    tokens |= read_optional(directory, "added_tokens.json")
     library = None
-    if (writer.path / "tokenizer.json").exists():
+    if (directory / "tokenizer.json").exists():
         from tokenizers import Tokenizer as Library
 
         try:
@@ -385,35 +394,31 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
             raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
     def text(name):  # "bos_token" -> "<s>"; some write a dictionary with its content
-        value = tokenizer.get(name)
+        value = settings.get(name)
         return value.get("content") if isinstance(value, dict) else value
 
-    def token_id(name):
-        if text(name) is None and name in tokenizer:
-            return None  # "bos_token": null says that there is none, whatever config.json has
-        found = tokens.get(text(name), library.token_to_id(text(name)) if library and text(name) else None)
-        return config.get(f"{name}_id") if found is None else found
-
-    bos = token_id("bos_token")
-    if "add_bos_token" in tokenizer:
-        add_bos = bool(tokenizer["add_bos_token"])
+    bos = config.get("bos_token_id")
+    if "bos_token" in settings:  # a null says that there is none, whatever config.json has
+        known = tokens.get(text("bos_token"))
+        known = library.token_to_id(text("bos_token")) if known is None and library and text("bos_token") else known
+        bos = None if text("bos_token") is None else bos if known is None else known
+    if "add_bos_token" in settings:
+        add_bos = bool(settings["add_bos_token"])
     elif library is not None:
         add_bos = library.encode("a").ids[:1] == [bos]  # its own post-processor puts it there
     else:
-        add_bos = (writer.path / "tokenizer.model").exists()
+        add_bos = (directory / "tokenizer.model").exists()
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    writer.add_json(
-        "tokenizer_config.json",
-        {
-            "bos_token_id": bos,
-            "eos_token_ids": ends if isinstance(ends, list) else [] if ends is None else [ends],
-            "add_bos_token": add_bos,
-            "bos_token": text("bos_token"),
-            "eos_token": text("eos_token"),
-            "special_tokens": tokens,
-            "legacy": tokenizer.get("legacy", True) is not False,
-        },
-    )
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return {
+        "bos_token_id": None if bos is None else int(bos),
+        "eos_token_ids": [int(end) for end in ends],
+        "add_bos_token": add_bos,
+        "bos_token": text("bos_token"),
+        "eos_token": text("eos_token"),
+        "special_tokens": tokens,
+        "legacy": settings.get("legacy", True) is not False,
+    }
 
 
 # ---------------------------------------------------------------- GGUF

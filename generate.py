@@ -74,7 +74,7 @@ class Timing:
     kv_bytes: int = 0
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, which is 4 % faster eager on CPU: compiled graphs still trip over it
 def generate(model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None):
     """Continue prompts (lists of token ids), each in a cache row of its own; setup_caches has made that many.
 

@@ -44,20 +44,28 @@ class ArgumentParser(argparse.ArgumentParser):
 def run_command(main):
     """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
+
+    def complain(text: str) -> int:
+        line = text.strip().replace("\n", " ")
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+        return 2
+
     try:
         code = main()
         sys.stdout.flush()
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        code = 2
+        code = complain(str(error))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except OSError as error:  # a full disk, a file that may not be read
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        code = 2
+        code = complain(str(error))
+    except (MemoryError, RuntimeError) as error:  # torch has an exception of its own on GPUs, and none on CPU
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        code = complain(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ left over, missing or misshapen ends it by name.
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -455,7 +456,7 @@ def say(text: str):
 
 def open_source(source: str) -> Source:
     """A Hugging Face directory or a .gguf file by path, or else a hub id."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return hf_source(path)
     if path.is_file():
@@ -539,7 +540,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
     """
     if source is None:
         return default_checkpoint(dtype)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if not is_gguf and (path.is_file() or (not path.exists() and path.suffix in (".pth", ".pt"))):
         path = path.parent

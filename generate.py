@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -322,7 +322,7 @@ def parse_arguments(argv=None):
     add("--temperature", type=not_negative, default=0.8, help="0: greedy")
     add(
         "--top_k",
-        type=number(int, "at least 0", lambda k: k >= 0),
+        type=number(int, "between 0 and 2^31", lambda k: 0 <= k <= 2**31),
         default=200,
         help="draw from the k likeliest; 0: all",
     )
@@ -367,19 +367,21 @@ def keep_freed_memory():
 def choose_device(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device {name} cannot be used here: known are cpu, cuda, cuda:1 (and so on) and mps")
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
 def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
-    """The token ids of every prompt of the command line, batch_size copies of each."""
+    """The token ids of every prompt of the command line."""
     texts = list(args.prompt)
     for path in args.prompt_file:
         try:
-            texts += [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+            texts += [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file {path} cannot be read: {error}") from None
     if not (texts or args.prompt_ids or args.synthetic_prompt):
@@ -387,7 +389,9 @@ def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
             raise UserError(f"--prompt_file {args.prompt_file[0]} has no line with a prompt")
         texts = ["Hello, my name is"]
     prompts = [tokenizer.encode(text) for text in texts] + args.prompt_ids
-    prompts += [[(7 + 31 * i) % config.vocab_size for i in range(n)] for n in args.synthetic_prompt]
+    for n in args.synthetic_prompt:
+        check_length(n, args, config)  # before building it
+        prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
     for i, prompt in enumerate(prompts):
         if not prompt and tokenizer.bos_id is None:
             raise UserError("the prompt is empty and the model has no beginning token; give at least one token")
@@ -396,18 +400,21 @@ def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
             raise UserError(
                 f"token id {outside[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
             )
-    return [prompt for prompt in prompts for _ in range(args.batch_size)]
+    return prompts
+
+
+def check_length(tokens: int, args, config: Config):
+    context = args.max_seq_length or config.max_seq_length
+    if tokens > context:
+        raise UserError(f"the prompt has {tokens} tokens, the context is {context}")
 
 
 def choose_cache_length(args, config: Config, prompts: list[list[int]]) -> int:
+    context = config.max_seq_length
+    if args.max_seq_length is not None and args.max_seq_length > context:
+        raise UserError(f"--max_seq_length {args.max_seq_length} is more than the model's context of {context}")
     longest = max(map(len, prompts))
-    if args.max_seq_length is not None and args.max_seq_length > config.max_seq_length:
-        raise UserError(
-            f"--max_seq_length {args.max_seq_length} is more than the model's context of {config.max_seq_length}"
-        )
-    context = args.max_seq_length or config.max_seq_length
-    if longest > context:
-        raise UserError(f"the prompt has {longest} tokens, the context is {context}")
+    check_length(longest, args, config)
     return cache_length(config, longest + args.max_new_tokens - 1, args.max_seq_length)
 
 
@@ -465,7 +472,7 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing) -> list
 def main():
     args = parse_arguments()
     if args.profile:
-        args.profile.open("w").close()  # now, not after the run: torch's profiler fails in silence
+        args.profile.open("w").close()  # a path that cannot be written is better told now than after the run
     device, dtype = choose_device(args.device), DTYPES[args.dtype]
     if device.type == "cpu":
         keep_freed_memory()
@@ -475,7 +482,8 @@ def main():
     config, tokenizer = read_config(directory), Tokenizer(directory)
     prompts = read_prompts(args, tokenizer, config)
     length = choose_cache_length(args, config, prompts)
-    check_memory(config, device, dtype, len(prompts) * (length + 8))
+    check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8))
+    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
 
     start = time.perf_counter()
     model = load_model(directory, device, dtype)
@@ -491,7 +499,10 @@ def main():
             samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing)
     after = compile_counts()
     if args.profile:
-        profiler.export_chrome_trace(str(args.profile))
+        with suppress(TypeError):  # a name that is not UTF-8
+            profiler.export_chrome_trace(str(args.profile))
+        if args.profile.stat().st_size == 0:  # it fails in silence
+            raise UserError(f"--profile {args.profile} could not be written")
         print(f"trace written to {args.profile}: load it in ui.perfetto.dev", file=sys.stderr)
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}

@@ -40,6 +40,10 @@ class Tokenizer:
         """
         if self.vocabulary is None:
             raise UserError(f"{self.directory} has no tokenizer; give --prompt_ids instead of text")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt is not valid UTF-8") from None
         return [self.bos_id] * self.add_bos + self.vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:

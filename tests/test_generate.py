@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, hf_greedy, random_prompts
 
 import generate as program
-from checkpoint import UserError, load_model
+from checkpoint import UserError, load_model, run_command
 from generate import Timing, generate, kv_bytes, measurements, parse_arguments, weight_bytes
 from sampling import Sampling
 from tokenizer import Tokenizer
@@ -151,12 +151,17 @@ def test_prompts_from_everywhere(default_checkpoint, tmp_path):
     tokenizer, config = Tokenizer(default_checkpoint), program.read_config(default_checkpoint)
     args = parse_arguments(
         ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
-        + ["--synthetic_prompt", "300", "--batch_size", "2"]
+        + ["--synthetic_prompt", "300"]
     )
     prompts = program.read_prompts(args, tokenizer, config)
     expected = [tokenizer.encode("one"), [1], tokenizer.encode("first line"), tokenizer.encode("second line"), [5, 6]]
-    assert prompts[:10:2] == expected and prompts[1:10:2] == expected
-    assert [len(prompt) for prompt in prompts[10:]] == [300, 300] and len(set(prompts[10])) > 200
+    assert prompts[:5] == expected
+    assert [len(prompt) for prompt in prompts[5:]] == [300] and len(set(prompts[5])) > 200
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        tokenizer.encode("\udcff")
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\n")
+    marked = parse_arguments(["--prompt_file", str(tmp_path / "p.txt")])
+    assert program.read_prompts(marked, tokenizer, config) == [tokenizer.encode("with a mark")]
     nothing = parse_arguments([])
     assert program.read_prompts(nothing, tokenizer, config) == [tokenizer.encode("Hello, my name is")]
 
@@ -175,7 +180,12 @@ def test_cache_length(tiny_model, length):
     [
         (["--top_p", "0"], "--top_p: must be above 0 and at most 1, not 0"),
         (["--top_p", "nan"], "--top_p: must be above 0"),
-        (["--top_k", "-1"], "--top_k: must be at least 0, not -1"),
+        (["--top_k", "-1"], "--top_k: must be between 0 and 2.31, not -1"),
+        (["--top_k", "9" * 20], "--top_k: must be between 0"),
+        (["--batch_size", "1" + "0" * 30, "--prompt_ids", "5"], "the model needs .* GB on cpu"),
+        (["--synthetic_prompt", "1" + "0" * 30], "the prompt has 10+ tokens, the context is 256"),
+        (["--device", "meta"], "--device meta cannot be used here: known are cpu"),
+        (["--checkpoint_path", "~nosuchuser/x"], "~nosuchuser/x does not exist"),
         (["--min_p", "1"], "--min_p: must be at least 0 and below 1"),
         (["--temperature", "-0.5"], "--temperature: must be at least 0 and finite, not -0.5"),
         (["--temperature", "inf"], "--temperature: must be"),
@@ -237,6 +247,27 @@ def test_exit_codes_and_streams(tiny, default_checkpoint):
     command = f"{sys.executable} {ROOT / 'generate.py'} --max_new_tokens 30 | head -c 5; exit ${{PIPESTATUS[0]}}"
     piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert piped.stdout == "Hello" and "Traceback" not in piped.stderr and piped.returncode == 141
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (UserError("two\nlines"), 2),
+        (OSError(28, "No space left on device"), 2),
+        (MemoryError(), 2),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=repr,
+)
+def test_what_ends_a_command_is_one_line(error, code, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == code
+    assert len(capsys.readouterr().err.splitlines()) == (code == 2)
 
 
 @pytest.mark.slow

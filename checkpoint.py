@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, expected a JSON object")
@@ -100,8 +100,8 @@ def read_config(directory: Path) -> Config:
 def make_config(path: Path, **fields) -> Config:
     """A Config of these fields, as JSON has them; UserError, naming the file they are from, where they make none."""
     try:
-        if isinstance(fields.get("rope_scaling"), dict):
-            scaling = fields["rope_scaling"]
+        if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
+            scaling = dict(fields["rope_scaling"])
             fields["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling.get("factors", ()))})
         if fields.get("sliding_layers") is not None:
             fields["sliding_layers"] = tuple(fields["sliding_layers"])

@@ -22,6 +22,14 @@ from kernels import attention
 # ---------------------------------------------------------------- Config
 
 
+def check_positive(numbers: dict, kinds: tuple = (int, float)):
+    for name, value in numbers.items():
+        most = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= most:
+            kind = "integer" if kinds == (int,) else "number"
+            raise ValueError(f"{name} must be a positive {kind} of at most {most:g}, not {value!r}")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How RoPE's frequencies are stretched beyond the context a model was trained on. Unused fields keep their default.
@@ -39,6 +47,15 @@ class RopeScaling:
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
     factors: tuple[float, ...] = ()  # factors: E/2 divisors
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3", "yarn", "factors"):
+            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: linear, llama3, yarn, factors")
+        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+        numbers += ["original_max_seq_length"] * (self.kind in ("llama3", "yarn"))
+        check_positive({name: getattr(self, name) for name in numbers} | dict(enumerate(self.factors)))
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
 
 
 @dataclass(frozen=True)
@@ -65,10 +82,18 @@ class Config:
     sliding_layers: tuple[int, ...] | None = None  # the layers that slide; None is all of them
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        sizes = ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length")
+        optional = {"sliding_window": self.sliding_window} if self.sliding_window is not None else {}
+        check_positive({name: getattr(self, name) for name in sizes} | optional, (int,))
+        check_positive({"norm_eps": self.norm_eps, "rope_base": self.rope_base})
+        for name in ("tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if not set(self.sliding_layers or ()) <= set(range(self.n_layer)):
+            raise ValueError(f"sliding_layers {self.sliding_layers!r} are not all layers of 0 to {self.n_layer - 1}")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
+            raise ValueError(f"RoPE has {len(scaling.factors)} factors for head_dim {self.head_dim}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2:
@@ -201,7 +226,7 @@ class MLP(nn.Module):
 
 def rope_frequencies(config: Config) -> Tensor:
     """RoPE's E/2 angular frequencies in float32, radians a position, stretched as config.rope_scaling says."""
-    E, base, scaling = config.head_dim, config.rope_base, config.rope_scaling
+    E, base, scaling = config.head_dim, float(config.rope_base), config.rope_scaling
     freqs = 1.0 / base ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
     if scaling is None:
         return freqs
@@ -214,7 +239,7 @@ def rope_frequencies(config: Config) -> Tensor:
         # Wavelengths the old context holds high_freq_factor times stay; those it does not hold are stretched.
         turns = context * freqs / (2 * math.pi)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    elif scaling.kind == "yarn":
+    else:  # yarn
 
         def dimension(turns):  # the pair that turns this often in the old context
             return E * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -225,8 +250,6 @@ def rope_frequencies(config: Config) -> Tensor:
         low, high = max(low, 0), min(high, E - 1)
         high += 0.001 * (low == high)
         keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
-    else:
-        raise ValueError(f"unknown RoPE scaling {scaling.kind!r}; known: linear, llama3, yarn, factors")
     keep = keep.clamp(0, 1)
     return freqs * keep + freqs / scaling.factor * (1 - keep)
 

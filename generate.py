@@ -1,15 +1,15 @@
 """Generate text from a checkpoint: load, prefill, decode, print.
 
-Read from the bottom up: `main`, then what it calls: loading, prompts, the report, `generate` and its two steps.
+Read from the bottom up: `main`, then what it calls: prompts, the command line, `generate` and its two steps. What is
+measured is in report.py, a conversation (--interactive) in chat.py.
 """
 
 import argparse
 import ctypes
+import hashlib
 import json
-import resource
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,14 +18,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from chat_template import ChatTemplate
 from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, first_line, load_model, read_config, run_command
 from model import Config, Transformer
+from report import Timing, compile_counts, kv_bytes, measurements, print_report
 from sampling import Sampling, sample
+from terminal import Waiting, say
 from tokenizer import TextStream, Tokenizer
 
 PREFILL_TOKENS = 2048  # in one pass: enough to be bound by arithmetic, few enough to bound the memory of long prompts
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are found again
 
+CONVERSATION_LENGTH = 8192  # of --interactive, where nothing says how long it will become
 
 # ---------------------------------------------------------------- the two steps
 
@@ -61,25 +65,16 @@ def compiled_steps(decoding: bool, prefilling: bool) -> Steps:
 # ---------------------------------------------------------------- generation
 
 
-@dataclass
-class Timing:
-    """Seconds and counts, summed over generations. Prefill and decode are never mixed; kv_bytes are decode's."""
-
-    first_token_s: float | None = None  # of the first generation
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    kv_bytes: int = 0
-
-
 @torch.no_grad()  # not inference_mode, which is 4 % faster eager on CPU: compiled graphs still trip over it
-def generate(model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None):
+def generate(
+    model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None, cached=None
+):
     """Continue prompts (lists of token ids), each in a cache row of its own; setup_caches has made that many.
 
     settings: the Sampling of these rows. A row whose cache is full ends before max_new_tokens; the last token needs
-    no slot. on_token(row, id, last) hears of every token as it is decided. timing: a Timing to add to.
+    no slot. on_token(row, id, last) hears of every token as it is decided, and ends the row where it answers True.
+    timing: a Timing to add to. cached: of each row, how many tokens of its prompt the cache holds already, from
+    earlier calls (fewer than all: the last one's logits are wanted).
     Returns of each row (new token ids, "stop" or "length"); the stop token, if there was one, is the last id.
     """
     steps, timing = steps or Steps(), timing or Timing()
@@ -87,29 +82,33 @@ def generate(model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, 
     slots = model.blocks[0].attention.k_cache.shape[2] - 8
     limits = [min(max_new_tokens, slots - len(prompt) + 1) for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
+    cached = cached or [0] * len(prompts)
+    stopped = set()  # the rows that ended before their limit
 
     def take(rows: list[int], tokens: list[int]) -> list[int]:
         """Note a new token for each of these rows; returns the rows that go on."""
         going = []
         for row, token in zip(rows, tokens):
             new[row].append(token)
-            last = token in stop_ids or len(new[row]) == limits[row]
-            if on_token is not None:
-                on_token(row, token, last)
-            if not last:
+            if token in stop_ids:
+                stopped.add(row)
+            last = row in stopped or len(new[row]) == limits[row]
+            if on_token is not None and on_token(row, token, last):
+                stopped.add(row)
+            if not last and row not in stopped:
                 going.append(row)
         return going
 
     start = time.perf_counter()
     seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
     position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
-    logits = prefill_prompts(model, prompts, steps.prefill)
+    logits = prefill_prompts(model, prompts, steps.prefill, cached)
     token = sample(logits, settings, position, seen)  # (B,)
     ids = token.tolist()
     elapsed = time.perf_counter() - start
     timing.first_token_s = elapsed if timing.first_token_s is None else timing.first_token_s
     timing.prefill_s += elapsed
-    timing.prefill_tokens += sum(map(len, prompts))
+    timing.prefill_tokens += sum(map(len, prompts)) - sum(cached)
 
     batch, rows = list(range(len(prompts))), None  # the cache row of each batch row: a list, and the model's argument
     live = take(batch, ids)
@@ -132,30 +131,32 @@ def generate(model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, 
         timing.decode_tokens += len(live)
         timing.kv_bytes += kv_bytes(model, [len(prompts[row]) + len(new[row]) for row in live])
         live = take(live, [ids[batch.index(row)] for row in live])
-    timing.decode_s += time.perf_counter() - start
-    return [(ids, "stop" if ids[-1] in stop_ids else "length") for ids in new]
+        now = time.perf_counter()
+        timing.decode_s, start = timing.decode_s + now - start, now
+    return [(ids, "stop" if row in stopped else "length") for row, ids in enumerate(new)]
 
 
-def prefill_prompts(model: Transformer, prompts: list[list[int]], step: Callable) -> Tensor:
+def prefill_prompts(model: Transformer, prompts: list[list[int]], step: Callable, cached: list[int]) -> Tensor:
     """Fill cache row i with prompt i, in passes of at most PREFILL_TOKENS; the logits (B,V) after each prompt.
 
-    A pass holds only the rows that still have tokens, so that a long prompt does not pad the short ones.
+    cached: how many tokens of each prompt are there already. A pass holds only the rows that still have tokens, so
+    that a long prompt does not pad the short ones.
     """
     device = model.norm.weight.device
     logits: dict[int, Tensor] = {}
-    done = 0  # tokens of each prompt that are in the cache by now
-    while active := [row for row, prompt in enumerate(prompts) if len(prompt) > done]:
-        width = min(max(1, PREFILL_TOKENS // len(active)), max(len(prompts[row]) for row in active) - done)
+    done = list(cached)  # tokens of each prompt that are in the cache by now
+    while active := [row for row, prompt in enumerate(prompts) if len(prompt) > done[row]]:
+        width = min(max(1, PREFILL_TOKENS // len(active)), max(len(prompts[row]) - done[row] for row in active))
         tokens = torch.zeros(len(active), width, dtype=torch.int64)
         input_pos = torch.full((len(active), width), -1)
         for i, row in enumerate(active):
-            part = prompts[row][done : done + width]
+            part = prompts[row][done[row] : done[row] + width]
             tokens[i, : len(part)] = torch.tensor(part)
-            input_pos[i, : len(part)] = torch.arange(done, done + len(part))
+            input_pos[i, : len(part)] = torch.arange(done[row], done[row] + len(part))
+            done[row] += len(part)
         rows = None if len(active) == len(prompts) else torch.tensor(active, device=device)
         out = step(model, tokens.to(device), input_pos.to(device), rows).clone()
-        done += width
-        logits |= {row: out[i] for i, row in enumerate(active) if len(prompts[row]) <= done}
+        logits |= {row: out[i] for i, row in enumerate(active) if len(prompts[row]) == done[row]}
     return torch.stack([logits[row] for row in range(len(prompts))])
 
 
@@ -172,115 +173,6 @@ def cache_length(config: Config, needed: int, given: int | None) -> int:
     if given is not None:
         return given
     return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), config.max_seq_length)
-
-
-# ---------------------------------------------------------------- the report
-
-
-def weight_bytes(model: Transformer, rows: float) -> float:
-    """Bytes of weights that one decode step reads: everything, but of an embedding table that is not the head too
-    only one vector a row."""
-    total = sum(tensor.nbytes for tensor in model.state_dict().values())
-    table = model.embedding.weight
-    return total if model.output is None else total - table.nbytes + rows * table[0].nbytes
-
-
-def kv_bytes(model: Transformer, lengths: list[int]) -> int:
-    """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
-    config = model.config
-    windows = Counter(config.window(layer) for layer in range(config.n_layer))
-    looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
-    return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
-
-
-def read_bandwidth(model: Transformer) -> float:
-    """Bytes a second at which this machine reads the model's own weights when it does nothing but sum them."""
-    weights = [w.view(-1)[: w.numel() // 8 * 8].view(torch.int64) for w in model.state_dict().values()]
-    best = float("inf")
-    for _ in range(4):
-        synchronize(weights[0].device)
-        start = time.perf_counter()
-        for w in weights:
-            w.sum()
-        synchronize(weights[0].device)
-        best = min(best, time.perf_counter() - start)
-    return sum(w.nbytes for w in weights) / best
-
-
-def synchronize(device: torch.device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of the whole process on CPU, of what torch allocated on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    try:  # getrusage would count what our parent held before it started us
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def compile_counts() -> tuple[int, int]:
-    """(graphs compiled, graph breaks) in this process so far."""
-    if "torch._dynamo" not in sys.modules:  # nothing was; importing it takes a second
-        return 0, 0
-    counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
-    """The measured part of --json. Under the profiler no rate is given: it slows every operation."""
-    weight = model.norm.weight
-    found = {"peak_memory_bytes": peak_memory(weight.device)}  # first: measuring the bandwidth must not count
-    names = ("time_to_first_token_s", "prefill_tokens_per_s", "decode_tokens_per_s", "weight_bytes_per_token")
-    names += ("kv_bytes_per_token", "bandwidth_bytes_per_s", "read_bandwidth_bytes_per_s")
-    found |= dict.fromkeys(names)
-    tokens, steps = timing.decode_tokens, timing.decode_steps
-    if tokens:
-        found["weight_bytes_per_token"] = weight_bytes(model, tokens / steps) * steps / tokens
-        found["kv_bytes_per_token"] = timing.kv_bytes / tokens
-    if not profiled:
-        found["time_to_first_token_s"] = timing.first_token_s
-        found["prefill_tokens_per_s"] = timing.prefill_tokens / timing.prefill_s
-        found["read_bandwidth_bytes_per_s"] = read_bandwidth(model)
-    if tokens and not profiled:
-        found["decode_tokens_per_s"] = rate = tokens / timing.decode_s
-        found["bandwidth_bytes_per_s"] = (found["weight_bytes_per_token"] + found["kv_bytes_per_token"]) * rate
-    return found | {
-        "mean_accepted_tokens": None,  # of speculation
-        "device": str(weight.device),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-    }
-
-
-def print_report(result: dict, timing: Timing):
-    """The numbers of --json in four lines, on stderr."""
-    line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
-    if result["time_to_first_token_s"] is not None:
-        line += f", first token {result['time_to_first_token_s']:.3f} s"
-    lines = [line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})"]
-    if (rate := result["prefill_tokens_per_s"]) is not None:
-        lines.append(f"prefill: {timing.prefill_tokens} tokens, {rate:.1f} tokens/s")
-    if (rate := result["decode_tokens_per_s"]) is not None:
-        weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
-        got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9
-        lines.append(
-            f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights and "
-            f"{kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} GB/s measured here"
-        )
-    recompiles, breaks = result["recompiles"], result["graph_breaks"]
-    lines.append(
-        f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {recompiles} recompiles, {breaks} graph breaks"
-    )
-    print("\n".join(lines), file=sys.stderr)
 
 
 # ---------------------------------------------------------------- command line
@@ -303,9 +195,16 @@ def token_ids(text: str) -> list[int]:
     return [int(part) for part in text.replace(",", " ").split()]
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """--help names the defaults that say something."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
 def parse_arguments(argv=None):
     count = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description="Generate text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("what to continue (each may be repeated; together they are one batch)").add_argument
     add("--prompt", action="append", default=[], help="a text ('Hello, my name is' where nothing else is given)")
     add("--prompt_file", action="append", type=Path, default=[], help="a file with a prompt on every line")
@@ -314,39 +213,55 @@ def parse_arguments(argv=None):
     add("--batch_size", type=count, default=1, help="copies of every prompt")
     add("--num_samples", type=count, default=1, help="how often the whole batch is continued, each with its own seeds")
 
+    add = parser.add_argument_group("conversation").add_argument
+    add("--chat", action="store_true", help="prompts are messages to the model, set in its own chat template")
+    add("--system", metavar="TEXT", help="the system message before them (implies --chat)")
+    interactive = "talk at the terminal, turn by turn (any --prompt is a first turn); /help lists what else can be said"
+    add("--interactive", action="store_true", help=interactive)
+
     add = parser.add_argument_group("how to continue it").add_argument
     not_negative = number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf"))
     positive = number(float, "above 0 and finite", lambda t: 0 < t < float("inf"))
     up_to_1 = number(float, "above 0 and at most 1", lambda p: 0 < p <= 1)
-    add("--max_new_tokens", type=count, default=200, help="at most this many a prompt")
+    any_length = "at most this many a prompt (default: 200; of an --interactive answer, what the context holds)"
+    add("--max_new_tokens", type=count, help=any_length)
+    stop = "end before this text, which may be any, and is not printed; may be repeated"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--ignore_eos", action="store_true", help="go on after an end token")
     add("--temperature", type=not_negative, default=0.8, help="0: greedy")
-    add(
-        "--top_k",
-        type=number(int, "between 0 and 2^31", lambda k: 0 <= k <= 2**31),
-        default=200,
-        help="draw from the k likeliest; 0: all",
-    )
+    top_k = number(int, "between 0 and 2^31", lambda k: 0 <= k <= 2**31)
+    add("--top_k", type=top_k, default=200, help="draw from the k likeliest; 0: all")
     add("--top_p", type=up_to_1, default=1.0, help="draw from the likeliest tokens that make up p")
     min_p = number(float, "at least 0 and below 1", lambda p: 0 <= p < 1)
     add("--min_p", type=min_p, default=0.0, help="drop what is less likely than min_p times the likeliest")
     add("--repetition_penalty", type=positive, default=1.0, help="divides the logits of tokens seen before")
     seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
     add("--seed", type=seed, default=1234, help="of the first row; every further row and sample has the next")
-    add("--ignore_eos", action="store_true", help="go on after an end token")
 
     add = parser.add_argument_group("the model and the machine").add_argument
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
     add("--checkpoint_path", help=f"{sources}; without it SmolLM2-135M-Instruct")
     add("--device", help="cpu, cuda, cuda:1, mps ...; without it the fastest there is")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
-    add("--max_seq_length", type=count, help="positions of the cache; without it what is needed, rounded up")
+    length = "positions of the cache; without it what is needed, rounded up (--interactive: up to 8192)"
+    add("--max_seq_length", type=count, help=length)
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.chat = args.chat or args.system is not None
+    if "" in args.stop:
+        raise UserError("--stop is empty; give the text to end before")
+    if args.interactive:
+        batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
+        if args.json or args.profile or any(batch):
+            raise UserError("--interactive is one conversation: of the prompts it takes --prompt; no --json, --profile")
+    elif args.max_new_tokens is None:
+        args.max_new_tokens = 200
+    return args
 
 
 def keep_freed_memory():
@@ -376,8 +291,8 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
-def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
-    """The token ids of every prompt of the command line."""
+def read_texts(args) -> list[str]:
+    """The prompts of the command line that are text."""
     texts = list(args.prompt)
     for path in args.prompt_file:
         try:
@@ -388,7 +303,17 @@ def read_prompts(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
         if args.prompt_file:
             raise UserError(f"--prompt_file {args.prompt_file[0]} has no line with a prompt")
         texts = ["Hello, my name is"]
-    prompts = [tokenizer.encode(text) for text in texts] + args.prompt_ids
+    return texts
+
+
+def read_prompts(args, tokenizer: Tokenizer, template: ChatTemplate | None, config: Config) -> list[list[int]]:
+    """The token ids of every prompt of the command line: the texts first."""
+    prompts = []
+    for text in read_texts(args):
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        message = {"role": "user", "content": text}
+        prompts.append(template.encode([*system, message]) if template else tokenizer.encode(text))
+    prompts += args.prompt_ids
     for n in args.synthetic_prompt:
         check_length(n, args, config)  # before building it
         prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
@@ -413,6 +338,8 @@ def choose_cache_length(args, config: Config, prompts: list[list[int]]) -> int:
     context = config.max_seq_length
     if args.max_seq_length is not None and args.max_seq_length > context:
         raise UserError(f"--max_seq_length {args.max_seq_length} is more than the model's context of {context}")
+    if args.interactive:
+        return args.max_seq_length or min(context, CONVERSATION_LENGTH)
     longest = max(map(len, prompts))
     check_length(longest, args, config)
     return cache_length(config, longest + args.max_new_tokens - 1, args.max_seq_length)
@@ -426,53 +353,81 @@ def make_settings(args, sample_number: int, B: int, device: torch.device) -> Sam
 
 def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) -> float:
     """Compile by running what will be run, shortly; returns the seconds it took, which no rate includes."""
-    if not (args.compile or args.compile_prefill):
+    parts = ["decode"] * args.compile + ["prefill"] * args.compile_prefill
+    if not parts:
         return 0.0
-    print(
-        "compiling (a minute or more the first time; torch keeps the result on disk) ...", file=sys.stderr, flush=True
-    )
-    start = time.perf_counter()
-    settings = make_settings(args, 0, len(prompts), model.norm.weight.device)
+    weight, settings = model.norm.weight, make_settings(args, 0, len(prompts), model.norm.weight.device)
+    kind = (model.config, len(prompts), weight.device.type, weight.dtype, torch.__version__)
+    key = f"compile {' '.join(parts)} {hashlib.sha256(repr(kind).encode()).hexdigest()[:16]}"
+    first = "a minute or more the first time; torch keeps the result on disk"
     try:
-        generate(model, prompts, settings, min(args.max_new_tokens, 4), steps=steps)
+        with Waiting(f"compiling {' and '.join(parts)}", key, first) as waiting:
+            generate(model, prompts, settings, min(args.max_new_tokens or 4, 4), steps=steps)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if "InvalidCxxCompiler" not in repr(error):
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
-    return time.perf_counter() - start
+    return waiting.seconds
 
 
-def run_sample(args, model, tokenizer, prompts, settings, steps, timing) -> list[dict]:
+def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids) -> list[dict]:
     """Continue the prompts once and print the texts; their entries in --json."""
     streaming = len(prompts) == 1 and not args.json  # one row can be shown as it comes
-    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+    streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
+    shown = [stream.context_text for stream in streams]
+    if args.chat and not streaming:  # whose answer it is
+        shown = [tokenizer.decode(prompt).rstrip() + "\n" for prompt in prompts]
     texts = [""] * len(prompts)
 
     def take(row, token, last):
-        piece = streams[row].add(token, last)
+        piece = streams[row].add(() if token in stop_ids else (token,), last)
         texts[row] += piece
         if streaming:
             print(piece, end="", flush=True)
+        return streams[row].stopped
 
     if streaming:
-        print(tokenizer.decode(prompts[0]), end="", flush=True)
-    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+        print(shown[0], end="", flush=True)
     results = generate(model, prompts, settings, args.max_new_tokens, stop_ids, steps, timing, take)
     if streaming:
         print()
     elif not args.json:
-        for prompt, text in zip(prompts, texts):
-            print(tokenizer.decode(prompt) + text + "\n")
+        for before, text in zip(shown, texts):
+            print(before + text + "\n")
     return [
         {"prompt_tokens": len(prompt), "token_ids": ids, "text": text, "finish_reason": reason}
         for prompt, text, (ids, reason) in zip(prompts, texts, results)
     ]
 
 
+def open_session(args, model, tokenizer, template, length: int, steps: Steps, stop_ids):
+    """The conversation of --interactive, which is answered by this model."""
+    from chat import Session
+
+    settings = make_settings(args, 0, 1, model.norm.weight.device)
+
+    def answer(prompt, kept, limit, timing, on_token):
+        [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, steps, timing, on_token, [kept])
+        return reason
+
+    session = Session(answer, tokenizer, template, length, stop_ids, args.stop, args.max_new_tokens)
+    if args.system is not None:
+        session.set_system(args.system)
+    return session
+
+
+def find_template(args, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template that the arguments ask for; --interactive does without one where there is none."""
+    if args.chat or (args.interactive and (directory / "chat_template.jinja").exists()):
+        return ChatTemplate(directory, tokenizer)
+    return None
+
+
 def main():
     args = parse_arguments()
     if args.profile:
         args.profile.open("w").close()  # a path that cannot be written is better told now than after the run
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
     device, dtype = choose_device(args.device), DTYPES[args.dtype]
     if device.type == "cpu":
         keep_freed_memory()
@@ -480,30 +435,39 @@ def main():
 
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
     config, tokenizer = read_config(directory), Tokenizer(directory)
-    prompts = read_prompts(args, tokenizer, config)
+    template = find_template(args, directory, tokenizer)
+    prompts = [[0]] if args.interactive else read_prompts(args, tokenizer, template, config)
     length = choose_cache_length(args, config, prompts)
     check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
+    stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
 
     start = time.perf_counter()
     model = load_model(directory, device, dtype)
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)
+    if args.interactive:
+        from chat import converse
+
+        session = open_session(args, model, tokenizer, template, length, steps, stop_ids)
+        for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
+            warm_up(args, model, [[0] * min(n, length)], steps)
+        return converse(session, args.prompt)
     compile_s = warm_up(args, model, prompts, steps)
 
     timing, samples, before = Timing(), [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             settings = make_settings(args, n, len(prompts), device)
-            samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing)
+            samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids)
     after = compile_counts()
     if args.profile:
         with suppress(TypeError):  # a name that is not UTF-8
             profiler.export_chrome_trace(str(args.profile))
         if args.profile.stat().st_size == 0:  # it fails in silence
             raise UserError(f"--profile {args.profile} could not be written")
-        print(f"trace written to {args.profile}: load it in ui.perfetto.dev", file=sys.stderr)
+        say(f"trace written to {args.profile}: load it in ui.perfetto.dev")
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))

@@ -44,10 +44,12 @@ import torch
 
 import generate
 from checkpoint import ArgumentParser, UserError, check_memory, empty_model, load_model, read_json, run_command
-from convert_hf_checkpoint import default_gguf, ensure_checkpoint, say
-from generate import Steps, Timing, compile_counts, compiled_steps, synchronize
+from convert_hf_checkpoint import default_gguf, ensure_checkpoint
+from generate import Steps, compiled_steps
 from model import Config, RopeScaling
+from report import Timing, compile_counts, kv_bytes, synchronize, weight_bytes
 from sampling import Sampling
+from terminal import say
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -278,8 +280,8 @@ def measure_shape(config: Config, device: torch.device, compiled: bool, context:
         "recompiles": compile_counts()[0] - before[0],
         "step_s": median(times),
         "step_range_s": [min(times), max(times)],
-        "weight_bytes": generate.weight_bytes(model, 1),
-        "kv_bytes": generate.kv_bytes(model, [context + (steps + 1) // 2]),  # halfway through the steps
+        "weight_bytes": weight_bytes(model, 1),
+        "kv_bytes": kv_bytes(model, [context + (steps + 1) // 2]),  # halfway through the steps
     }
 
 

@@ -10,7 +10,8 @@ from conftest import ROOT, hf_greedy, random_prompts
 
 import generate as program
 from checkpoint import UserError, load_model, run_command
-from generate import Timing, generate, kv_bytes, measurements, parse_arguments, weight_bytes
+from generate import generate, parse_arguments
+from report import Timing, kv_bytes, measurements, weight_bytes
 from sampling import Sampling
 from tokenizer import Tokenizer
 

@@ -134,8 +134,7 @@ class Session:
         """A turn in a line."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
-        rate = f", {turn.timing.decode_tokens / turn.timing.decode_s:.1f} tokens/s" * bool(turn.timing.decode_tokens)
-        line = f"{turn.new_tokens} tokens{rate}; {turn.prompt_tokens - turn.kept} read, {turn.kept} kept"
+        line = f"{turn.new_tokens} tokens{rate(turn.timing.decode_tokens, turn.timing.decode_s)}; {turn.prompt_tokens - turn.kept} read, {turn.kept} kept"
         used = turn.prompt_tokens + turn.new_tokens - 1
         line += f"; context {used} of {self.context}"
         if used >= self.context:
@@ -155,10 +154,14 @@ class Session:
         prefill_s, decode_s = sum(t.prefill_s for t in times), sum(t.decode_s for t in times)
         decoded, kept = sum(t.decode_tokens for t in times), sum(turn.kept for turn in self.turns)
         lines = [f"turns: {len(self.turns)}", f"context: {len(self.cached)} of {self.context} tokens in the cache"]
-        lines.append(f"read: {read} tokens" + (f", {read / prefill_s:.1f} tokens/s" if prefill_s else ""))
+        lines.append(f"read: {read} tokens{rate(read, prefill_s)}")
         lines.append(f"kept from earlier turns: {kept} tokens")
-        lines.append(f"written: {written} tokens" + (f", {decoded / decode_s:.1f} tokens/s" if decode_s else ""))
+        lines.append(f"written: {written} tokens{rate(decoded, decode_s)}")
         return "\n".join(lines)
+
+
+def rate(tokens: int, seconds: float) -> str:
+    return f", {tokens / seconds:.1f} tokens/s" if seconds else ""
 
 
 @contextmanager

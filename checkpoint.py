@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import Config, RopeScaling, Transformer
+from terminal import progress_bar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
@@ -178,11 +179,15 @@ def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transform
     if unknown := sorted(files.keys() - expected.keys()):
         raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
     weights = {}
-    for name, path in files.items():
-        tensor = read_tensor(path, name)
-        if tensor.shape != expected[name]:
-            raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, config.json makes it {tuple(expected[name])}")
-        weights[name] = tensor.to(device=device, dtype=dtype)
+    total = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
+    with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
+        for name, path in files.items():
+            tensor = read_tensor(path, name)
+            if tensor.shape != expected[name]:
+                shapes = f"{tuple(tensor.shape)}, config.json makes it {tuple(expected[name])}"
+                raise UserError(f"{path}: {name} is {shapes}")
+            weights[name] = tensor.to(device=device, dtype=dtype)
+            bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from checkpoint import (
     DTYPES,
@@ -41,7 +40,7 @@ from checkpoint import (
     weight_files,
 )
 from model import Config, RopeScaling, yarn_attention_factor
-from terminal import say
+from terminal import progress_bar, say
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
@@ -112,8 +111,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
     total = sum(part.shape.numel() for part in parts.values()) * dtype.itemsize
     stacks: dict[str, dict[int, torch.Tensor]] = {}
     missing = dict.fromkeys(parts)
-    bar = tqdm(total=total, desc=f"converting {source.name}", unit="B", unit_scale=True, disable=None, leave=False)
-    with Writer(out, total, replace) as writer, bar:
+    with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}") as bar:
         for name, tensor in source.tensors():
             if name not in parts:
                 if source.unneeded(name):
@@ -369,7 +367,7 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja"):
         if (directory / name).exists():
             shutil.copyfile(directory / name, writer.path / name)
-    settings = read_optional(directory, "tokenizer_config.json")
+    settings = read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
     try:
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
@@ -379,6 +377,9 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
         writer.add_json("tokenizer_config.json", hf_special_tokens(directory, settings))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{directory / 'tokenizer_config.json'} makes no sense: {error}") from None
+
+
+NAMED_TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")  # which chat templates may write
 
 
 def hf_special_tokens(directory: Path, settings: dict) -> dict:
@@ -399,10 +400,12 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         value = settings.get(name)
         return value.get("content") if isinstance(value, dict) else value
 
+    def token_id(token):
+        return library.token_to_id(token) if library and token and token not in tokens else tokens.get(token)
+
     bos = config.get("bos_token_id")
     if "bos_token" in settings:  # a null says that there is none, whatever config.json has
-        known = tokens.get(text("bos_token"))
-        known = library.token_to_id(text("bos_token")) if known is None and library and text("bos_token") else known
+        known = token_id(text("bos_token"))
         bos = None if text("bos_token") is None else bos if known is None else known
     if "add_bos_token" in settings:
         add_bos = bool(settings["add_bos_token"])
@@ -412,12 +415,15 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         add_bos = (directory / "tokenizer.model").exists()
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    ends += [token_id(text("eos_token"))]  # which the makers of a chat model may have changed here only
+    texts = {i: token for token, i in tokens.items()}
+    named = {"bos_token": texts.get(bos), "eos_token": texts.get(ends[0])}  # where the file does not say
+    named |= {f"{name}_token": text(f"{name}_token") for name in NAMED_TOKENS if f"{name}_token" in settings}
     return {
         "bos_token_id": None if bos is None else int(bos),
-        "eos_token_ids": [int(end) for end in ends],
+        "eos_token_ids": list(dict.fromkeys(int(end) for end in ends if end is not None)),
         "add_bos_token": add_bos,
-        "bos_token": text("bos_token"),
-        "eos_token": text("eos_token"),
+        **named,
         "special_tokens": tokens,
         "legacy": settings.get("legacy", True) is not False,
     }

@@ -27,6 +27,14 @@ def remark(text: str):
     say(f"\033[2m{text}\033[0m" if has_colours(sys.stderr) else text)
 
 
+def progress_bar(total: int, what: str, delay: float = 0.0):
+    """A bar of bytes for terminals, as a context manager with update(n); it comes after `delay` seconds."""
+    from tqdm import tqdm
+
+    options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
+    return tqdm(total=total, desc=what, delay=delay, **options)
+
+
 class Waiting:
     """`with Waiting(what, key) as w:` says what is going on and how long it took last time; then w.seconds.
 

@@ -154,7 +154,7 @@ def test_prompts_from_everywhere(default_checkpoint, tmp_path):
         ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
         + ["--synthetic_prompt", "300"]
     )
-    prompts = program.read_prompts(args, tokenizer, config)
+    prompts = program.read_prompts(args, tokenizer, None, config)
     expected = [tokenizer.encode("one"), [1], tokenizer.encode("first line"), tokenizer.encode("second line"), [5, 6]]
     assert prompts[:5] == expected
     assert [len(prompt) for prompt in prompts[5:]] == [300] and len(set(prompts[5])) > 200
@@ -162,9 +162,9 @@ def test_prompts_from_everywhere(default_checkpoint, tmp_path):
         tokenizer.encode("\udcff")
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\n")
     marked = parse_arguments(["--prompt_file", str(tmp_path / "p.txt")])
-    assert program.read_prompts(marked, tokenizer, config) == [tokenizer.encode("with a mark")]
+    assert program.read_prompts(marked, tokenizer, None, config) == [tokenizer.encode("with a mark")]
     nothing = parse_arguments([])
-    assert program.read_prompts(nothing, tokenizer, config) == [tokenizer.encode("Hello, my name is")]
+    assert program.read_prompts(nothing, tokenizer, None, config) == [tokenizer.encode("Hello, my name is")]
 
 
 @pytest.mark.parametrize("length", [None, 100])

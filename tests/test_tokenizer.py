@@ -6,6 +6,8 @@ import re
 
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -161,29 +163,147 @@ def test_tokenizer_model_equals_sentencepiece_and_transformers(sentencepiece_fol
     assert compared > 20
 
 
-def test_stream_pieces_join_to_the_whole(default_tokenizer, byte_level, sentencepiece_folder, tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder, source in zip(folders, (byte_level / "tokenizer.json", sentencepiece_folder / "tokenizer.model")):
-        folder.mkdir()
+# First letters of blocks that between them hold most of the world's scripts, and of some that are none.
+BLOCKS = [
+    0x21, 0xC0, 0x100, 0x250, 0x300, 0x370, 0x400, 0x531, 0x5D0, 0x620, 0x710, 0x780, 0x7C0, 0x904, 0x985, 0xA05, 0xA85,
+    0xB05, 0xB85, 0xC05, 0xC85, 0xD05, 0xD85, 0xE01, 0xE81, 0xF40, 0x1000, 0x10A0, 0x1100, 0x1200, 0x13A0, 0x1401,
+    0x1680, 0x16A0, 0x1780, 0x1820, 0x1950, 0x1A00, 0x1B05, 0x1C00, 0x1E00, 0x1F00, 0x2010, 0x2070, 0x20A0, 0x2190,
+    0x2200, 0x2460, 0x2500, 0x2600, 0x2801, 0x2C00, 0x2D30, 0x3041, 0x30A1, 0x3105, 0x3131, 0x4E00, 0x9F00, 0xA000,
+    0xA4D0, 0xA500, 0xA840, 0xAA00, 0xAC00, 0xD700, 0xE000, 0xF900, 0xFB00, 0xFE00, 0xFF01, 0x10000, 0x10280, 0x10330,
+    0x10400, 0x10900, 0x12000, 0x13000, 0x16800, 0x1D400, 0x1F300, 0x1F600, 0x1F900, 0x20000, 0x2A700, 0xE0100,
+]  # fmt: skip
+
+
+def every_script(n=300):
+    """n texts: runs of letters of one script or several, with spaces, line breaks, marks and emoji between."""
+    chance = random.Random(1)
+    texts = []
+    for i in range(n):
+        scripts = [BLOCKS[i % len(BLOCKS)], *chance.sample(BLOCKS, i % 4)]
+        words = [
+            "".join(chr(block + chance.randrange(24)) for _ in range(chance.randint(1, 6)))
+            for block in scripts
+            for _ in range(2)
+        ]
+        texts.append(chance.choice(SPACES) + "".join(word + chance.choice([" ", *SPACES]) for word in words))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def every_kind(default_tokenizer, byte_level, sentencepiece_folder, tmp_path_factory):
+    """Each kind of vocabulary with its library's decode: byte-level, sentencepiece, and JSON files of sentencepiece's
+    kind (the decoders of Llama 2, with and without a space in front, and the older Metaspace)."""
+    default = default_tokenizer.vocabulary.library
+    kinds = {"default": (default_tokenizer, default.decode)}
+    for name, source in (("json", byte_level / "tokenizer.json"), ("model", sentencepiece_folder / "tokenizer.model")):
+        folder = tmp_path_factory.mktemp(name)
         (folder / source.name).write_bytes(source.read_bytes())
         write_tokenizer_config(folder)
-    for tokenizer in (default_tokenizer, *map(Tokenizer, folders)):
-        for text in strings(n=150):
-            ids = tokenizer.encode("So " + text)
-            for cut in {1, len(ids) // 2}:
-                stream = TextStream(tokenizer, ids[:cut])
-                pieces = [stream.add(i, last=n == len(ids)) for n, i in enumerate(ids[cut:], cut + 1)]
-                start = tokenizer.decode(ids[:cut])
-                if not start.endswith("\N{REPLACEMENT CHARACTER}"):
-                    assert start + "".join(pieces) == tokenizer.decode(ids), repr(text)
+        tokenizer = Tokenizer(folder)
+        kinds[name] = tokenizer, tokenizer.vocabulary.library.decode
+    pieces = kinds["model"][0].vocabulary.library
+    vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
+    words = sorted((piece for piece in vocabulary if len(piece) == 2 and piece[0] != "<"), key=vocabulary.get)
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    for name, decoder in {
+        "fallback": decoders.Sequence([*spaces, decoders.Strip(" ", 1, 0)]),
+        "gemma": decoders.Sequence(spaces),
+        "metaspace": decoders.Metaspace(),
+        "no decoder": None,
+    }.items():
+        merges = [(word[0], word[1]) for word in words if word[0] in vocabulary and word[1] in vocabulary]
+        library = Library(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never" if name == "gemma" else "always")
+        if decoder is not None:
+            library.decoder = decoder
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        library.save(str(folder / "tokenizer.json"))
+        write_tokenizer_config(folder)
+        kinds[name] = Tokenizer(folder), library.decode
+    return kinds
 
 
-def test_stream_holds_back_half_a_character(default_tokenizer):
-    ids = default_tokenizer.encode("日")
-    assert len(ids) > 1
-    stream = TextStream(default_tokenizer, default_tokenizer.encode("x"))
-    assert [stream.add(i) for i in ids] == [""] * (len(ids) - 1) + ["日"]
-    assert stream.add(ids[0], last=True) == "\N{REPLACEMENT CHARACTER}"
+KINDS = ["default", "json", "model", "fallback", "gemma", "metaspace", "no decoder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_of_every_script_join_to_the_whole_at_every_split(every_kind, kind):
+    tokenizer, library_decode = every_kind[kind]
+    for text in every_script():
+        ids = tokenizer.encode(text)
+        whole = tokenizer.decode(ids)
+        if kind != "metaspace" or not text.startswith(" "):  # it drops all spaces in front, not just its own
+            assert whole == library_decode(ids), repr(text)
+        if kind in ("default", "json", "model"):
+            assert whole == text, "these kinds lose nothing"
+        for cut in range(len(ids) + 1):
+            stream = TextStream(tokenizer, ids[:cut])
+            pieces = [stream.add([i]) for i in ids[cut:]] + [stream.add([], last=True)]
+            assert stream.context_text + "".join(pieces) == whole, repr(text)
+            if "\N{REPLACEMENT CHARACTER}" not in whole:
+                assert "\N{REPLACEMENT CHARACTER}" not in "".join([stream.context_text, *pieces])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_ids_stream_to_what_they_decode_to(every_kind, kind):
+    """Ids that no text has: broken UTF-8, special tokens in the middle of a character, ids outside the vocabulary."""
+    tokenizer, _ = every_kind[kind]
+    chance = random.Random(2)
+    for _ in range(200):
+        ids = [chance.randrange(-2, 900) for _ in range(chance.randint(1, 30))]
+        cut = chance.randrange(len(ids))
+        stream = TextStream(tokenizer, ids[:cut])
+        pieces = [stream.add([i], last=n == len(ids)) for n, i in enumerate(ids[cut:], cut + 1)]
+        assert stream.context_text + "".join(pieces) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["json", "model", "fallback"])
+def test_broken_characters_are_shown_once_and_whole_ones_at_once(every_kind, kind):
+    tokenizer, _ = every_kind[kind]
+    vocabulary = tokenizer.vocabulary
+    token_of = {vocabulary.token_bytes(i): i for i in reversed(range(600)) if len(vocabulary.token_bytes(i)) == 1}
+
+    def stream(data: bytes):
+        stream = TextStream(tokenizer, [token_of[b"x"]])
+        return [stream.add([token_of[bytes([byte])]]) for byte in data] + [stream.add([], last=True)]
+
+    assert stream("日".encode()) == ["", "", "日", ""]
+    assert stream("👍é".encode()) == ["", "", "", "👍", "", "é", ""]
+    assert stream(b"\xe6\x97x") == ["", "", "\ufffdx", ""], "half a character that is never completed"
+    assert stream(b"\xff\xe6\x97\xa5") == ["\ufffd", "", "", "日", ""], "what follows a broken byte is whole"
+    assert stream(b"\xf0\x9f") == ["", "", "\ufffd"], "the end of the text cuts a character"
+
+
+letters = st.sampled_from("a·")  # one of one byte, one of two
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    text=st.text(letters, max_size=20),
+    stops=st.lists(st.text(letters, min_size=1, max_size=6), max_size=4),
+    data=st.data(),
+)
+def test_stop_strings_equal_a_plain_search_over_the_whole(every_kind, text, stops, data):
+    """Whatever the pieces: the text ends before the first stop string, and no sooner; nothing of it is ever shown."""
+    tokenizer, _ = every_kind["json"]
+    ids = tokenizer.encode(text)
+    first = min((text.find(stop) for stop in stops if stop in text), default=None)
+    stream, shown, position = TextStream(tokenizer, (), stops), "", 0
+    while position < len(ids) and not stream.stopped:
+        step = data.draw(st.integers(1, 3))
+        shown += stream.add(ids[position : position + step], last=position + step >= len(ids))
+        position += step
+        assert text[:first].startswith(shown)
+    assert shown == (text if first is None else text[:first])
+    assert stream.stopped == (first is not None)
+    assert stream.add(ids, last=True) == "" or not stream.stopped
+
+
+def test_text_that_cannot_become_a_stop_is_not_held_back(every_kind):
+    tokenizer, _ = every_kind["json"]
+    stream = TextStream(tokenizer, (), ["User:", "\n\n"])
+    out = [stream.add(tokenizer.encode(part)) for part in ("Us", "e", " it\n", "\tnow", "Use", "r", ":")]
+    assert out == ["", "", "Use it", "\n\tnow", "", "", ""] and stream.stopped
 
 
 def test_no_tokenizer_and_a_broken_one(tmp_path):

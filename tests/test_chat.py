@@ -1,0 +1,377 @@
+"""A conversation: what the cache keeps, what is said to the user, and the program in a terminal, in pipes and beside
+broken readers."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from conftest import ROOT
+
+import chat
+import terminal
+from chat import Session, converse
+from chat_template import ChatTemplate
+from checkpoint import UserError, load_model
+from generate import generate
+from sampling import Sampling
+from tokenizer import Tokenizer
+
+PROGRAM = [sys.executable, str(ROOT / "generate.py")]
+
+
+class Letters:
+    """A tokenizer and template of nothing but letters: token i is the character 0x4000 + i, a message its characters
+    between two marks (tokens 1 to 4)."""
+
+    begins_with_space = False
+
+    def __init__(self):
+        self.vocabulary = self
+
+    def token_bytes(self, i):
+        return chr(0x4000 + i).encode()
+
+    def encode(self, messages):
+        ids = []
+        for message in messages:
+            if message["content"] == "refuse this":
+                raise UserError("the template refuses this")
+            start = {"system": 1, "user": 2, "assistant": 3}[message["role"]]
+            ids += [start, *(ord(c) - 0x4000 for c in message["content"]), 4]
+        return [*ids, 3]
+
+
+def say(*ids):
+    return "".join(chr(0x4000 + i) for i in ids)
+
+
+def make_session(model, length, template, tokenizer, **options):
+    settings = Sampling.make(1, [5], options.pop("temperature", 0.0))
+    stop_ids = options.get("end_ids", ())
+    prompts = []
+
+    def answer(prompt, kept, limit, timing, on_token):
+        [(ids, reason)] = generate(model, [prompt], settings, limit, stop_ids, None, timing, on_token, [kept])
+        prompts.append((prompt, ids))
+        return reason
+
+    return Session(answer, tokenizer, template, length, **options), prompts
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen2-sliding", "qwen3-gqa"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_turns_equal_the_conversation_read_afresh(tiny, tiny_model, name, temperature):
+    """The cache goes on from turn to turn; a model that reads the whole conversation at once says the same, and each
+    turn has read only what was new."""
+    letters = Letters()
+    session, prompts = make_session(
+        tiny_model(name, rows=1), 256, letters, letters, max_new_tokens=9, temperature=temperature
+    )
+    session.set_system(say(90, 17, 6))
+    for n, text in enumerate([say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]):
+        turn = session.ask(text, lambda piece: None)
+        assert turn.prompt_tokens - turn.kept == (turn.prompt_tokens if n == 0 else len(text) + 5)
+    fresh = load_model(tiny(name)[2], dtype=torch.float32)
+    fresh.setup_caches(1, 256)
+    for prompt, ids in prompts:
+        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature), 9)
+        assert ids == expected
+    assert len(prompts[-1][0]) == 78
+
+
+def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
+    """A new system message, a conversation begun anew with the same words, an answer that was interrupted."""
+    letters, model = Letters(), tiny_model("llama-mha", rows=1)
+    session, prompts = make_session(model, 256, letters, letters, max_new_tokens=6)
+    session.ask(say(50, 51, 52), lambda piece: None)
+    session.ask(say(60), lambda piece: None)
+    session.set_system(say(8, 8))
+    assert session.ask(say(70), lambda piece: None).kept == 0
+    session.set_system(None)
+    session.reset()
+    session.ask(say(50, 51, 52, 53), lambda piece: None)
+    assert session.ask(say(80), lambda piece: None).kept == 12
+    session.reset()
+    assert session.ask(say(50, 51, 52, 53), lambda piece: None).kept == 6, "all but the last token"
+    shown = []
+
+    def interrupt(piece):
+        shown.append(piece)
+        if len(shown) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # an impatient second one
+
+    turn = session.ask(say(33), interrupt)
+    assert turn.reason == "interrupted" and turn.new_tokens == 4
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
+    turn = session.ask(say(34), lambda piece: None)
+    assert turn.prompt_tokens - turn.kept == 1 + 1 + 4, "the interrupted answer's last token was not read yet"
+    fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
+    fresh.setup_caches(1, 256)
+    for prompt, ids in prompts:
+        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature=0.0), 6)
+        assert ids == expected[: len(ids)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupted_before_the_answer(tiny_model):
+    """Ctrl-C while the prompt is read: the message is forgotten, and what the cache may hold of it is not relied on."""
+    letters, model = Letters(), tiny_model("llama-mha", rows=1)
+    session, _ = make_session(model, 256, letters, letters, max_new_tokens=3)
+    session.ask(say(50, 51), lambda piece: None)
+    answer, before = session.answer, list(session.messages)
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    session.answer = interrupted
+    turn = session.ask(say(*range(60, 90)), lambda piece: None)
+    assert session.summary(turn) == "[interrupted before the answer; the message is forgotten]"
+    assert session.messages == before
+    session.answer = answer
+    turn = session.ask(say(52), lambda piece: None)
+    assert turn.kept == 7 - 1 + 1, "the first question and answer, up to the answer's last token"
+
+
+def run_lines(session, monkeypatch, capsys, *lines):
+    text = "".join(line + "\n" for line in lines)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    converse(session)
+    return capsys.readouterr()
+
+
+def test_commands(tiny_model, monkeypatch, capsys):
+    letters = Letters()
+    session, prompts = make_session(tiny_model("llama-mha", rows=1), 256, letters, letters, max_new_tokens=5)
+    out, err = run_lines(
+        session, monkeypatch, capsys,
+        say(50, 51), "", "   ", "/stats", "/reset", f"/system {say(60, 61)}", "/system", say(50, 51), "/nonsense",
+        "refuse this", "/system refuse this", "/stats", say(52), "/exit", say(53),
+    )  # fmt: skip
+    assert len(prompts) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
+    assert prompts[1][0] == [1, 60, 61, 4, *prompts[0][0]] and session.system == say(60, 61)
+    assert "5 tokens, " in err and "; 5 read, 0 kept; context 9 of 256; cut at --max_new_tokens]" in err
+    assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
+    assert "/nonsense is no command. /reset" in err
+    assert err.count("error: the template refuses this") == 2
+    assert "turns: 2\n" in err and "kept from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
+    assert "conversation is forgotten" in err and "system message set" in err and f"\n{say(60, 61)}\n" in err
+
+
+def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
+    """What is left of the context is said before an answer that could need more; what does not fit is not tried."""
+    letters = Letters()
+    session, prompts = make_session(tiny_model("llama-mha", rows=1, length=100), 100, letters, letters)
+    out, err = run_lines(
+        session, monkeypatch, capsys, say(*range(20, 60)), say(61), "/reset", say(*range(5, 105)), say(62)
+    )
+    assert len(prompts) == 2 and len(prompts[0][1]) == 100 - 43 + 1, "the last token needs no slot"
+    remarks = [line for line in err.splitlines() if line]
+    assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset makes all of it free)"
+    assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
+    refusal = "error: the context is full: with this message the conversation has {} tokens, of 100 that there is room"
+    assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
+    assert remarks[4].startswith(refusal.format(103))
+    assert session.messages[0]["content"] == say(62), "a message that did not fit is not in the conversation"
+
+
+def test_without_a_template_the_text_goes_on(default_checkpoint, monkeypatch, capsys):
+    tokenizer, told = Tokenizer(default_checkpoint), []
+
+    def answer(prompt, kept, limit, timing, on_token):
+        told.append((tokenizer.decode(prompt), kept, len(prompt)))
+        for i, token in enumerate(tokenizer.encode(" a cat.")):
+            on_token(0, token, i == 2)
+        return "length"
+
+    session = Session(answer, tokenizer, None, 512)
+    out, _ = run_lines(session, monkeypatch, capsys, "There was", "It said")
+    assert out == " a cat.\n a cat.\n"
+    assert told[1][0] == "There was a cat.\nIt said" and told[1][1] == told[0][2] + 2
+
+
+def test_the_default_model_in_conversation(default_checkpoint):
+    """Real template, real tokenizer, float32: the same answers as from the whole conversation by transformers'
+    rules (tests/test_chat_template.py compares the ids), and only what is new is read."""
+    tokenizer = Tokenizer(default_checkpoint)
+    template = ChatTemplate(default_checkpoint, tokenizer)
+    model, fresh = (load_model(default_checkpoint, dtype=torch.float32) for _ in range(2))
+    model.setup_caches(1, 512)
+    fresh.setup_caches(1, 512)
+    ends = {*tokenizer.eos_ids, *template.end_ids()}
+    session, prompts = make_session(model, 512, template, tokenizer, end_ids=ends, max_new_tokens=24)
+    for text in ["What is the capital of France? Answer in one word.", "And of Italy?", "Thank you! Grüße 👋"]:
+        turn = session.ask(text, lambda piece: None)
+        new = (
+            len(tokenizer.encode(text)) + 11
+        )  # <|im_end|> \n <|im_start|> user \n, <|im_end|> \n <|im_start|> ass istant \n
+        assert turn.kept == 0 or turn.prompt_tokens - turn.kept == new
+    for n, (prompt, ids) in enumerate(prompts):
+        assert prompt == template.encode(session.messages[: 2 * n + 1])
+        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature=0.0), 24, ends)
+        assert ids == expected
+    assert "Paris" in session.messages[1]["content"]
+
+
+def test_waiting_tells_how_long_it_took_last_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        with terminal.Waiting("thinking", "thinking key", "never done before"):
+            pass
+    err = capsys.readouterr().err
+    assert err == "thinking (never done before) ...\nthinking: 0.0 s\nthinking (0 s last time) ...\nthinking: 0.0 s\n"
+    (tmp_path / "fastpath" / "durations.json").write_text('{"thinking key": "x", broken')
+    with pytest.raises(KeyboardInterrupt), terminal.Waiting("thinking", "thinking key"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "thinking ...\n", "what was not finished took no time"
+
+
+# ---------------------------------------------------------------- the program
+
+
+class Terminal:
+    """A program under a pseudo-terminal."""
+
+    def __init__(self, *args, columns=80, **environment):
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            os.execve(PROGRAM[0], [*PROGRAM, *map(str, args)], os.environ | {"TERM": "xterm"} | environment)
+        self.seen = ""
+
+    def type(self, text: str | bytes):
+        os.write(self.fd, text.encode() if isinstance(text, str) else text)
+
+    def until(self, pattern: str, seconds=60) -> str:
+        """What is shown up to and with a match of pattern, which is taken off."""
+        end = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
+            if select.select([self.fd], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+                except OSError:  # the program has ended
+                    assert re.search(pattern, self.seen), f"no {pattern!r} in {self.seen!r}"
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return shown
+
+    def prompt(self) -> str:
+        """What is shown up to the prompt; keys pressed before readline listens are not its."""
+        shown = self.until(PROMPT)
+        time.sleep(0.5)
+        return shown
+
+    def exit_code(self, seconds=60) -> int:
+        end = time.monotonic() + seconds
+        while (ended := os.waitpid(self.pid, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < end, f"still running after {self.seen!r}"
+            with suppress(OSError):
+                if select.select([self.fd], [], [], 0.2)[0]:
+                    self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        return os.waitstatus_to_exitcode(ended[1])
+
+
+PROMPT = r"> (\x1b\[0m)?$"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "columns, environment",
+    [
+        (80, {}),
+        (20, {}),
+        (80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}),
+        (20, {"NO_COLOR": "1", "TERM": "dumb"}),
+    ],
+)
+def test_a_session_in_a_terminal(default_checkpoint, columns, environment):
+    talk = Terminal("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
+    talk.prompt()
+    talk.type("Tell me a very long story about a dragon.\r")
+    talk.until("dragon.*dragon")
+    talk.type(b"\x03\x03")
+    shown = talk.prompt()
+    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s; \d+ read, 0 kept; context \d+ of 8192; interrupted\]", shown)
+    talk.type("Say hello in one word: \xfc\xf1 日本 👋.\r" if not environment else "Say hello in one word.\r")
+    shown = talk.prompt()
+    new, kept = map(int, re.search(r"; (\d+) read, (\d+) kept; ", shown).groups())
+    assert new < 60 < kept
+    talk.type("half a line")
+    talk.until("half a")
+    talk.type("\x03")
+    talk.until(r"Ctrl-D leaves\)")
+    talk.prompt()
+    talk.type("\x1b[A\x1b[A\x15/stats\r")  # the arrow keys, then the line cleared
+    shown = talk.until("written: ")
+    assert "^[[A" not in shown and "turns: 2" in shown
+    assert ("\x1b[2m" in shown) == ("NO_COLOR" not in environment)
+    talk.prompt()
+    talk.type("\x1b[A\x1b[A\r")  # the line before the last
+    talk.until(r"\d+ kept; ")
+    talk.prompt()
+    talk.type("\x04")
+    assert talk.exit_code() == 0
+
+
+@pytest.mark.slow
+def test_a_session_in_pipes(default_checkpoint, tmp_path):
+    command = [*PROGRAM, "--interactive", "--temperature", "0", "--max_new_tokens", "12", "--prompt", "Hi"]
+    options = {"capture_output": True, "timeout": 120}
+    text = b"What is 2+2?\n\n\xff\xfe not UTF-8\r\nlast line without an end"
+    done = subprocess.run(command, input=text, **options)
+    assert done.returncode == 0 and done.stdout.count(b"\n") >= 4
+    err = done.stderr.decode()
+    assert err.count("tokens/s;") == 4 and "> Hi" in err and "\x1b" not in err and "\r" not in err
+    assert b"tokens/s" not in done.stdout and b"> " not in done.stdout
+    # A reader that goes away, a file that cannot grow, nothing to read.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        program.stdout.close()
+        _, err = program.communicate(text, timeout=120)
+    assert program.returncode == 141 and b"Traceback" not in err
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@" > out', "bash", *command]
+    done = subprocess.run(limited, input=text, stderr=subprocess.PIPE, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and b"generate.py: error: [Errno 27]" in done.stderr
+    done = subprocess.run(command[:-2], stdin=subprocess.DEVNULL, **options)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+@pytest.mark.slow
+def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path):
+    checkpoint = tiny("llama-mha")[2]
+    args = ["--checkpoint_path", checkpoint, "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
+    caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    run = Terminal(*args, **caches)
+    shown = run.until(r"compiling decode: [\d.]+ s", 300)
+    assert re.search(r"\(a minute or more the first time.*\) \.\.\. 0 s.*\) \.\.\. \d+ s", shown, re.S)
+    assert run.exit_code() == 0
+    again = Terminal(
+        *args, columns=40, XDG_CACHE_HOME=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor")
+    )
+    shown = again.until(r"compiling decode: [\d.]+ s", 300)
+    assert re.search(r"\d+ s last time\) \.\.\. \d+ s", shown)
+    assert all(len(line) < 40 for line in re.findall(r"\r\x1b\[K([^\r\n]*)", shown)[:-1])
+    assert again.exit_code() == 0
+
+
+def test_one_conversation_at_a_time(monkeypatch):
+    from generate import parse_arguments
+
+    for args in (["--json"], ["--num_samples", "2"], ["--prompt_ids", "5"], ["--profile", "x"], ["--batch_size", "3"]):
+        with pytest.raises(UserError, match="--interactive is one conversation"):
+            parse_arguments(["--interactive", *args])
+    assert parse_arguments(["--interactive"]).max_new_tokens is None
+    assert parse_arguments(["--system", "x"]).chat and parse_arguments([]).max_new_tokens == 200
+    assert chat.HELP.count("\n") < 8

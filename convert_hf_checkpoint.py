@@ -362,12 +362,17 @@ def read_optional(directory: Path, name: str) -> dict:
     return read_json(directory / name) if (directory / name).exists() else {}
 
 
+def read_tokenizer_settings(directory: Path) -> dict:
+    """tokenizer_config.json, and below it the file in which older checkpoints name their special tokens."""
+    return read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
+
+
 def write_hf_tokenizer(directory: Path, writer: Writer):
     """Copy the tokenizer's files and write tokenizer_config.json; a model without a tokenizer stays one."""
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja"):
         if (directory / name).exists():
             shutil.copyfile(directory / name, writer.path / name)
-    settings = read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
+    settings = read_tokenizer_settings(directory)
     try:
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
@@ -417,7 +422,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     ends += [token_id(text("eos_token"))]  # which the makers of a chat model may have changed here only
     texts = {i: token for token, i in tokens.items()}
-    named = {"bos_token": texts.get(bos), "eos_token": texts.get(ends[0])}  # where the file does not say
+    named = {"bos_token": texts.get(bos), "eos_token": texts.get(ends[0])}  # where no file says
     named |= {f"{name}_token": text(f"{name}_token") for name in NAMED_TOKENS if f"{name}_token" in settings}
     return {
         "bos_token_id": None if bos is None else int(bos),

@@ -297,6 +297,31 @@ def test_a_pickle_that_would_run_code(hf, tmp_path, monkeypatch, zipped):
             convert(hf_source(hf), tmp_path / "out", torch.float32)
 
 
+def test_end_tokens_and_names_of_tokens_are_found_wherever_they_are(tmp_path, byte_level):  # noqa: F811
+    """End tokens of generation_config.json and the tokenizer's own; names in either of the tokenizer's two files."""
+
+    def settings(config, tokenizer_config, generation=None, special_map=None):
+        files = {"config": config, "tokenizer_config": tokenizer_config, "generation_config": generation}
+        for name, value in (files | {"special_tokens_map": special_map}).items():
+            (tmp_path / f"{name}.json").unlink(missing_ok=True)
+            if value is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        return convert_hf_checkpoint.hf_special_tokens(
+            tmp_path, convert_hf_checkpoint.read_tokenizer_settings(tmp_path)
+        )
+
+    shutil.copy(byte_level / "tokenizer.json", tmp_path)  # <|begin|> is 0, <|end|> 1
+    found = settings({"eos_token_id": 7}, {"eos_token": "<|end|>"}, {"eos_token_id": [9, 7]})
+    assert found["eos_token_ids"] == [9, 7, 1] and found["eos_token"] == "<|end|>" and found["bos_token"] is None
+    found = settings({"eos_token_id": 1}, {}, None, {"bos_token": {"content": "<|begin|>"}, "pad_token": "<|end|>"})
+    assert found["eos_token_ids"] == [1] and found["bos_token_id"] == 0
+    assert (found["bos_token"], found["pad_token"]) == ("<|begin|>", "<|end|>")
+    assert settings({"bos_token_id": 0}, {"bos_token": None, "eos_token": "nowhere"})["eos_token_ids"] == []
+    added = {"added_tokens_decoder": {"0": {"content": "<s>"}, "5": {"content": "</s>"}}}
+    found = settings({"bos_token_id": 0, "eos_token_id": 5}, added)
+    assert (found["bos_token"], found["eos_token"]) == ("<s>", "</s>"), "named by their ids"
+
+
 # ---------------------------------------------------------------- GGUF
 
 

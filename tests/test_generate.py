@@ -147,6 +147,65 @@ def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
     assert exactly["finish_reason"] == "stop", "the last token allowed is an end token"
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_a_row_ends_where_its_listener_says(tiny_model, fixed_shapes):
+    """on_token ends its own row and no other; what the others say does not change."""
+    prompts, ends = random_prompts((3, 11, 6)), [4, 9, 1]
+    model, heard = tiny_model("qwen3-gqa"), [[], [], []]
+    whole = generate(model, prompts, Sampling.make(3, temperature=0.0), 12)
+
+    def listen(row, token, last):
+        heard[row].append(token)
+        return len(heard[row]) == ends[row]
+
+    steps = program.Steps(fixed_shapes=fixed_shapes)
+    out = generate(model, prompts, Sampling.make(3, temperature=0.0), 12, steps=steps, on_token=listen)
+    assert out == [(ids[:end], "stop") for (ids, _), end in zip(whole, ends)] and [ids for ids, _ in out] == heard
+
+
+def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkeypatch):
+    """Texts with --stop are the texts without it, up to where a search over the whole finds a stop string first."""
+    args = ["--prompt", "The three largest", "--prompt", "def f(x):\n", "--prompt", "1, 2, 3,", "--dtype", "float32"]
+    args += ["--max_new_tokens", 40, "--ignore_eos", *GREEDY]
+    whole = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
+    texts = [sample["text"] for sample in whole]
+    stops = [texts[0][50:61], texts[1][31:33], texts[2][-2:], "never to be found", texts[0][50:62] + "#"]
+    flags = [part for stop in stops for part in ("--stop", stop)]
+    stopped = main(capsys, monkeypatch, *args, *flags, "--json")[0]["samples"]
+    for sample, before in zip(stopped, whole):
+        end = min((before["text"].find(stop) for stop in stops if stop in before["text"]), default=None)
+        assert sample["text"] == before["text"][:end]
+        assert sample["token_ids"] == before["token_ids"][: len(sample["token_ids"])]
+        assert sample["finish_reason"] == ("length" if end is None else "stop")
+    assert len(stopped[0]["token_ids"]) < 40
+    shown, _ = main(capsys, monkeypatch, "--prompt", "The three largest", *args[6:], *flags)
+    assert shown == "The three largest" + stopped[0]["text"] + "\n"
+
+
+def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypatch):
+    tokenizer = Tokenizer(default_checkpoint)
+    ask = ["--prompt", "What is the capital of France?", "--max_new_tokens", 12, *GREEDY]
+    talk = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    usual = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    question = "What is the capital of France?"
+    for flags, system in ((["--chat"], usual), (["--system", "Be brief."], "Be brief.")):
+        [sample] = main(capsys, monkeypatch, *ask, *flags, "--json")[0]["samples"]
+        assert sample["prompt_tokens"] == len(tokenizer.encode(talk.format(system, question)))
+        if system == usual:
+            shown, _ = main(capsys, monkeypatch, *ask, *flags)
+            assert shown == sample["text"] + "\n", "the answer and nothing else"
+            answer = sample["text"]
+    shown, _ = main(capsys, monkeypatch, *ask, "--chat", "--batch_size", 2)
+    assert shown == f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n" * 2, "whose answer it is"
+
+
+def test_no_chat_without_a_template(tiny, monkeypatch):
+    arguments = ["generate.py", "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt", "x", "--chat"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match="has no chat template: the model was not made for conversation"):
+        program.main()
+
+
 def test_prompts_from_everywhere(default_checkpoint, tmp_path):
     (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
     tokenizer, config = Tokenizer(default_checkpoint), program.read_config(default_checkpoint)
@@ -206,6 +265,8 @@ def test_cache_length(tiny_model, length):
         (["--synthetic_prompt", "257"], "the prompt has 257 tokens, the context is 256"),
         (["--synthetic_prompt", "50", "--max_seq_length", "49"], "the prompt has 50 tokens, the context is 49"),
         (["--max_seq_length", "257"], "--max_seq_length 257 is more than the model's context of 256"),
+        (["--stop", ""], "--stop is empty"),
+        (["--interactive", "--json"], "--interactive is one conversation"),
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
         (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),

@@ -1,0 +1,250 @@
+"""The ladder runs to its end and writes and draws what it says; what it measures here means nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import ladder
+
+from checkpoint import UserError, run_command
+
+PROGRAM = str(ROOT / "benchmarks" / "ladder.py")
+PNG = b"\x89PNG\r\n\x1a\n"
+RATES = ("decode_tokens_per_s", "prefill_tokens_per_s")
+
+
+def main(monkeypatch, *arguments):
+    """The exit code of the command, in this process; what it starts has one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several would starve beside another busy process
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # run_command's handler is not for pytest
+    with pytest.raises(SystemExit) as end:
+        run_command(ladder.main)
+    return end.value.code or 0
+
+
+def one_round(decode, prefill, compile_s=0.0):
+    return {**dict(zip(RATES, (decode, prefill))), "compile_s": compile_s, "peak_memory_bytes": 5e8}
+
+
+@pytest.mark.slow
+def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ladder.STEPS, "broken", ("nothing", "--dtype int3"))
+    checkpoint, out = tiny("llama-mha")[2], tmp_path / "new" / "out.json"
+    arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4, "--device", "cpu"]
+    arguments += ["--steps", "broken", "bf16 eager", "float32 eager"]  # in the table's order, whatever is said here
+    assert main(monkeypatch, f"--checkpoint_path={checkpoint}", "--out", out, *arguments) == 0
+    stdout, stderr = capsys.readouterr()
+    result = json.loads(out.read_text())
+
+    assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager"]
+    first, second = result["steps"]
+    for row in (first, second):
+        [of_round] = row["rounds"]
+        assert min(row[rate] for rate in RATES) > 0 and row["peak_memory_bytes"] > 1e7 and row["compile_s"] == 0
+        assert {key: row[key] for key in of_round} == of_round
+        assert f"round 1 of 1: {row['name']}\n" in stderr
+    assert first["weight_bytes_per_token"] == 2 * second["weight_bytes_per_token"]
+    # Keys and values of 2 layers, 6 heads of width 10; after 5 tokens come 4 steps that read 6, 7, 8 and 9 positions.
+    assert first["kv_bytes_per_token"] == 2 * 2 * 6 * 10 * 4 * 7.5
+    for kind, rate in zip(("decode", "prefill"), RATES):
+        assert first[f"{kind}_over_before"] is None is first[f"{kind}_over_first"]
+        for over in ("before", "first"):
+            assert second[f"{kind}_over_{over}"] == pytest.approx(second[rate] / first[rate])
+        assert f"{second[rate]:.1f}" in stdout and f"{second[f'{kind}_over_before']:.2f}x" in stdout
+
+    [line] = result["left_out"].values()
+    assert "--dtype: invalid choice: 'int3'" in line and "error:" not in line
+    assert f"broken is left out: {line}" in stdout and f"broken is left out: {line}" in stderr
+
+    assert result["machine"].keys() == {"cpu", "cores", "threads", "gpu", "memory_bytes"}
+    assert (result["model"], result["prompt_tokens"], result["new_tokens"]) == ("ours", 19, 4)
+    assert "torch" in result["versions"] and len(result["date"]) == len("2026-11-21")
+    assert result["command"].startswith("python benchmarks/ladder.py --checkpoint_path=ours --out out.json --rounds 1 ")
+    if find_spec("matplotlib"):
+        assert out.with_suffix(".png").read_bytes().startswith(PNG)
+    else:
+        assert ladder.NO_CHART in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prompt, new, said",
+    [
+        (999, 4, "the prompt has 999 tokens, the context is 256"),
+        (19, 300, "the model's context holds 252 tokens after 5, not 301; take less --new_tokens"),
+    ],
+)
+def test_no_step_left(prompt, new, said, tiny, tmp_path, monkeypatch, capsys):
+    arguments = ["--prompt_tokens", prompt, "--new_tokens", new, "--steps", "bf16 eager", "--device", "cpu"]
+    out = tmp_path / "out.json"
+    assert main(monkeypatch, "--checkpoint_path", tiny("llama-mha")[2], "--out", out, *arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f"ladder.py: error: no step ran to its end; bf16 eager: {said}"
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_child_too(tmp_path):
+    os.mkfifo(tmp_path / "config.json")  # a checkpoint that the child reads for ever
+    command = [sys.executable, PROGRAM, "--checkpoint_path", str(tmp_path), "--device", "cpu"]
+    command += ["--out", str(tmp_path / "out.json")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
+        try:
+            assert program.stderr.readline() == "round 1 of 3: float32 eager\n"
+            time.sleep(0.5)
+            program.send_signal(signal.SIGINT)  # to it alone, not to its child
+            assert program.wait(timeout=20) == 130 and program.stderr.read() == ""
+            deadline = time.monotonic() + 10  # the child has been killed, which takes a moment
+            with pytest.raises(ProcessLookupError):  # nobody is left in its group
+                while time.monotonic() < deadline:
+                    os.killpg(program.pid, 0)
+                    time.sleep(0.05)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+
+
+def test_what_generate_says_is_heard(monkeypatch, capsys):
+    """A run that was killed is told by its signal, one that ended in a traceback by its last line."""
+
+    def say_this(*done):
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, *done))
+        return ladder.run_generate(args, "", 5, 1)
+
+    monkeypatch.setattr(sys, "argv", ["ladder.py"])
+    args = ladder.parse_arguments()
+    with pytest.raises(UserError, match="ended by signal 9"):
+        say_this(-9, "", "compiling decode ...")
+    with pytest.raises(UserError, match="^RuntimeError: no kernel$"):
+        say_this(1, "", "Traceback ...\nRuntimeError: no kernel\n")
+    result = {"samples": [{"token_ids": [7]}], "recompiles": 0}
+    assert say_this(0, json.dumps(result), "") == result and capsys.readouterr().err == ""
+    say_this(0, json.dumps(result | {"recompiles": 2}), "")
+    assert capsys.readouterr().err == "2 graphs were compiled while it was measured: its rates are too low\n"
+
+
+def test_turns_and_steps_that_fail_late(monkeypatch):
+    """Each round begins with another step; one that fails in its second round is left out of every round."""
+    went = []
+
+    def run_step(args, name):
+        went.append(name)
+        if went.count("bf16 eager") == 2 and name == "bf16 eager":
+            raise UserError("too little memory")
+        return len(went)
+
+    monkeypatch.setattr(ladder, "run_step", run_step)
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--rounds", "3"])
+    a, b, c, d = names = list(ladder.STEPS)
+    rounds, left_out = ladder.take_turns(ladder.parse_arguments(), names)
+    assert went == [a, b, c, d, b, c, d, a, c, d, a]
+    assert rounds == {a: [1, 8, 11], c: [3, 6, 9], d: [4, 7, 10]} and left_out == {b: "too little memory"}
+
+
+def test_gains_are_medians_of_the_rounds_own_ratios():
+    """A round in which the machine was slow for everybody changes the rates, not the gains."""
+    a, b, c = list(ladder.STEPS)[:3]
+    rates = {a: [(10, 100), (20, 300), (30, 100)], b: [(20, 50), (20, 150), (90, 50)]}
+    rounds = {name: [one_round(*pair) for pair in pairs] for name, pairs in rates.items()}
+    rounds[c] = [one_round(30, 200, 60.0), one_round(60, 450, 6.0), one_round(45, 200, 7.0)]
+    first, second, third = ladder.summary(rounds)
+    assert [row["name"] for row in (first, second, third)] == [a, b, c]
+    assert [row["decode_tokens_per_s"] for row in (first, second, third)] == [20, 20, 45]
+    assert second["decode_over_before"] == second["decode_over_first"] == median((20 / 10, 20 / 20, 90 / 30))
+    assert third["decode_over_before"] == median((30 / 20, 60 / 20, 45 / 90))
+    assert third["decode_over_first"] == median((30 / 10, 60 / 20, 45 / 30))
+    assert third["prefill_over_before"] == median((200 / 50, 450 / 150, 200 / 50))
+    assert third["compile_s"] == 7 and third["rounds"] == rounds[c]
+
+
+def test_prefill_leaves_the_first_sample_out(monkeypatch):
+    """Four samples of 100 tokens, of which the first takes 5 s and the others 1 s each; the runs are kept apart."""
+    common = {"compile_s": 3.0, "weight_bytes_per_token": 1, "kv_bytes_per_token": 1, "peak_memory_bytes": 7}
+    common |= {"bandwidth_bytes_per_s": 1, "read_bandwidth_bytes_per_s": 1}
+    decode = common | {"decode_tokens_per_s": 11.0, "prefill_tokens_per_s": 1.0, "time_to_first_token_s": 9.0}
+    prefill = common | {"decode_tokens_per_s": None, "prefill_tokens_per_s": 400 / 8, "time_to_first_token_s": 5.0}
+    prefill["peak_memory_bytes"] = 8
+    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
+    monkeypatch.setattr(ladder, "run_generate", lambda args, flags, prompt, new: runs[prompt, new])
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--prompt_tokens", "100", "--new_tokens", "3"])
+    found = ladder.run_step(ladder.parse_arguments(), "bf16 eager")
+    assert found["prefill_tokens_per_s"] == pytest.approx(100) and found["decode_tokens_per_s"] == 11
+    assert found["compile_s"] == 6 and found["peak_memory_bytes"] == 8
+
+
+def measured(tmp_path) -> Path:
+    """A JSON as the program writes it."""
+    rows = ladder.summary({name: [one_round(i + 1.0, 12345.0 * i + 1)] for i, name in enumerate(ladder.STEPS)})
+    machine = {"cpu": "a CPU", "gpu": None, "threads": 2}
+    result = {"model": "m", "date": "2026-11-21", "machine": machine, "prompt_tokens": 512, "steps": rows}
+    (tmp_path / "ladder.json").write_text(json.dumps(result))
+    return tmp_path / "ladder.json"
+
+
+def test_draw_from_the_json(tmp_path, monkeypatch, capsys):
+    path, png = measured(tmp_path), tmp_path / "ladder.png"
+    code = main(monkeypatch, "--draw", path)
+    if find_spec("matplotlib"):
+        assert code == 0 and png.read_bytes().startswith(PNG)
+        assert main(monkeypatch, "--draw", path, "--png", tmp_path / "other") == 0
+        assert (tmp_path / "other").read_bytes() == png.read_bytes()
+    else:
+        assert code == 2 and capsys.readouterr().err == f"ladder.py: error: {ladder.NO_CHART}\n"
+
+
+def test_draw_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # which makes importing it fail
+    assert main(monkeypatch, "--draw", measured(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert err == f"ladder.py: error: {ladder.NO_CHART}\n" and "requirements-bench.txt" in err
+    assert (ROOT / "requirements-bench.txt").read_text().count("matplotlib==") == 2  # one for Python 3.10
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--rounds", "0"], "argument --rounds: must be at least 1, not 0"),
+        (["--steps", "warp drive"], "invalid choice: 'warp drive'"),
+        (["--device", "abacus"], "--device abacus cannot be used here"),
+        (["--out", "chart.png"], "chart.png cannot be both the JSON and the chart"),
+        (["--out", "."], "is a directory"),
+        (["--draw", "missing.json"], "missing.json"),
+        (["--draw", "other.json"], "other.json was not written by this program"),
+        (["--laps", "3"], "unrecognized arguments: --laps 3"),
+    ],
+)
+def test_bad_arguments_in_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "take_turns", lambda *_: pytest.fail("it began to measure"))
+    (tmp_path / "other.json").write_text("{}")
+    assert main(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ladder.py: error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argument, shown",
+    [
+        (PROGRAM, "benchmarks/ladder.py"),
+        ("/home/somebody/models/m.gguf", "m.gguf"),
+        ("--out=/home/a=b/c.json", "--out=c.json"),
+        ("~/models/m", "m"),
+        ("bf16 eager", "bf16 eager"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_the_command_shows_no_absolute_path(argument, shown):
+    assert ladder.public(argument) == shown

@@ -24,6 +24,7 @@ from terminal import progress_bar
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
 
 
 class UserError(Exception):
@@ -86,11 +87,16 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def is_ours(directory: Path) -> bool:
+    """Whether a directory's config.json is a fastpath checkpoint's."""
+    return OUR_FIELD in read_json(Path(directory) / "config.json")
+
+
 def read_config(directory: Path) -> Config:
     """The Config of a checkpoint directory; every field by its exact name."""
     path = Path(directory) / "config.json"
     fields = read_json(path)
-    if "n_layer" not in fields:
+    if OUR_FIELD not in fields:
         raise UserError(f"{path} is not of a fastpath checkpoint; make one with convert_hf_checkpoint.py")
     quantization = fields.pop("quantization", None)
     if quantization is not None:
@@ -325,7 +331,7 @@ def is_replaceable(path: Path) -> bool:
     if not path.is_dir():
         return False
     config = path / "config.json"
-    return not any(path.iterdir()) or (config.exists() and "n_layer" in read_json(config))
+    return not any(path.iterdir()) or (config.exists() and is_ours(path))
 
 
 def remove_abandoned(target: Path):

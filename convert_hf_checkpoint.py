@@ -8,6 +8,7 @@ the model which tensors it wants, in which shapes, and stacks q, k, v and gate, 
 left over, missing or misshapen ends it by name.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from checkpoint import (
     check_memory,
     empty_model,
     first_line,
+    is_ours,
     make_config,
     read_json,
     read_tensor,
@@ -46,22 +48,28 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
 # ---------------------------------------------------------------- names
 
-# Ours: Hugging Face's, GGUF's. Several are stacked by rows in this order; ".weight" and ".bias" follow.
+# Ours: Hugging Face's, GGUF's, BLOOM's. Several are stacked by rows in this order; ".weight" and ".bias" follow.
 NAMES = {
-    "embedding": (["model.embed_tokens"], ["token_embd"]),
-    "norm": (["model.norm"], ["output_norm"]),
-    "output": (["lm_head"], ["output"]),
-    "attention_norm": (["input_layernorm"], ["attn_norm"]),
-    "attention.qkv": (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["attn_q", "attn_k", "attn_v"]),
-    "attention.out": (["self_attn.o_proj"], ["attn_output"]),
-    "attention.q_norm": (["self_attn.q_norm"], ["attn_q_norm"]),
-    "attention.k_norm": (["self_attn.k_norm"], ["attn_k_norm"]),
-    "mlp_norm": (["post_attention_layernorm"], ["ffn_norm"]),
-    "mlp.gate_up": (["mlp.gate_proj", "mlp.up_proj"], ["ffn_gate", "ffn_up"]),
-    "mlp.down": (["mlp.down_proj"], ["ffn_down"]),
+    "embedding": (["model.embed_tokens"], ["token_embd"], ["word_embeddings"]),
+    "embedding_norm": ([], [], ["word_embeddings_layernorm"]),
+    "norm": (["model.norm"], ["output_norm"], ["ln_f"]),
+    "output": (["lm_head"], ["output"], ["lm_head"]),
+    "attention_norm": (["input_layernorm"], ["attn_norm"], ["input_layernorm"]),
+    "attention.qkv": (
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["attn_q", "attn_k", "attn_v"],
+        ["self_attention.query_key_value"],
+    ),
+    "attention.out": (["self_attn.o_proj"], ["attn_output"], ["self_attention.dense"]),
+    "attention.q_norm": (["self_attn.q_norm"], ["attn_q_norm"], []),
+    "attention.k_norm": (["self_attn.k_norm"], ["attn_k_norm"], []),
+    "mlp_norm": (["post_attention_layernorm"], ["ffn_norm"], ["post_attention_layernorm"]),
+    "mlp.gate_up": (["mlp.gate_proj", "mlp.up_proj"], ["ffn_gate", "ffn_up"], []),
+    "mlp.up": ([], [], ["mlp.dense_h_to_4h"]),
+    "mlp.down": (["mlp.down_proj"], ["ffn_down"], ["mlp.dense_4h_to_h"]),
 }
-HUGGING_FACE, GGUF = 0, 1
-LAYER = ("model.layers.", "blk.")  # before the layer's number, ours being "blocks."
+HUGGING_FACE, GGUF, BLOOM = 0, 1, 2
+LAYER = ("model.layers.", "blk.", "h.")  # before the layer's number, ours being "blocks."
 
 
 @dataclass
@@ -81,9 +89,10 @@ def wanted(config: Config, naming: int) -> dict[str, Part]:
     for target, tensor in empty_model(config).state_dict().items():
         layer, ours, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target).groups()
         prefix = "" if layer is None else f"{LAYER[naming]}{layer}."
-        for i, rows in enumerate(stacked.get(ours, [tensor.shape[0]])):
-            name = f"{prefix}{NAMES[ours][naming][i]}.{kind}"
-            parts[name] = Part(target, i, torch.Size([rows, *tensor.shape[1:]]))
+        names = NAMES[ours][naming]
+        heights = stacked[ours] if len(names) > 1 else [tensor.shape[0]]
+        for i, (name, rows) in enumerate(zip(names, heights)):
+            parts[f"{prefix}{name}.{kind}"] = Part(target, i, torch.Size([rows, *tensor.shape[1:]]))
     return parts
 
 
@@ -146,20 +155,23 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
 # ---------------------------------------------------------------- Hugging Face: config.json
 
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-FAMILIES |= {"qwen3": "Qwen3ForCausalLM"}
+FAMILIES |= {"qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
 
 # Fields that do not change what inference computes: of training, of other programs, of generation's defaults.
-HARMLESS = """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
-    hidden_dropout_prob id2label initializer_range is_llama_config label2id length_penalty max_length
-    max_sequence_length max_window_layers min_length model_max_length no_repeat_ngram_size num_beam_groups num_beams
-    num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache""".split()  # noqa: SIM905
+HARMLESS = """
+    _attn_implementation _name_or_path architectures attention_dropout attention_softmax_in_fp32 attn_implementation
+    auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
+    length_penalty masked_softmax_fusion max_length max_sequence_length max_window_layers min_length
+    model_max_length no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences offset_alibi
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+""".split()  # noqa: SIM905
 # Fields that do change it, with the values at which they change nothing.
 NEUTRAL = {
     "hidden_act": ["silu", "swish"],
@@ -181,11 +193,12 @@ def hf_config(directory: Path) -> Config:
     fields = Fields(path, read_json(path))
     family = fields.take("model_type", None)
     names = fields.all.get("architectures") or [FAMILIES.get(family)]
-    if str(names[0]).lower() != FAMILIES.get(family, "").lower():
+    headless = {"BloomModel": "BloomForCausalLM"}  # so the published ones call themselves; their head is tied
+    if headless.get(names[0], str(names[0])).lower() != FAMILIES.get(family, "").lower():
         known = ", ".join(FAMILIES.values())
         raise UserError(f"{path}: architecture {names[0]} (model_type {family}) is not known; known: {known}")
     try:
-        config = hf_fields(family, fields)
+        config = bloom_fields(fields) if family == "bloom" else hf_fields(family, fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:  # a string for a number, and the like
         raise UserError(f"{path} makes no sense: {error}") from None
     fields.finish()
@@ -219,6 +232,31 @@ def hf_fields(family: str, fields: "Fields") -> dict:
         "sliding_window": window,
         "sliding_layers": sliding_layers,
     }
+
+
+def bloom_fields(fields: "Fields") -> dict:
+    """Config's fields of a BLOOM. Its context is what it was trained on; ALiBi has no table that would end there."""
+    H, D = fields.take("n_head", None) or fields.take("num_attention_heads"), fields.take("hidden_size", None)
+    D = fields.take("n_embed", None) or D or fields.take("hidden_size")
+    if fields.take("n_inner", None) not in (None, 4 * D):
+        fields.refuse("n_inner", f"is not 4 x {D}, which transformers takes in its place")
+    return {
+        "n_layer": fields.take("n_layer", None) or fields.take("num_hidden_layers"),
+        "n_head": H,
+        "n_kv_head": H,
+        "head_dim": D // H,
+        "dim": D,
+        "hidden_dim": 4 * D,
+        "vocab_size": fields.take("vocab_size"),
+        "max_seq_length": fields.take("seq_length", None) or 2048,
+        "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
+        "tied_embeddings": bool(fields.take("tie_word_embeddings", True)),
+        "norm": "layer",
+        "mlp": "gelu",
+        "alibi": True,
+        "embedding_norm": True,
+        "post_norm_residual": bool(fields.take("apply_residual_connection_post_layernorm", False)),
+    } | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 
 
 class Fields:
@@ -315,16 +353,51 @@ def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tu
 
 def hf_source(directory: Path) -> Source:
     """A directory as transformers' save_pretrained or the hub has it."""
-    config = hf_config(directory)
+    config, tensors, naming = hf_config(directory), hf_tensors(directory), HUGGING_FACE
+    if config.alibi:
+        config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
+        tensors, naming = bloom_tensors(config, tensors), BLOOM
     return Source(
         directory.resolve().name,
         config,
-        HUGGING_FACE,
-        hf_tensors(directory),
+        naming,
+        tensors,
         lambda writer: write_hf_tokenizer(directory, writer),
         # Old checkpoints carry the RoPE table; a tied head is the embedding, whatever lies in the file.
         lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"),
     )
+
+
+def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """BLOOM's tensors under one spelling of their names, with q, k and v unpacked: its files have (H,3,E) rows, each
+    head's own three together, the model (3,H,E)."""
+
+    def unpacked():
+        for name, tensor in tensors():
+            name = name.removeprefix("transformer.")  # there when saved with the head, not in the published files
+            if ".query_key_value." in name and tensor.shape[0] == 3 * config.dim:
+                heads = tensor.view(config.n_head, 3, config.head_dim, *tensor.shape[1:])
+                tensor = heads.transpose(0, 1).reshape(tensor.shape)
+            yield name, tensor
+
+    return unpacked
+
+
+def vocabulary_size(directory: Path, V: int) -> int | None:
+    """One more than the highest id that the tokenizer knows, where that is less than the table's V."""
+    if not (directory / "tokenizer.json").exists():
+        return None
+    size = 1 + max(open_tokenizer(directory).get_vocab(with_added_tokens=True).values(), default=-1)
+    return size if 0 < size < V else None
+
+
+def open_tokenizer(directory: Path):
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # a bare Exception is what it raises
+        raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 
 def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
@@ -392,14 +465,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     generation, config = read_optional(directory, "generation_config.json"), read_json(directory / "config.json")
     tokens = {entry["content"]: int(i) for i, entry in settings.get("added_tokens_decoder", {}).items()}
     tokens |= read_optional(directory, "added_tokens.json")
-    library = None
-    if (directory / "tokenizer.json").exists():
-        from tokenizers import Tokenizer as Library
-
-        try:
-            library = Library.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # a bare Exception is what it raises
-            raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
+    library = open_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
 
     def text(name):  # "bos_token" -> "<s>"; some write a dictionary with its content
         value = settings.get(name)
@@ -556,7 +622,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
         out = CHECKPOINTS / (source if dtype == "bfloat16" else f"{source}-{dtype}")
         if looks_like_hub_id(source) and (out / "config.json").exists():
             return out
-    elif path.is_dir() and "n_layer" in read_json(path / "config.json"):
+    elif path.is_dir() and is_ours(path):
         return path
     else:
         files = [path] if is_gguf else sorted(file for file in path.iterdir() if file.is_file())

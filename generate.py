@@ -21,7 +21,16 @@ from torch import Tensor
 from chat_template import ChatTemplate
 from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, first_line, load_model, read_config, run_command
 from model import Config, Transformer
-from report import Timing, compile_counts, kv_bytes, measurements, print_report
+from report import (
+    Timing,
+    compile_counts,
+    kv_bytes,
+    measurements,
+    print_report,
+    read_bandwidth,
+    roofline_text,
+    rooflines,
+)
 from sampling import Sampling, sample
 from terminal import Waiting, say
 from tokenizer import TextStream, Tokenizer
@@ -42,7 +51,14 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor 
 def decode(model, token: Tensor, input_pos: Tensor, rows: Tensor | None, settings: Sampling, seen: Tensor | None):
     """One step for every row: its token (B,) at position (B,), -1 where the row has ended -> the next token (B,)."""
     logits = model(token[:, None], input_pos[:, None], rows)
-    return sample(logits, settings, input_pos + 1, seen)
+    return choose(model, logits, settings, input_pos + 1, seen)
+
+
+def choose(model, logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None) -> Tensor:
+    """The next token (B,) by logits (B,V), but none that only pads the table."""
+    if model.config.n_token is not None:
+        logits[:, model.config.n_token :] = float("-inf")
+    return sample(logits, settings, position, seen)
 
 
 @dataclass
@@ -103,7 +119,7 @@ def generate(
     seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
     position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
     logits = prefill_prompts(model, prompts, steps.prefill, cached)
-    token = sample(logits, settings, position, seen)  # (B,)
+    token = choose(model, logits, settings, position, seen)  # (B,)
     ids = token.tolist()
     elapsed = time.perf_counter() - start
     timing.first_token_s = elapsed if timing.first_token_s is None else timing.first_token_s
@@ -250,6 +266,8 @@ def parse_arguments(argv=None):
 
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
+    bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
+    add("--roofline", type=positive, nargs="?", const=0.0, metavar="GB/s", help=bound)
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
     args = parser.parse_args(argv)
     args.chat = args.chat or args.system is not None
@@ -336,7 +354,7 @@ def check_length(tokens: int, args, config: Config):
 
 def choose_cache_length(args, config: Config, prompts: list[list[int]]) -> int:
     context = config.max_seq_length
-    if args.max_seq_length is not None and args.max_seq_length > context:
+    if args.max_seq_length is not None and args.max_seq_length > context and not config.alibi:  # it has no end
         raise UserError(f"--max_seq_length {args.max_seq_length} is more than the model's context of {context}")
     if args.interactive:
         return args.max_seq_length or min(context, CONVERSATION_LENGTH)
@@ -416,6 +434,11 @@ def open_session(args, model, tokenizer, template, length: int, steps: Steps, st
     return session
 
 
+def print_rooflines(args, config: Config, bandwidth: float, dtype: torch.dtype):
+    table = rooflines(config, bandwidth, dtype, args.batch_size)
+    print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
+
+
 def find_template(args, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template that the arguments ask for; --interactive does without one where there is none."""
     if args.chat or (args.interactive and (directory / "chat_template.jinja").exists()):
@@ -436,7 +459,8 @@ def main():
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
     config, tokenizer = read_config(directory), Tokenizer(directory)
     template = find_template(args, directory, tokenizer)
-    prompts = [[0]] if args.interactive else read_prompts(args, tokenizer, template, config)
+    unknown = args.interactive or args.roofline is not None  # what there will be to read
+    prompts = [[0]] if unknown else read_prompts(args, tokenizer, template, config)
     length = choose_cache_length(args, config, prompts)
     check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
@@ -446,6 +470,8 @@ def main():
     model = load_model(directory, device, dtype)
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
+    if args.roofline is not None:
+        return print_rooflines(args, config, args.roofline * 1e9 or read_bandwidth(model), dtype)
     steps = compiled_steps(args.compile, args.compile_prefill)
     if args.interactive:
         from chat import converse

@@ -24,7 +24,9 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is a multiple of K.
     input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
-    slopes: (H,) float32, ALiBi (arXiv:2108.12409); the score of slot t gains slope * (t - position).
+    slopes: (H,) float32, ALiBi (arXiv:2108.12409); the score of slot t gains slope * (t - position). Softmax does not
+      see what is added to all scores of a query alike, so slope * (t - the row's newest position) serves every query:
+      a row of T numbers a head, no (H,S,T) tensor.
     window: int, a token sees only the last `window` positions, its own included.
 
     Returns (B,S,H,E) in q's dtype; padding gives zeros. Slots that no token of the row sees may hold anything, NaN too.
@@ -41,10 +43,14 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     if eager_cpu:
         k_cache, v_cache = k_cache[:, :, : max(last, 0) + 1], v_cache[:, :, : max(last, 0) + 1]
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
-    if eager_cpu and B == S == 1 and window is None and slopes is None and last >= 0:  # sees all that is left
-        return _attention_reference(q, k, v)
-
     slot = torch.arange(k.shape[2], device=q.device)
+    bias = None
+    if slopes is not None:
+        newest = input_pos.amax(1)[:, None, None]
+        bias = (slot - newest).float() * slopes[:, None]  # (B,H,T)
+    if eager_cpu and B == S == 1 and window is None and last >= 0:  # sees all that is left
+        return _attention_reference(q, k, v, bias=bias)
+
     visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
     if window is not None:
         visible &= slot > input_pos[:, :, None] - window
@@ -55,7 +61,6 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
     else:
-        bias = None if slopes is None else (slot - input_pos[:, :, None]) * slopes[:, None, None, None]  # (H,B,S,T)
         out = _attention_reference(q, k, v, visible, bias)
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
@@ -63,15 +68,14 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
 def _attention_reference(q, k, v, visible=None, bias=None):
     """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
 
-    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T), None is all; bias (H,B,S,T) or None. The H/K query heads of a group
-    share K and V unrepeated.
+    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T), None is all; bias (B,H,T) float32 or None. The H/K query
+    heads of a group share K and V unrepeated.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
     q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B,K,H/K*S,E)
-    scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float() * E**-0.5
-    if bias is not None:
-        scores = scores + bias.transpose(0, 1)
+    scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
+    scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(v.dtype)

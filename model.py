@@ -7,7 +7,8 @@ Shapes, here and in every file:
   H query heads  K key/value heads           E head width    F hidden width
 
 Sources: Llama (arXiv:2302.13971), RoPE (arXiv:2104.09864), grouped-query attention (arXiv:2305.13245),
-sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qwen3, arXiv:2505.09388).
+sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qwen3, arXiv:2505.09388), BLOOM
+(arXiv:2211.05100), ALiBi (arXiv:2108.12409).
 """
 
 import math
@@ -80,15 +81,29 @@ class Config:
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     sliding_window: int | None = None  # Mistral: a token sees this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers that slide; None is all of them
+    # BLOOM:
+    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias
+    mlp: str = "swiglu"  # or "gelu": ungated, tanh-GELU
+    alibi: bool = False  # positions are slopes on the attention scores, instead of RoPE
+    embedding_norm: bool = False
+    post_norm_residual: bool = False  # residuals start from the normalized input
+    n_token: int | None = None  # ids that there are, where the table is padded; those from here on are never sampled
 
     def __post_init__(self):
         sizes = ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length")
         optional = {"sliding_window": self.sliding_window} if self.sliding_window is not None else {}
+        optional |= {"n_token": self.n_token} if self.n_token is not None else {}
         check_positive({name: getattr(self, name) for name in sizes} | optional, (int,))
         check_positive({"norm_eps": self.norm_eps, "rope_base": self.rope_base})
-        for name in ("tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+        switches = ("tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+        for name in (*switches, "alibi", "embedding_norm", "post_norm_residual"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        for name, known in (("norm", ("rms", "layer")), ("mlp", ("swiglu", "gelu"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.n_token is not None and self.n_token > self.vocab_size:
+            raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
         if not set(self.sliding_layers or ()) <= set(range(self.n_layer)):
             raise ValueError(f"sliding_layers {self.sliding_layers!r} are not all layers of 0 to {self.n_layer - 1}")
         scaling = self.rope_scaling
@@ -96,7 +111,7 @@ class Config:
             raise ValueError(f"RoPE has {len(scaling.factors)} factors for head_dim {self.head_dim}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.alibi:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
 
     def window(self, layer: int) -> int | None:
@@ -119,8 +134,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.requires_grad_(False)
 
@@ -132,11 +148,15 @@ class Transformer(nn.Module):
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
         shape = (max_batch_size, self.config.n_kv_head, max_seq_length + 8, self.config.head_dim)  # (R,K,T,E)
+        # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
+        alibi = self.config.alibi
+        freqs = None if alibi else rope_frequencies(self.config).to(weight.device)
+        slopes = alibi_slopes(self.config.n_head).to(weight.device) if alibi else None  # one tensor for all layers
+        self.register_buffer("rope_freqs", freqs, persistent=False)
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
                 block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
-        # Not in __init__: there it would be a meta tensor, which no checkpoint fills.
-        self.register_buffer("rope_freqs", rope_frequencies(self.config).to(weight.device), persistent=False)
+            block.attention.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
@@ -152,8 +172,10 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
-        rope = rope_table(self.rope_freqs, self.config.rope_scaling, input_pos)
+        rope = None if self.config.alibi else rope_table(self.rope_freqs, self.config.rope_scaling, input_pos)
         x = self.embedding(tokens)  # (B,S,D)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         for block in self.blocks:
             x = block(x, rope, input_pos, rows)
         return self.norm(x)
@@ -163,24 +185,33 @@ class Transformer(nn.Module):
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
 
 
+def make_norm(config: Config) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return kind(config.dim, config.norm_eps)
+
+
 class Block(nn.Module):
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.post_norm_residual = config.post_norm_residual
+        self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
-        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], input_pos: Tensor, rows: Tensor | None):
-        x = x + self.attention(self.attention_norm(x), rope, input_pos, rows)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
+        h = self.attention_norm(x)
+        x = (h if self.post_norm_residual else x) + self.attention(h, rope, input_pos, rows)
+        h = self.mlp_norm(x)
+        return (h if self.post_norm_residual else x) + self.mlp(h)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions over the layer's own rows of the KV cache."""
+    """Grouped-query attention, with RoPE or ALiBi, over the layer's own rows of the KV cache."""
 
     k_cache: Tensor  # (R,K,T,E), by Transformer.setup_caches
     v_cache: Tensor
+    slopes: Tensor | None  # (H,) float32 with ALiBi, by the same
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -192,31 +223,39 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], input_pos: Tensor, rows: Tensor | None):
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         B, S, _ = x.shape
         H, K, E = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
         if self.q_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])], dim=2)
-        q, k = rotate(qk, rope).split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
+        qk = qk if rope is None else rotate(qk, rope)
+        q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
 
         where = torch.arange(B, device=x.device) if rows is None else rows
         where = (where[:, None], slice(None), input_pos)  # position -1 is the last slot, the scratch one
         self.k_cache[where] = k
         self.v_cache[where] = v
-        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, window=self.window)  # (B,S,H,E)
+        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
         return self.out(y.reshape(B, S, H * E))
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
 
     def __init__(self, config: Config):
         super().__init__()
-        self.gate_up = nn.Linear(config.dim, 2 * config.hidden_dim, bias=config.mlp_bias)  # rows gate, then up
-        self.down = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
+        D, hidden, bias = config.dim, config.hidden_dim, config.mlp_bias
+        self.gated = config.mlp == "swiglu"
+        if self.gated:
+            self.gate_up = nn.Linear(D, 2 * hidden, bias)  # rows gate, then up
+        else:
+            self.up = nn.Linear(D, hidden, bias)
+        self.down = nn.Linear(hidden, D, bias)
 
     def forward(self, x: Tensor):
+        if not self.gated:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
         return self.down(F.silu(gate) * up)
 
@@ -270,6 +309,15 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
     if scaling is not None and scaling.attention_factor != 1.0:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def alibi_slopes(H: int) -> Tensor:
+    """ALiBi's H slopes in float32: 2^(-8/n), 2^(-16/n) ... for the power of two n below H, and for further heads every
+    other slope of 2n (arXiv:2108.12409, and the authors' code where H is no power of two)."""
+    n = 2 ** int(math.log2(H))
+    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    slopes += [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * (H - n), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

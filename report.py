@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from model import Transformer
+from model import Config, Transformer
 
 
 @dataclass
@@ -43,6 +43,44 @@ def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     windows = Counter(config.window(layer) for layer in range(config.n_layer))
     looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
     return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
+
+
+def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context: int = 0, rows: int = 1) -> dict:
+    """What a decode step of `rows` rows, each with `context` positions filled, computes and reads for each token, and
+    the tokens a second that no machine reading `bandwidth` bytes a second can exceed.
+
+    FLOPs are two for every weight of a matrix, and for every position that is seen four for each number of a query.
+    """
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    matrices += model.embedding.weight.numel() if model.output is None else 0
+    seen = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
+    weights, kv = weight_bytes(model, rows), kv_bytes(model, [context] * rows)
+    return {
+        "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * seen,
+        "weight_bytes_per_token": weights / rows,
+        "kv_bytes_per_token": kv / rows,
+        "bandwidth_bytes_per_s": bandwidth,
+        "bound_tokens_per_s": bandwidth * rows / (weights + kv),
+    }
+
+
+def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int) -> list[dict]:
+    """`roofline` at several lengths of context, as far as the model's own goes."""
+    contexts = [n for n in (1, 512, 2048, 8192, 32768, 131072) if n <= config.max_seq_length]
+    return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows) for n in contexts]
+
+
+def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
+    bandwidth, rows = table[0]["bandwidth_bytes_per_s"] / 1e9, table[0]["rows"]
+    lines = [f"{rows} row{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
+    lines += ["context   GFLOPs/token   weights MB/token   KV MB/token   bound tokens/s"]
+    for at in table:
+        weights, kv = at["weight_bytes_per_token"] / 1e6, at["kv_bytes_per_token"] / 1e6
+        line = f"{at['context']:7}   {at['flops_per_token'] / 1e9:12,.3f}   {weights:16,.1f}   {kv:11,.1f}   "
+        lines.append(line + f"{at['bound_tokens_per_s']:14,.1f}")
+    return "\n".join(lines)
 
 
 def read_bandwidth(model: Transformer) -> float:
@@ -133,3 +171,28 @@ def print_report(result: dict, timing: Timing):
         f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {recompiles} recompiles, {breaks} graph breaks"
     )
     print("\n".join(lines), file=sys.stderr)
+
+
+def main():
+    """The roofline of a model of which there need be no more than its config.json."""
+    from checkpoint import DTYPES, ArgumentParser, is_ours, read_config
+    from convert_hf_checkpoint import hf_config
+
+    parser = ArgumentParser(description="Tokens a second that a model cannot exceed, by the bytes it has to read.")
+    parser.add_argument("directory", type=Path, help="with a config.json, ours or Hugging Face's")
+    parser.add_argument("--bandwidth", type=float, required=True, metavar="GB/s", help="that a device reads")
+    parser.add_argument("--devices", type=int, default=1, help="which share the weights (1)")
+    parser.add_argument("--rows", type=int, default=1, help="that are decoded together (1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (bfloat16)")
+    args = parser.parse_args()
+    if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
+        parser.error("--bandwidth, --devices and --rows must be above 0")
+    config = read_config(args.directory) if is_ours(args.directory) else hf_config(args.directory)
+    dtype = DTYPES[args.dtype]
+    print(roofline_text(rooflines(config, args.bandwidth * 1e9 * args.devices, dtype, args.rows), dtype))
+
+
+if __name__ == "__main__":
+    from checkpoint import run_command
+
+    run_command(main)

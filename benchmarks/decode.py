@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import generate
-from checkpoint import ArgumentParser, UserError, check_memory, empty_model, load_model, read_json, run_command
+from checkpoint import ArgumentParser, UserError, check_memory, empty_model, is_ours, load_model, run_command
 from convert_hf_checkpoint import default_gguf, ensure_checkpoint
 from generate import Steps, compiled_steps
 from model import Config, RopeScaling
@@ -119,7 +119,7 @@ def transformers_run(args, device: torch.device, V: int) -> Callable:
         source = args.checkpoint_path
     else:
         source = source if source.is_dir() else source.parent
-        if "n_layer" in read_json(source / "config.json"):
+        if is_ours(source):
             raise UserError("it cannot load a fastpath checkpoint; give --checkpoint_path what that was converted from")
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=BF16, **options).to(device).eval()
     assert model.dtype == BF16, model.dtype

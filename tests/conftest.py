@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
 
 LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
-QWEN2, QWEN3 = transformers.Qwen2Config, transformers.Qwen3Config
+QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
@@ -48,13 +48,25 @@ TINY = {
     "qwen2-yarn": (QWEN2, 64, 8, 2, 98, 2, False, {"rope_parameters": YARN_SET}),
     "qwen3-gqa": (QWEN3, 52, 6, 2, 38, 3, False, {"head_dim": 18}),
     "qwen3-mqa-biased": (QWEN3, 46, 5, 1, 62, 2, True, {"head_dim": 26, "attention_bias": True}),
+    "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
+    "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),
+    "bloom-8": (BLOOM, 56, 8, 8, 224, 2, True, {"layer_norm_epsilon": 1e-3}),
+    "bloom-12": (BLOOM, 60, 12, 12, 240, 4, True, {"pretraining_tp": 2}),
+    "bloom-1": (BLOOM, 26, 1, 1, 104, 3, True, {}),
+    "bloom-2-untied": (BLOOM, 38, 2, 2, 152, 2, False, {}),
+    "bloom-7-post": (BLOOM, 63, 7, 7, 252, 2, True, {"apply_residual_connection_post_layernorm": True}),
+    "bloom-16": (BLOOM, 48, 16, 16, 192, 2, True, {}),
 }  # fmt: skip
 
 
 def tiny_config(name: str):
     kind, D, H, K, F, layers, tied, rest = TINY[name]
     sizes = {"hidden_size": D, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F}
-    rest = {"max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": 1} | rest
+    rest = {"eos_token_id": None, "bos_token_id": 1} | rest
+    if kind is BLOOM:
+        sizes = {"hidden_size": D, "n_head": H, "n_layer": layers, "seq_length": 256}
+        return BLOOM(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes, **rest)
+    rest = {"max_position_embeddings": 256} | rest
     return kind(vocab_size=VOCABULARY, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes, **rest)
 
 
@@ -62,10 +74,11 @@ def save_tiny(name: str, directory: Path, **save):
     """Write a tiny random model with transformers; returns it. Every weight is random, norms and biases too."""
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
+    small, large = (0.1, 2.5) if name.startswith("bloom") else (0.3, 1.2)  # so that it does not repeat itself
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            weight.normal_(0, 0.3 if weight.dim() == 1 else 1.2 * weight.shape[-1] ** -0.5)
-            if "norm" in key:
+            weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
+            if ("norm" in key or "ln_f" in key) and not key.endswith("bias"):
                 weight += 1
     model.save_pretrained(directory, **save)
     return model

@@ -595,3 +595,153 @@ def test_killed_in_the_middle(tmp_path, how):
 
 def test_every_family_is_in_the_tests():
     assert {kind[0].model_type for kind in TINY.values()} == set(convert_hf_checkpoint.FAMILIES)
+
+
+# ---------------------------------------------------------------- BLOOM
+
+
+def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, monkeypatch):
+    """Names with and without "transformer.", safetensors and .bin, one file and 72 of them: bit for bit the same."""
+    _, hf, expected = tiny("bloom-12")
+    tensors = load_file(hf / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert len(tensors) > 40 and "h.0.self_attention.query_key_value.weight" in bare
+    fields = json.loads((hf / "config.json").read_text())
+    old = fields | {"architectures": ["BloomModel"], "n_embed": fields.pop("hidden_size"), "slow_but_exact": True}
+    old["num_attention_heads"], old["num_hidden_layers"] = old.pop("n_head"), old.pop("n_layer")
+
+    def directory(name, config):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    save_file(bare, directory("bare", old) / "model.safetensors")
+    torch.save(bare, directory("bin", old) / "pytorch_model.bin")
+    torch.save(tensors, directory("old bin", old) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    sharded, weight_map = directory("sharded", old), {}
+    for i, name in enumerate(bare):
+        shard = f"pytorch_model_{i % 72 + 1:05}-of-00072.bin"  # as bigscience/bloom names them
+        weight_map[name] = shard
+    for shard in set(weight_map.values()):
+        torch.save({name: bare[name] for name in bare if weight_map[name] == shard}, sharded / shard)
+    (sharded / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name in ("bare", "bin", "old bin", "sharded"):
+        out = convert(hf_source(tmp_path / name), tmp_path / f"{name} out", torch.float32)
+        assert same(out, expected) and read_config(out) == read_config(expected)
+    assert ensure_checkpoint(str(expected)) == expected, (
+        "our own directory is known from BLOOM's, which has n_layer too"
+    )
+    assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
+
+
+def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
+    """72 shards of a table and 70 layers, 580 MB together: the converter's memory stays near one of them and what it
+    is about to write, whichever kind of file."""
+    torch.manual_seed(0)
+    D, H, layers, V = 336, 7, 70, 6000
+    config = {"model_type": "bloom", "architectures": ["BloomModel"], "hidden_size": D, "n_head": H, "n_layer": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": V, "seq_length": 64}))
+    sizes = {"input_layernorm": (D,), "self_attention.query_key_value": (3 * D, D), "self_attention.dense": (D, D)}
+    sizes |= {"post_attention_layernorm": (D,), "mlp.dense_h_to_4h": (4 * D, D), "mlp.dense_4h_to_h": (D, 4 * D)}
+    weight_map = {}
+
+    def shard(number, tensors):
+        name = f"pytorch_model_{number:05}-of-00072.bin"
+        torch.save(tensors, tmp_path / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+
+    norm = {"word_embeddings_layernorm.weight": torch.ones(D), "word_embeddings_layernorm.bias": torch.zeros(D)}
+    shard(1, {"word_embeddings.weight": torch.randn(V, D)} | norm)
+    for i in range(layers):
+        layer = {}
+        for name, shape in sizes.items():
+            layer[f"h.{i}.{name}.weight"], layer[f"h.{i}.{name}.bias"] = torch.randn(shape), torch.randn(shape[0])
+        shard(i + 2, layer)
+    shard(72, {"ln_f.weight": torch.ones(D), "ln_f.bias": torch.zeros(D)})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    script = """
+import resource, sys, torch
+import checkpoint
+from convert_hf_checkpoint import convert, hf_source
+checkpoint.SHARD_BYTES = 20_000_000
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+start = peak()
+convert(hf_source(checkpoint.Path(sys.argv[1])), checkpoint.Path(sys.argv[2]), torch.float32)
+print(peak() - start)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.bin")) / 2**20
+    assert total > 370 and float(done.stdout) < total / 3
+    original = torch.load(tmp_path / "pytorch_model_00003-of-00072.bin")["h.1.self_attention.query_key_value.weight"]
+    ours = weights(tmp_path / "out")["blocks.1.attention.qkv.weight"]
+    assert torch.equal(ours.view(3, H, D // H, D)[2, 4], original.view(H, 3, D // H, D)[4, 2])
+
+
+def test_real_bloom_configs_are_honoured_without_a_warning(tmp_path, capsys):
+    for name, sizes in {"bloom": (14336, 112, 128, 70), "bloom-560m": (1024, 16, 64, 24)}.items():
+        shutil.copyfile(CONFIGS / f"bigscience__{name}.json", tmp_path / "config.json")
+        c = hf_config(tmp_path)
+        assert (c.dim, c.n_head, c.head_dim, c.n_layer) == sizes
+        assert (c.n_kv_head, c.hidden_dim, c.vocab_size, c.max_seq_length) == (c.n_head, 4 * c.dim, 250880, 2048)
+        assert c.alibi and c.embedding_norm and c.tied_embeddings and (c.norm, c.mlp) == ("layer", "gelu")
+        assert c.qkv_bias and c.out_bias and c.mlp_bias and not c.post_norm_residual
+    assert capsys.readouterr().err == ""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bloom", "n_layer": 1, "n_head": 2} | {"n_inner": 3})
+    )
+    with pytest.raises(UserError, match="lacks hidden_size"):
+        hf_config(tmp_path)
+
+
+def bloom_tokenizer(corpus):
+    """A tokenizer of BLOOM's make (byte-level BPE, its regex, ids 0 to 3 special), with another vocabulary."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
+
+    library = Library(models.BPE())
+    regex = Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+")
+    cut = pre_tokenizers.Split(regex, behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_])
+    library.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=bytes_.alphabet(), show_progress=False
+    )
+    library.train_from_iterator(corpus, trainer)
+    return library
+
+
+def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
+    """Ids equal transformers' on 200 strings; ids that only pad the embedding table are never sampled, even where they
+    are the likeliest by far."""
+    library = bloom_tokenizer(strings(n=150))
+    known = library.get_vocab_size()
+    V = known + 41
+    config = transformers.BloomConfig(vocab_size=V, hidden_size=36, n_head=3, n_layer=2)
+    torch.manual_seed(0)
+    oracle = transformers.BloomForCausalLM(config).eval()
+    with torch.no_grad():
+        oracle.transformer.word_embeddings.weight.normal_()
+        oracle.transformer.word_embeddings.weight[known:] *= 30
+    hf = tmp_path / "hf"
+    oracle.save_pretrained(hf)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
+    reference.save_pretrained(hf)
+    ours = convert(hf_source(hf), tmp_path / "ours", torch.float32)
+    tokenizer = Tokenizer(ours)
+    texts = strings(["<s>", "</s>", "<pad>"])
+    assert len(texts) >= 200
+    for text in texts:
+        assert tokenizer.encode(text) == reference(text).input_ids, repr(text)
+    assert tokenizer.eos_ids == (2,) and read_config(ours).n_token == known
+    prompts = random_prompts((3, 17, 40), V=known)
+    padding = hf_greedy(oracle, prompts[1], 12)
+    assert max(padding) >= known, "transformers does sample them"
+    model = load_model(ours, dtype=torch.float32)
+    model.setup_caches(3, 64)
+    for settings in (Sampling.make(3, temperature=0.0), Sampling.make(3, [1, 2, 3], 2.0, 0, repetition_penalty=1.3)):
+        assert max(max(ids) for ids, _ in generate(model, prompts, settings, 20)) < known

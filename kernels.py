@@ -39,24 +39,28 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
         blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
         parts = [attention(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
         return torch.cat(parts, dim=1)
-    last = int(input_pos.max()) if eager_cpu else None
-    if eager_cpu:
-        k_cache, v_cache = k_cache[:, :, : max(last, 0) + 1], v_cache[:, :, : max(last, 0) + 1]
+    newest = input_pos.amax(1)  # (B,)
+    oldest, last, even = 0, k_cache.shape[2], False
+    if eager_cpu:  # here a look at the numbers costs nothing, and saves passes over what they show to be whole
+        oldest, last = max(int(input_pos.min()), 0), max(int(newest.max()), 0)
+        even = window is None and int(newest.min()) == last  # every row sees all slots that are read
+        k_cache, v_cache = k_cache[:, :, : last + 1], v_cache[:, :, : last + 1]
+        k_cache = k_cache[:B].contiguous() if rows is None else k_cache  # of a slice, bf16 products are 5 times slower
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
     slot = torch.arange(k.shape[2], device=q.device)
-    bias = None
-    if slopes is not None:
-        newest = input_pos.amax(1)[:, None, None]
-        bias = (slot - newest).float() * slopes[:, None]  # (B,H,T)
-    if eager_cpu and B == S == 1 and window is None and last >= 0:  # sees all that is left
+    bias = None if slopes is None else (slot - newest[:, None, None]).float() * slopes[:, None]  # (B,H,T)
+    if even and S == 1:
         return _attention_reference(q, k, v, bias=bias)
 
     visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
     if window is not None:
         visible &= slot > input_pos[:, :, None] - window
-    seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
-    k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
-    v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
+    if even:
+        visible = visible[:, :, oldest:]  # before the first of these tokens all is seen
+    else:
+        seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
+        k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
+        v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
@@ -68,8 +72,8 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
 def _attention_reference(q, k, v, visible=None, bias=None):
     """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
 
-    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,T), None is all; bias (B,H,T) float32 or None. The H/K query
-    heads of a group share K and V unrepeated.
+    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,<=T) of the last slots (those before are seen), None: all are; bias
+    (B,H,T) float32 or None. The H/K query heads of a group share K and V unrepeated.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
@@ -77,7 +81,7 @@ def _attention_reference(q, k, v, visible=None, bias=None):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
-        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)

@@ -44,7 +44,7 @@ import torch
 
 import generate
 from checkpoint import ArgumentParser, UserError, check_memory, empty_model, is_ours, load_model, run_command
-from convert_hf_checkpoint import default_gguf, ensure_checkpoint
+from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
 from generate import Steps, compiled_steps
 from model import Config, RopeScaling
 from report import Timing, compile_counts, kv_bytes, synchronize, weight_bytes
@@ -174,12 +174,25 @@ def compile_seconds(args, directory: Path, device: torch.device, flag: str, prom
     return found
 
 
+def make_random(config: Path, folder: Path) -> tuple[Path, Path]:
+    """Random bf16 weights for a Hugging Face config.json: as transformers saves them, and converted."""
+    import transformers
+
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_bytes(config.read_bytes())
+    torch.manual_seed(0)
+    shapes = transformers.AutoConfig.from_pretrained(folder / "hf")
+    say(f"random weights for {config.name}")
+    transformers.AutoModelForCausalLM.from_config(shapes, dtype=BF16).save_pretrained(folder / "hf")
+    return folder / "hf", convert(hf_source(folder / "hf"), folder / "ours", BF16)
+
+
 def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Contestant]]:
     """Ours and the peers, with everything loaded."""
     files = args.gguf
     if args.llama_bench and not files:
         files = [Path(args.checkpoint_path).expanduser() if args.checkpoint_path else default_gguf()]
-    directory = ensure_checkpoint(args.checkpoint_path)
+    directory = args.directory or ensure_checkpoint(args.checkpoint_path)
     model = load_model(directory, device, BF16)
     config, needed = model.config, max(args.prompt_tokens, SHORT_PROMPT + args.new_tokens)
     if needed > config.max_seq_length:
@@ -373,6 +386,7 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint_path", help="a Hugging Face directory, a hub id or a .gguf file (SmolLM2-135M-Instruct)")
+    add("--random", type=Path, metavar="CONFIG", help="random weights for this Hugging Face config.json instead")
     add("--llama_bench", help="llama.cpp's llama-bench")
     add("--gguf", nargs="+", type=Path, default=[], help="the files for llama-bench (that of the checkpoint)")
     add("--rounds", type=count, default=5, help="that count (5)")
@@ -384,6 +398,9 @@ def parse_arguments():
     add("--device", help="cpu, cuda ...; without it the fastest there is")
     add("--out", type=Path, help="the JSON (benchmarks/results/decode_DEVICE.json; none with --smoke)")
     args = parser.parse_args()
+    args.directory = None  # of our checkpoint, where it is not checkpoint_path's
+    if args.random and (args.checkpoint_path or args.shapes or args.smoke):
+        raise UserError("--random is a model of its own: no --checkpoint_path, --shapes or --smoke beside it")
     if args.gguf and not args.llama_bench:
         raise UserError("--gguf names files for --llama_bench, which is not given")
     return args
@@ -399,13 +416,16 @@ def main():
         out = ROOT / "benchmarks" / "results" / f"decode_{device.type}.json"
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-    if args.smoke or args.shapes or (device.type == "cuda" and args.checkpoint_path is None):
+    if args.smoke or args.shapes or (device.type == "cuda" and not (args.checkpoint_path or args.random)):
         if args.checkpoint_path or args.llama_bench:
             raise UserError("random weights have no peers: give either --checkpoint_path or --shapes or --smoke")
         torch.manual_seed(0)
         result = measure_shapes(args, device)
     else:
-        result = compare(args, device)
+        with tempfile.TemporaryDirectory() as folder:
+            if args.random:
+                args.checkpoint_path, args.directory = make_random(args.random, Path(folder))
+            result = compare(args, device)
     print_report(result)
     if out is not None:
         out.write_text(json.dumps(circumstances(device, result["rows"]) | result, indent=2) + "\n")

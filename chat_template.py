@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,16 +43,15 @@ class ChatTemplate:
 
         UserError where the template refuses them (some know no system message), is broken or takes too long.
         """
-        if self.process is None or self.process.poll() is not None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            command = [sys.executable, str(Path(__file__).resolve())]
-            self.process = subprocess.Popen(command, **pipes)
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
         values |= {"documents": None} | self.tokenizer.named_tokens
-        with suppress(BrokenPipeError):  # it has ended; what it says at the end tells why
-            self.process.stdin.write(json.dumps({"source": self.source, "values": values}).encode() + b"\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        request = json.dumps({"source": self.source, "values": values}).encode() + b"\n"
+        try:
+            answer = self._exchange(request)
+        except BaseException:  # Ctrl-C, say: an answer that is still to come must not be taken for the next one's
+            self.process.kill()
+            self.process.wait()
+            raise
         if not answer:
             code = self.process.wait()
             took_long = code == -signal.SIGALRM
@@ -61,6 +61,17 @@ class ChatTemplate:
         if "error" in answer:
             raise UserError(f"{self.path}: the chat template {answer['error']}")
         return answer["text"]
+
+    def _exchange(self, request: bytes) -> bytes:
+        """A line to the other process, which is started where there is none, for a line; empty where it ended."""
+        if self.process is None or self.process.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen([sys.executable, str(Path(__file__).resolve())], **pipes)
+            weakref.finalize(self, self.process.stdin.close)  # at which it ends; Popen itself would keep it open
+        with suppress(BrokenPipeError):  # what it says at its end tells why
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+        return self.process.stdout.readline()
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids of `render`; a beginning token is there only if the template writes it."""
@@ -80,9 +91,9 @@ class ChatTemplate:
             text = self.render(talk, add_generation_prompt=False)
         except UserError:  # it knows no such conversation
             return set()
-        after = self.tokenizer.encode(text.rpartition(words)[2], add_bos=False)
-        special = self.tokenizer.vocabulary.special_ids
-        return set([i for i in after if i in special][:1])
+        _, answer, rest = text.rpartition(words)
+        after = self.tokenizer.encode(rest, add_bos=False) if answer else []
+        return set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
 
 
 # ---------------------------------------------------------------- the other process
@@ -91,6 +102,8 @@ class ChatTemplate:
 def serve():
     """Render line by line: {"source", "values"} in, {"text"} or {"error"} out, both as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which that program may have ignored or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     with suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin.buffer:
@@ -100,7 +113,7 @@ def serve():
         except MemoryError:
             answer = {"error": f"used more than {MEMORY >> 30} GB of memory"}
         except Exception as error:  # templates can raise anything
-            answer = {"error": "fails: " + " ".join(f"{error or type(error).__name__}".split())[:300]}
+            answer = {"error": "fails: " + " ".join((str(error) or type(error).__name__).split())[:300]}
         answer = json.dumps(answer).encode() + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(answer)
@@ -124,10 +137,18 @@ def render(source: str, values: dict) -> str:
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
+        def __init__(*args, **kwargs):  # as Jinja's: `self` may be a name of the template's own
+            for name in dict(*args[1:], **kwargs):
+                check_name(name)
+            Namespace.__init__(*args, **kwargs)
+
         def __setitem__(self, name, value):
-            if str(name).startswith("_"):
-                raise SecurityError(f"may not set {name!r} on a namespace")
+            check_name(name)
             super().__setitem__(name, value)
+
+    def check_name(name):
+        if str(name).startswith("_"):
+            raise SecurityError(f"may not set {name!r} on a namespace")
 
     def raise_exception(message):
         raise TemplateError(message)

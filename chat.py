@@ -111,7 +111,7 @@ class Session:
             return stream.stopped
 
         turn = Turn("interrupted", len(prompt), kept, 0)
-        with suppress(KeyboardInterrupt), one_interrupt():
+        with suppress(KeyboardInterrupt):
             turn.reason = self.answer(prompt, kept, min(room, self.max_new_tokens or room), turn.timing, take)
         pieces.append(stream.add((), last=True))
         show(pieces[-1])
@@ -204,9 +204,10 @@ def converse(session: Session, first: Iterable[str] = ()):
             if command[0] == "/" and "/" not in command[1:]:
                 obey(session, command, rest.strip())
             else:
-                turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
-                print(flush=True)
-                remark(session.summary(turn))
+                with one_interrupt():
+                    turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
+                    print(flush=True)
+                    remark(session.summary(turn))
         except UserError as error:
             remark(f"error: {error}")
         except KeyboardInterrupt:

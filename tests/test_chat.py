@@ -113,7 +113,8 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)  # an impatient second one
 
-    turn = session.ask(say(33), interrupt)
+    with chat.one_interrupt():
+        turn = session.ask(say(33), interrupt)
     assert turn.reason == "interrupted" and turn.new_tokens == 4
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
     turn = session.ask(say(34), lambda piece: None)
@@ -300,15 +301,18 @@ PROMPT = r"> (\x1b\[0m)?$"
 def test_a_session_in_a_terminal(default_checkpoint, columns, environment):
     talk = Terminal("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
     talk.prompt()
-    talk.type("Tell me a very long story about a dragon.\r")
-    talk.until("dragon.*dragon")
+    talk.type("Tell me a very long story about a dragon")
+    talk.until("ragon")
+    talk.type("\r")
+    talk.until(r"\n")
+    talk.until(r"(\w+\W+){12}")  # of the answer
     talk.type(b"\x03\x03")
     shown = talk.prompt()
     assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s; \d+ read, 0 kept; context \d+ of 8192; interrupted\]", shown)
     talk.type("Say hello in one word: \xfc\xf1 日本 👋.\r" if not environment else "Say hello in one word.\r")
     shown = talk.prompt()
     new, kept = map(int, re.search(r"; (\d+) read, (\d+) kept; ", shown).groups())
-    assert new < 60 < kept
+    assert new < 60 and kept > 45
     talk.type("half a line")
     talk.until("half a")
     talk.type("\x03")

@@ -199,6 +199,15 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
     assert shown == f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n" * 2, "whose answer it is"
 
 
+def test_roofline_is_printed_instead_of_text(tiny, capsys, monkeypatch):
+    args = ["--checkpoint_path", tiny("bloom-3")[2], "--dtype", "float32"]
+    text, _ = main(capsys, monkeypatch, *args, "--roofline", 100, "--batch_size", 3)
+    assert text.startswith("3 rows, float32, 100.0 GB/s\n") and len(text.splitlines()) == 3
+    result, _ = main(capsys, monkeypatch, *args, "--roofline", "--json")
+    [entry] = result["roofline"]
+    assert entry["context"] == 1 and entry["bandwidth_bytes_per_s"] > 0
+
+
 def test_no_chat_without_a_template(tiny, monkeypatch):
     arguments = ["generate.py", "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt", "x", "--chat"]
     monkeypatch.setattr(sys, "argv", arguments)

@@ -33,7 +33,7 @@ def test_generate_commands_parse(command, capsys):
         offered = set(re.findall(r"^  (--\w+)", shown, re.M))
         assert offered == set(re.findall(r"--\w+", shown)) - {"--help"}, "--help names no option that there is not"
         named = set(re.findall(r"(?<![\w-])--\w+", README)) - {"--help"}
-        others = {"--out", "--llama_bench", "--gguf", "--draw"}  # of the other programs
+        others = {"--out", "--llama_bench", "--gguf", "--random", "--bandwidth", "--devices"}  # of the other programs
         assert named - others == offered, "README.md and --help should name the same options"
     else:
         parse_arguments(arguments)
@@ -48,6 +48,6 @@ def test_families_and_commands_are_the_programs():
 
 
 def test_requirements_pin_what_they_name():
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-bench.txt"):
         lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
         assert all("==" in line or line.startswith("-r ") for line in lines if line)

@@ -1,0 +1,41 @@
+"""Rooflines: against torch's own counter of operations, and against the numbers known of a 176B model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+from report import kv_bytes, roofline, weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "qwen3-gqa", "bloom-7-post", "bloom-2-untied"])
+def test_roofline_counts_what_a_decode_step_does(tiny_model, name):
+    """FLOPs as torch counts them in one step; bytes as the loaded model has them; the bound from both."""
+    model, context = tiny_model(name, rows=3), 37
+    token, at = torch.tensor([[5], [6], [7]]), torch.full((3, 1), context - 1)
+    with FlopCounterMode(display=False) as counter:
+        model(token, at)
+    found = roofline(model.config, 2e9, torch.float32, context, rows=3)
+    assert found["flops_per_token"] * 3 == counter.get_total_flops()
+    weights, kv = weight_bytes(model, 3), kv_bytes(model, [context] * 3)
+    assert (found["weight_bytes_per_token"], found["kv_bytes_per_token"]) == (weights / 3, kv / 3)
+    assert found["bound_tokens_per_s"] == pytest.approx(3 * 2e9 / (weights + kv))
+
+
+def test_roofline_of_a_window_sees_no_further(tiny_model):
+    config = tiny_model("mistral-window").config
+    near, far = (roofline(config, 1e9, context=context) for context in (config.sliding_window, 200))
+    assert near == far != roofline(config, 1e9, context=3)
+
+
+@pytest.mark.slow
+def test_bloom_176b_needs_no_weights(tmp_path):
+    (tmp_path / "config.json").write_bytes((ROOT / "tests/data/configs/bigscience__bloom.json").read_bytes())
+    command = [sys.executable, str(ROOT / "report.py"), str(tmp_path), "--bandwidth", "1555", "--devices", "16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].split() == ["2048", "360.689", "352,494.5", "8,220.8", "69.0"], done.stderr
+    bad = subprocess.run([*command, "--bandwidth", "-1"], capture_output=True, text=True)
+    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1

@@ -49,8 +49,9 @@ class ChatTemplate:
         try:
             answer = self._exchange(request)
         except BaseException:  # Ctrl-C, say: an answer that is still to come must not be taken for the next one's
-            self.process.kill()
-            self.process.wait()
+            if self.process is not None:
+                self.process.kill()
+                self.process.wait()
             raise
         if not answer:
             code = self.process.wait()
@@ -113,7 +114,8 @@ def serve():
         except MemoryError:
             answer = {"error": f"used more than {MEMORY >> 30} GB of memory"}
         except Exception as error:  # templates can raise anything
-            answer = {"error": "fails: " + " ".join((str(error) or type(error).__name__).split())[:300]}
+            words = " ".join((str(error) or type(error).__name__).split())[:300]
+            answer = {"error": "fails: " + "".join(c for c in words if c.isprintable())}  # no escapes for a terminal
         answer = json.dumps(answer).encode() + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(answer)

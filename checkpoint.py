@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import Config, RopeScaling, Transformer
+from quantize import Quantization, swap
 from terminal import progress_bar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
 
 
@@ -98,10 +100,18 @@ def read_config(directory: Path) -> Config:
     fields = read_json(path)
     if OUR_FIELD not in fields:
         raise UserError(f"{path} is not of a fastpath checkpoint; make one with convert_hf_checkpoint.py")
-    quantization = fields.pop("quantization", None)
-    if quantization is not None:
-        raise UserError(f"{path}: quantization {quantization!r} is not known to this version")
+    fields.pop("quantization", None)
     return make_config(path, **fields)
+
+
+def read_quantization(directory: Path) -> Quantization | None:
+    """How a checkpoint directory's weights are quantized; None where they are not."""
+    path = Path(directory) / "config.json"
+    fields = read_json(path).get("quantization")
+    try:
+        return None if fields is None else Quantization(**fields)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def make_config(path: Path, **fields) -> Config:
@@ -168,31 +178,38 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: found[name] for name in weight_map}
 
 
-def empty_model(config: Config) -> Transformer:
+def empty_model(config: Config, quantization: Quantization | None = None) -> Transformer:
     """The model on the meta device: shapes and dtypes, no memory."""
     with torch.device("meta"):
-        return Transformer(config)
+        return swap(Transformer(config), quantization)
 
 
 def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transformer:
-    """The checkpoint's model with its weights in dtype on device, without caches; one tensor in memory besides it."""
+    """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
+
+    What is not quantized gets `dtype`, in which the model then computes.
+    """
     directory = Path(directory)
-    model = empty_model(read_config(directory))
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    model = empty_model(read_config(directory), read_quantization(directory))
+    state = model.state_dict()
+    expected = {name: tensor.shape for name, tensor in state.items()}
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
     if unknown := sorted(files.keys() - expected.keys()):
         raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
     weights = {}
-    total = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
+    kinds = {name: dtype if tensor.dtype == torch.float32 else tensor.dtype for name, tensor in state.items()}
+    total = sum(shape.numel() * kinds[name].itemsize for name, shape in expected.items())
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, path in files.items():
             tensor = read_tensor(path, name)
             if tensor.shape != expected[name]:
                 shapes = f"{tuple(tensor.shape)}, config.json makes it {tuple(expected[name])}"
                 raise UserError(f"{path}: {name} is {shapes}")
-            weights[name] = tensor.to(device=device, dtype=dtype)
+            if tensor.is_floating_point() != kinds[name].is_floating_point:
+                raise UserError(f"{path}: {name} is {tensor.dtype}, config.json makes it {kinds[name]}")
+            weights[name] = tensor.to(device=device, dtype=kinds[name])
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -224,9 +241,10 @@ def available_memory(device) -> int:
         return free
 
 
-def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int):
+def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None):
     """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device."""
-    weights = sum(tensor.numel() for tensor in empty_model(config).state_dict().values()) * dtype.itemsize
+    state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
+    weights = sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize
     free = available_memory(device)
     if weights + caches > free:
@@ -288,8 +306,9 @@ class Writer:
     def add_json(self, name: str, value: dict):
         (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def add_config(self, config: Config):
-        self.add_json("config.json", dataclasses.asdict(config) | {"quantization": None})
+    def add_config(self, config: Config, quantization: Quantization | None = None):
+        fields = None if quantization is None else dataclasses.asdict(quantization)
+        self.add_json("config.json", dataclasses.asdict(config) | {"quantization": fields})
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -324,6 +343,13 @@ class Writer:
             self.target.rename(old)
         self.path.rename(self.target)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, writer: Writer):
+    """Take a checkpoint directory's tokenizer over as it is."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, writer.path / name)
 
 
 def is_replaceable(path: Path) -> bool:

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from chat_template import ChatTemplate
-from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, first_line, load_model, read_config, run_command
+from checkpoint import (
+    DTYPES,
+    ArgumentParser,
+    UserError,
+    check_memory,
+    first_line,
+    load_model,
+    read_config,
+    read_quantization,
+    run_command,
+)
 from model import Config, Transformer
 from report import (
     Timing,
@@ -434,11 +444,6 @@ def open_session(args, model, tokenizer, template, length: int, steps: Steps, st
     return session
 
 
-def print_rooflines(args, config: Config, bandwidth: float, dtype: torch.dtype):
-    table = rooflines(config, bandwidth, dtype, args.batch_size)
-    print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
-
-
 def find_template(args, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template that the arguments ask for; --interactive does without one where there is none."""
     if args.chat or (args.interactive and (directory / "chat_template.jinja").exists()):
@@ -457,12 +462,12 @@ def main():
     from convert_hf_checkpoint import ensure_checkpoint
 
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
-    config, tokenizer = read_config(directory), Tokenizer(directory)
+    config, quantization, tokenizer = read_config(directory), read_quantization(directory), Tokenizer(directory)
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
     prompts = [[0]] if unknown else read_prompts(args, tokenizer, template, config)
     length = choose_cache_length(args, config, prompts)
-    check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8))
+    check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8), quantization)
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
     stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
 
@@ -471,7 +476,9 @@ def main():
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
     if args.roofline is not None:
-        return print_rooflines(args, config, args.roofline * 1e9 or read_bandwidth(model), dtype)
+        bandwidth = args.roofline * 1e9 or read_bandwidth(model)
+        table = rooflines(config, bandwidth, dtype, args.batch_size, quantization)
+        return print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
     steps = compiled_steps(args.compile, args.compile_prefill)
     if args.interactive:
         from chat import converse

@@ -1,7 +1,8 @@
 """The operations worth writing by hand: each a plain torch reference, which is its specification.
 
-So far one: `attention`. Knows nothing of models, weights or files.
-Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width.
+`attention`, and products with quantized weights. Knows nothing of models or files.
+Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of
+a matrix N rows (outputs), K columns (inputs), G groups of columns.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -85,6 +86,58 @@ def _attention_reference(q, k, v, visible=None, bias=None):
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)
+
+
+# ---------------------------------------------------------------- quantized weights
+
+BLOCK = 1 << 22  # weights that are unpacked at once: what is written is still in the cache when it is read
+
+
+def unpack_int8(weight, scales, groupsize):
+    """weight int8 (...,K), scales float16 (...,G) -> q * scale, (...,K) float32."""
+    return weight.float() * spread(scales, groupsize, weight.shape[-1])
+
+
+def unpack_int4(packed, scales, mins, groupsize, K):
+    """packed uint8 (...,ceil(K/2)), scales and mins float16 (...,G) -> q * scale + min, (...,K) float32."""
+    q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)  # the low nibble is the even column
+    q = q if q.shape[-1] == K else q[..., :K]
+    return q.float() * spread(scales, groupsize, K) + spread(mins, groupsize, K)
+
+
+def spread(numbers, groupsize, K):
+    """A number a group, (...,G), to one a column, (...,K) float32; the last group may be shorter."""
+    if K % groupsize == 0:
+        return numbers.float()[..., None].expand(*numbers.shape, groupsize).flatten(-2)
+    # The same and a slice of it, which torch 2.13 compiles to reads beyond the end.
+    return numbers.float()[..., torch.arange(K, device=numbers.device) // groupsize]
+
+
+def linear_int8(x, weight, scales, groupsize, bias=None):
+    """x (...,K) times unpack_int8(weight (N,K), scales (N,G)) transposed, plus bias (N,); (...,N) in x's dtype."""
+
+    def part(rows):
+        return F.linear(x, unpack_int8(weight[rows], scales[rows], groupsize).to(x.dtype))
+
+    return in_blocks(part, weight.shape[0], weight.shape[1], bias)
+
+
+def linear_int4(x, packed, scales, mins, groupsize, bias=None):
+    """The same for packed (N,ceil(K/2)), scales and mins (N,G)."""
+    K = x.shape[-1]
+
+    def part(rows):
+        return F.linear(x, unpack_int4(packed[rows], scales[rows], mins[rows], groupsize, K).to(x.dtype))
+
+    return in_blocks(part, packed.shape[0], K, bias)
+
+
+def in_blocks(part, N, K, bias):
+    """All N columns of a product that part(slice) makes some of, so that no whole matrix is ever unpacked; in a
+    compiled graph, which fuses, at once."""
+    step = N if torch.compiler.is_compiling() else max(1, BLOCK // K)
+    y = torch.cat([part(slice(start, start + step)) for start in range(0, N, step)], dim=-1)
+    return y if bias is None else y + bias
 
 
 # ---------------------------------------------------------------- the AMX guard

@@ -133,7 +133,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = Embedding(config.vocab_size, config.dim)
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
         rope = None if self.config.alibi else rope_table(self.rope_freqs, self.config.rope_scaling, input_pos)
-        x = self.embedding(tokens)  # (B,S,D)
+        x = self.embedding(tokens).to(self.norm.weight.dtype)  # (B,S,D)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         for block in self.blocks:
@@ -182,7 +182,14 @@ class Transformer(nn.Module):
 
     def head(self, x: Tensor):
         """(...,D) to logits (...,V)."""
-        return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
+        return self.embedding.logits(x) if self.output is None else self.output(x)
+
+
+class Embedding(nn.Embedding):
+    """A vector for each token, and where the output head is tied to it, each token's logit."""
+
+    def logits(self, x: Tensor):
+        return F.linear(x, self.weight)
 
 
 def make_norm(config: Config) -> nn.Module:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from model import Config, Transformer
+from quantize import swap
 
 
 @dataclass
@@ -33,8 +34,8 @@ def weight_bytes(model: Transformer, rows: float) -> float:
     """Bytes of weights that one decode step reads: everything, but of an embedding table that is not the head too
     only one vector a row."""
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
-    table = model.embedding.weight
-    return total if model.output is None else total - table.nbytes + rows * table[0].nbytes
+    table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
+    return total if model.output is None else total - table + rows * table / model.config.vocab_size
 
 
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
@@ -45,16 +46,19 @@ def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
 
 
-def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context: int = 0, rows: int = 1) -> dict:
+def roofline(
+    config: Config, bandwidth: float, dtype=torch.bfloat16, context: int = 0, rows: int = 1, quantization=None
+) -> dict:
     """What a decode step of `rows` rows, each with `context` positions filled, computes and reads for each token, and
     the tokens a second that no machine reading `bandwidth` bytes a second can exceed.
 
     FLOPs are two for every weight of a matrix, and for every position that is seen four for each number of a query.
     """
     with torch.device("meta"):
-        model = Transformer(config).to(dtype)
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    matrices += model.embedding.weight.numel() if model.output is None else 0
+        model = swap(Transformer(config).to(dtype), quantization)
+    linears = [module for name, module in model.named_modules() if hasattr(module, "in_features")]
+    matrices = sum(module.in_features * module.out_features for module in linears if module is not model.embedding)
+    matrices += config.vocab_size * config.dim if model.output is None else 0
     seen = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
     weights, kv = weight_bytes(model, rows), kv_bytes(model, [context] * rows)
     return {
@@ -66,10 +70,10 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context: in
     }
 
 
-def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int) -> list[dict]:
+def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, quantization=None) -> list[dict]:
     """`roofline` at several lengths of context, as far as the model's own goes."""
     contexts = [n for n in (1, 512, 2048, 8192, 32768, 131072) if n <= config.max_seq_length]
-    return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows) for n in contexts]
+    return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows, quantization) for n in contexts]
 
 
 def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
@@ -175,7 +179,7 @@ def print_report(result: dict, timing: Timing):
 
 def main():
     """The roofline of a model of which there need be no more than its config.json."""
-    from checkpoint import DTYPES, ArgumentParser, is_ours, read_config
+    from checkpoint import DTYPES, ArgumentParser, is_ours, read_config, read_quantization
     from convert_hf_checkpoint import hf_config
 
     parser = ArgumentParser(description="Tokens a second that a model cannot exceed, by the bytes it has to read.")
@@ -187,9 +191,11 @@ def main():
     args = parser.parse_args()
     if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
         parser.error("--bandwidth, --devices and --rows must be above 0")
-    config = read_config(args.directory) if is_ours(args.directory) else hf_config(args.directory)
-    dtype = DTYPES[args.dtype]
-    print(roofline_text(rooflines(config, args.bandwidth * 1e9 * args.devices, dtype, args.rows), dtype))
+    ours, dtype = is_ours(args.directory), DTYPES[args.dtype]
+    config = read_config(args.directory) if ours else hf_config(args.directory)
+    quantization = read_quantization(args.directory) if ours else None
+    table = rooflines(config, args.bandwidth * 1e9 * args.devices, dtype, args.rows, quantization)
+    print(roofline_text(table, dtype))
 
 
 if __name__ == "__main__":

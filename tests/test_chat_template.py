@@ -335,6 +335,7 @@ HOSTILE = {  # name: (the template, what the error says)
     "times, folded": ("{{ 'x' * 10 ** 10 }}", MEMORY),
     "list": ("{{ [1] * 10 ** 10 }}", MEMORY),
     "ljust": ("{{ messages[0].role.ljust(10 ** 10) }}", MEMORY),
+    "just too much": ("{{ messages[0].role.ljust(11 * 10 ** 8) | length }}", MEMORY),
     "center": ("{{ 'x' | center(10 ** 10) }}", MEMORY),
     "percent": ("{{ '%099999999999d' % messages | length }}", MEMORY),
     "width": ("{{ '{:>9999999999}'.format(1) }}", MEMORY),
@@ -358,7 +359,7 @@ HOSTILE = {  # name: (the template, what the error says)
     "no words": ("{{ raise_exception() }}", "missing 1 required positional argument"),
     "a number for words": ("{{ raise_exception(10 ** 5000) }}", "chat template "),
     "half a character": (r"{{ '\ud800' }}", "not valid UTF-8"),
-    "half a character in words": (r"{{ raise_exception('\ud800') }}", "fails: \ud800"),
+    "half a character in words": (r"{{ raise_exception('a\ud800b\x1b[2J') }}", r"fails: ab\[2J$"),
     "syntax": ("{% if %}", "Expected an expression"),
     "not closed": ("{% generation %}{{ 1 }}", "endgeneration"),
     "filter": ("{{ 1 | nofilter }}", "No filter named"),
@@ -410,7 +411,10 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+quick = ("silent", "power", "branching")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in quick else pytest.mark.slow) for x in ENDLESS])
 def test_an_endless_template_is_ended_in_time(hasty, chat, name):
     template = hasty.ChatTemplate(chat.path.parent, chat.tokenizer)
     template.source = ENDLESS[name]
@@ -570,6 +574,14 @@ def test_ctrl_c_does_not_end_the_rendering(parent):
     assert answers == [f"busy {child}\n"] and interrupts > 1
 
 
+def test_a_process_that_waits_has_no_time_limit(hasty, chat):
+    template = hasty.ChatTemplate(chat.path.parent, chat.tokenizer)
+    assert good(template)
+    process = template.process
+    time.sleep(hasty.SECONDS + 0.5)
+    assert process.poll() is None and good(template) and template.process is process
+
+
 def test_a_process_that_was_killed_is_replaced(chat):
     assert good(chat)
     before = chat.process.pid
@@ -592,4 +604,15 @@ def test_a_rendering_that_was_interrupted_does_not_answer_the_next(chat):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert good(chat)
+
+
+def test_an_interrupt_while_the_process_starts_comes_out_as_one(chat, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            chat.render(HELLO)
     assert good(chat)

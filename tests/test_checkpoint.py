@@ -44,7 +44,8 @@ def test_config_round_trip(tiny):
     "fields, why",
     [
         ({"n_heads": 3}, "n_heads"),
-        ({"quantization": {"mode": "int4"}}, "quantization {'mode': 'int4'} is not known"),
+        ({"quantization": {"mode": "int4"}}, "missing 2 required"),
+        ({"quantization": {"mode": "int4", "groupsize": 32, "head": "none"}}, "lacks tensor blocks.0"),
         ({"rope_scaling": {"kind": "linear", "speed": 3}}, "speed"),
         ({"dim": 47}, r"is \(.*48.*\), config.json makes it \(.*47.*\)"),
         ({"n_layer": 4}, "lacks tensor blocks.3.attention.out.weight and 5 more"),
@@ -114,7 +115,7 @@ def test_loading_holds_little_besides_the_weights(tmp_path):
     code = """if True:
         import sys, torch
         from checkpoint import load_model
-        from generate import peak_memory
+        from report import peak_memory
         before = peak_memory(torch.device("cpu"))
         model = load_model(sys.argv[1], dtype=torch.bfloat16)
         weights = sum(w.nbytes for w in model.state_dict().values())

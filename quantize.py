@@ -1,0 +1,263 @@
+"""Weights in 8 and 4 bits: how they are packed, the layers that use them, and the command that writes them.
+
+Read down: the two formats (pack, unpack), the layers, `swap` (the walker that puts them into a model), the command.
+
+A matrix (N,K) is cut into groups of `groupsize` along K, the last one shorter where K is no multiple; G of them a row.
+  int8  symmetric:  w = q * scale,        q -127..127;  weight int8 (N,K), scales float16 (N,G)
+  int4  asymmetric: w = q * scale + min,  q 0..15;      packed uint8 (N,ceil(K/2)), the low nibble the even column;
+                                                        scales, mins float16 (N,G)
+That is the layout on disk, the same for every device. A groupsize of 0 is one group a row (per channel). Activations
+stay as they are: what quantization costs is in the weights alone (see also LLM.int8(), arXiv:2208.07339, section 2).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
+from model import Embedding, Transformer
+
+MODES = ("int8", "int4")
+HEADS = ("int8", "int4", "none")
+GROUPSIZES = (0, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint is quantized: the matrices of its blocks by mode, its embedding and output head by head."""
+
+    mode: str
+    groupsize: int
+    head: str
+
+    def __post_init__(self):
+        for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", HEADS)):
+            if getattr(self, name) not in known or isinstance(getattr(self, name), bool):
+                raise ValueError(f"quantization {name} must be one of {known}, not {getattr(self, name)!r}")
+
+    def format(self, name: str) -> str:
+        """ "int8", "int4" or "none" for the module of this name."""
+        return self.head if name in ("embedding", "output") else self.mode
+
+
+# ---------------------------------------------------------------- the formats
+
+
+def groups(w: Tensor, groupsize: int) -> Tensor:
+    """(N,K) as (N,G,groupsize) float32; a short last group is filled up with its last column."""
+    N, K = w.shape
+    size = groupsize or K
+    missing = -K % size
+    w = torch.cat([w, w[:, -1:].expand(N, missing)], 1) if missing else w
+    return w.float().reshape(N, -1, size)
+
+
+def round_up_to_half(x: Tensor) -> Tensor:
+    """float16 no less than x (at least 0, float32), so that the largest weight of a group stays within its grid."""
+    half = x.to(torch.float16)
+    return torch.where(half.float() < x, torch.nextafter(half, torch.full_like(half, float("inf"))), half)
+
+
+def check_finite(w: Tensor, *stored: Tensor):
+    if not torch.isfinite(w).all():
+        raise ValueError("holds NaN or infinity")
+    if not all(torch.isfinite(numbers).all() for numbers in stored):
+        raise ValueError("holds weights too large for float16 scales")
+
+
+def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; ValueError for what is not finite."""
+    g = groups(w, groupsize)
+    scales = round_up_to_half(g.abs().amax(2) / 127)
+    check_finite(w, scales)
+    steps = scales.float()[:, :, None]
+    q = torch.where(steps > 0, g / steps, 0).round_().clamp_(-127, 127).to(torch.int8)
+    return {"weight": q.flatten(1)[:, : w.shape[1]].contiguous(), "scales": scales}
+
+
+def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
+    """(scales, mins) float16 (N,G): 16 levels from the least weight of each group to its greatest."""
+    g = groups(w, groupsize)
+    mins = g.amin(2).to(torch.float16)
+    scales = round_up_to_half(((g.amax(2) - mins.float()) / 15).clamp(min=0))
+    check_finite(w, scales, mins)
+    return scales, mins
+
+
+def pack_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """w (N,K) to {"packed", "scales", "mins"} (shapes above), each weight to the nearest level."""
+    scales, mins = int4_grid(w, groupsize)
+    steps = scales.float()[:, :, None]
+    q = torch.where(steps > 0, (groups(w, groupsize) - mins.float()[:, :, None]) / steps, 0)
+    q = q.round_().clamp_(0, 15).to(torch.uint8).flatten(1)[:, : w.shape[1]]
+    return {"packed": pack_nibbles(q), "scales": scales, "mins": mins}
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """uint8 (N,K) of 0..15 to (N,ceil(K/2))."""
+    q = torch.nn.functional.pad(q, (0, q.shape[1] % 2))
+    return q[:, 0::2] | q[:, 1::2] << 4
+
+
+PACK = {"int8": pack_int8, "int4": pack_int4}
+
+
+# ---------------------------------------------------------------- the layers
+
+
+class Int8Linear(nn.Module):
+    """y = x unpack(weight)^T + bias."""
+
+    def __init__(self, K: int, N: int, bias: bool, groupsize: int):
+        super().__init__()
+        self.in_features, self.out_features, self.groupsize = K, N, groupsize or K
+        self.register_buffer("weight", torch.empty(N, K, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty(N, -(-K // self.groupsize), dtype=torch.float16))
+        self.register_buffer("bias", torch.empty(N) if bias else None)
+
+    def forward(self, x: Tensor):
+        return linear_int8(x, self.weight, self.scales, self.groupsize, self.bias)
+
+
+class Int4Linear(nn.Module):
+    """y = x unpack(packed)^T + bias."""
+
+    def __init__(self, K: int, N: int, bias: bool, groupsize: int):
+        super().__init__()
+        self.in_features, self.out_features, self.groupsize = K, N, groupsize or K
+        self.register_buffer("packed", torch.empty(N, -(-K // 2), dtype=torch.uint8))
+        for name in ("scales", "mins"):
+            self.register_buffer(name, torch.empty(N, -(-K // self.groupsize), dtype=torch.float16))
+        self.register_buffer("bias", torch.empty(N) if bias else None)
+
+    def forward(self, x: Tensor):
+        return linear_int4(x, self.packed, self.scales, self.mins, self.groupsize, self.bias)
+
+
+class Int8Embedding(Int8Linear):
+    """A table that is looked up by rows, and with `logits` the output head, from one and the same tensor."""
+
+    logits = Int8Linear.forward
+
+    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
+        return unpack_int8(self.weight[tokens], self.scales[tokens], self.groupsize)
+
+
+class Int4Embedding(Int4Linear):
+    """The same in 4 bits."""
+
+    logits = Int4Linear.forward
+
+    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
+        rows = self.packed[tokens], self.scales[tokens], self.mins[tokens]
+        return unpack_int4(*rows, self.groupsize, self.in_features)
+
+
+LINEAR = {"int8": Int8Linear, "int4": Int4Linear}
+EMBEDDING = {"int8": Int8Embedding, "int4": Int4Embedding}
+
+
+def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
+    """(name, module) of everything that quantization is about: the linear layers and the embedding table."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Embedding))]
+
+
+def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
+    """Put quantized layers, still without weights, in the place of the model's own; returns the model."""
+    for name, module in matrices(model) if quantization else ():
+        format = quantization.format(name)
+        if format == "none":
+            continue
+        N, K = module.weight.shape
+        kind = EMBEDDING[format] if isinstance(module, Embedding) else LINEAR[format]
+        with torch.device("meta"):
+            layer = kind(K, N, getattr(module, "bias", None) is not None, quantization.groupsize)
+        model.set_submodule(name, layer)
+    return model
+
+
+# ---------------------------------------------------------------- the command
+
+
+def quantize_checkpoint(source: Path, out: Path, quantization: Quantization) -> list[str]:
+    """Write the checkpoint directory `source` quantized as `out`, tensor by tensor; returns the tensors left as they
+    are. UserError names a tensor that cannot be packed."""
+    from checkpoint import (
+        UserError,
+        Writer,
+        copy_tokenizer,
+        empty_model,
+        read_config,
+        read_quantization,
+        read_tensor,
+        weight_files,
+    )
+    from terminal import progress_bar
+
+    config = read_config(source)
+    if (before := read_quantization(source)) is not None:
+        raise UserError(f"{source} is quantized already ({before.mode}); quantize the checkpoint that it was made from")
+    formats = {name: quantization.format(name) for name, _ in matrices(empty_model(config))}
+    least = min(module.weight.shape[1] for _, module in matrices(empty_model(config)))
+    if quantization.groupsize > least:
+        raise UserError(f"--groupsize {quantization.groupsize} is more than the {least} columns of the smallest matrix")
+    expected = sum(t.nbytes for t in empty_model(config, quantization).state_dict().values())
+    kept, files = [], weight_files(source)
+    total = sum(path.stat().st_size for path in set(files.values()))
+    with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}") as bar:
+        for name, path in files.items():
+            tensor = read_tensor(path, name)
+            module, _, kind = name.rpartition(".")
+            format = formats.get(module, "none") if kind == "weight" else "none"
+            if format == "none":
+                kept.append(name)
+                writer.add(name, tensor)
+            else:
+                try:
+                    packed = PACK[format](tensor, quantization.groupsize)
+                except ValueError as error:
+                    raise UserError(f"{path}: {name} {error}") from None
+                for part, value in packed.items():
+                    writer.add(f"{module}.{part}", value)
+            bar.update(tensor.nbytes)
+        writer.add_config(config, quantization)
+        copy_tokenizer(source, writer)
+    return kept
+
+
+def summary(kept: list[str]) -> str:
+    """Which tensors stay as they are, by the last words of their names."""
+    kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
+    return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
+
+
+def main():
+    from checkpoint import ArgumentParser
+    from convert_hf_checkpoint import ensure_checkpoint
+    from terminal import say
+
+    parser = ArgumentParser(description="Write a checkpoint with its matrices in 8 or 4 bits.")
+    add = parser.add_argument
+    add("--checkpoint_path", help="as generate.py takes it; without it SmolLM2-135M-Instruct")
+    add("--mode", choices=MODES, required=True, help="of the matrices of the blocks")
+    sizes = "columns that share a scale (32); 0: all of a row"
+    add("--groupsize", type=int, choices=GROUPSIZES, default=32, help=sizes)
+    add("--head", choices=HEADS, default="int8", help="of embedding and output head (int8)")
+    add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
+    args = parser.parse_args()
+    source = ensure_checkpoint(args.checkpoint_path)
+    quantization = Quantization(args.mode, args.groupsize, args.head)
+    group = f"g{args.groupsize}" if args.groupsize else "channel"
+    head = "" if args.head == "int8" else f"-head-{args.head}"
+    out = args.out or source.with_name(f"{source.name}-{args.mode}-{group}{head}")
+    say(summary(quantize_checkpoint(source, out, quantization)))
+    print(out)
+
+
+if __name__ == "__main__":
+    from checkpoint import run_command
+
+    run_command(main)

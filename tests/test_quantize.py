@@ -1,0 +1,243 @@
+"""Packing and its inverse, the quantized layers, whole models of every family, and the command."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, random_prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import quantize
+from checkpoint import UserError, empty_model, load_model, read_config, read_quantization
+from generate import compiled_steps, generate
+from kernels import unpack_int4, unpack_int8
+from quantize import Quantization, matrices, pack_int4, pack_int8, quantize_checkpoint
+from report import roofline, weight_bytes
+from sampling import Sampling
+
+ROUNDING = 3e-7  # of the float32 arithmetic around a level, as a share of the largest weight
+
+
+def unpacked(packed: dict, groupsize: int, K: int) -> torch.Tensor:
+    """The matrix that packed tensors stand for, float32."""
+    if "weight" in packed:
+        return unpack_int8(packed["weight"], packed["scales"], groupsize or K)
+    return unpack_int4(packed["packed"], packed["scales"], packed["mins"], groupsize or K, K)
+
+
+def by_column(numbers, groupsize, K):
+    return numbers.float().repeat_interleave(groupsize or K, 1)[:, :K]
+
+
+KINDS = ["normal", "constant rows", "zeros", "one outlier", "subnormal", "tiny", "large", "positive", "bfloat16"]
+
+
+def matrix(N, K, kind, seed):
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
+    if kind == "constant rows":
+        w = w[:, :1].expand(N, K).clone()
+    if kind == "one outlier":
+        w[:, seed % K] = 3e4
+    scale = {"zeros": 0.0, "subnormal": 1e-40, "tiny": 1e-7, "large": 1e4}.get(kind, 1.0)
+    w = w.abs() if kind == "positive" else w * scale
+    return w.bfloat16() if kind == "bfloat16" else w
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    N=st.integers(1, 19), K=st.integers(1, 300), groupsize=st.sampled_from([0, 32, 64, 128]),
+    kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed):
+    """Half a level, or where it is more, what float16 makes of the least weight of an int4 group."""
+    w = matrix(N, K, kind, seed)
+    exact, most = w.float(), w.float().abs().max() * ROUNDING
+    packed = pack_int8(w, groupsize)
+    error = (unpacked(packed, groupsize, K) - exact).abs()
+    assert (error <= by_column(packed["scales"], groupsize, K) / 2 + most).all()
+    packed = pack_int4(w, groupsize)
+    least = torch.stack([part.amin(1) for part in exact.split(groupsize or K, 1)], 1)
+    offset = by_column((packed["mins"].float() - least).abs(), groupsize, K)
+    error = (unpacked(packed, groupsize, K) - exact).abs()
+    assert (error <= torch.maximum(by_column(packed["scales"], groupsize, K) / 2, offset) + most).all()
+    G = -(-K // (groupsize or K))
+    assert packed["packed"].shape == (N, -(-K // 2)) and packed["scales"].shape == packed["mins"].shape == (N, G)
+
+
+def test_the_layout_on_disk():
+    """By hand: the low nibble is the even column; a scale and a min belong to their own group, the last one short."""
+    w = torch.tensor([[0.0, 15, 3, 7, 1, 2, 9, 4] * 8])  # 64 columns on a grid of steps of 1
+    packed = pack_int4(torch.cat([w - 1, 10 * w[:, :15]], 1), 64)
+    assert packed["packed"][0, :3].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
+    assert packed["mins"].tolist() == [[-1.0, 0.0]] and packed["scales"].tolist() == [[1.0, 10.0]]
+    assert packed["packed"][0, 32:35].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
+    assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns: the last nibble is empty"
+    scales, mins = torch.tensor([[2.0, 0.5]]).half(), torch.tensor([[-4.0, 1.0]]).half()
+    q = torch.tensor([[0x10, 0x32, 0x0F]], dtype=torch.uint8)
+    assert unpack_int4(q, scales, mins, 4, 5).tolist() == [[-4.0, -2.0, 0.0, 2.0, 8.5]]
+    q = torch.tensor([[-127, 3, 0, 1, 127]], dtype=torch.int8)
+    assert unpack_int8(q, scales, 4).tolist() == [[-254.0, 6.0, 0.0, 2.0, 63.5]]
+    assert pack_int8(torch.tensor([[-254.0, 6, 0, 2, 63.5]]), 0)["weight"].tolist() == [[-127, 3, 0, 1, 32]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e10])
+def test_what_cannot_be_packed_is_refused(value):
+    w = torch.randn(3, 40)
+    w[1, 33] = value
+    for pack in (pack_int8, pack_int4):
+        with pytest.raises(ValueError, match="holds NaN or infinity|too large for float16"):
+            pack(w, 32)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("N, K, groupsize", [(7, 45, 32), (50, 129, 128), (33, 64, 0), (1, 31, 0), (5, 70, 64)])
+def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
+    torch.manual_seed(N)
+    w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(2, 3, K)
+    packed = quantize.PACK[format](w, groupsize)
+    whole = unpacked(packed, groupsize, K)
+    layer = quantize.LINEAR[format](K, N, True, groupsize)
+    layer.load_state_dict(packed | {"bias": bias})
+    assert torch.allclose(layer(x), F.linear(x, whole, bias), atol=1e-5)
+    table = quantize.EMBEDDING[format](K, N, False, groupsize)
+    table.load_state_dict(packed)
+    tokens = torch.randint(0, N, (2, 5))
+    assert torch.equal(table(tokens), whole[tokens])
+    assert torch.allclose(table.logits(x), F.linear(x, whole), atol=1e-5)
+
+
+def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
+    layer = quantize.Int4Linear(96, 1000, False, 32)
+    layer.load_state_dict(pack_int4(torch.randn(1000, 96), 32))
+    x = torch.randn(4, 96)
+    whole = layer(x)
+    monkeypatch.setattr("kernels.BLOCK", 96 * 77)
+    assert torch.allclose(layer(x), whole, atol=1e-5)
+
+
+def plain_twin(directory):
+    """A plain float32 model that holds what a quantized checkpoint's weights unpack to."""
+    quantization, config = read_quantization(directory), read_config(directory)
+    tensors, state = load_file(directory / "model.safetensors"), {}
+    for name, module in matrices(empty_model(config)):
+        K, size = module.weight.shape[1], quantization.groupsize
+        parts = {part: tensors.pop(f"{name}.{part}", None) for part in ("weight", "packed", "scales", "mins")}
+        parts = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        state[f"{name}.weight"] = parts["weight"] if len(parts) == 1 else unpacked(parts, size, K)
+    model = empty_model(config)
+    model.load_state_dict({name: t.float() for name, t in (state | tensors).items()}, assign=True)
+    return model
+
+
+def greedy(model, prompts, n, steps=None):
+    model.setup_caches(len(prompts), 256)
+    return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n, steps=steps)]
+
+
+CASES = [
+    ("llama-gqa-biased", Quantization("int4", 32, "int8")), ("llama-mha", Quantization("int8", 32, "int4")),
+    ("qwen2-gqa", Quantization("int8", 0, "none")), ("qwen3-gqa", Quantization("int4", 0, "int4")),
+    ("bloom-5", Quantization("int4", 32, "int8")), ("bloom-2-untied", Quantization("int8", 0, "int8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, quantization", CASES, ids=lambda value: value if isinstance(value, str) else value.mode)
+def test_a_quantized_model_says_what_its_unpacked_weights_say(tiny, tmp_path, name, quantization):
+    """Through the checkpoint on disk, tied and untied, biased, both architectures, in a ragged batch."""
+    kept = quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)
+    assert read_quantization(tmp_path / "q") == quantization
+    untouched = all(("norm" in name or name.endswith("bias")) for name in kept)
+    assert untouched == (quantization.head != "none")
+    model = load_model(tmp_path / "q", dtype=torch.float32)
+    prompts = random_prompts((3, 17, 40, 1))
+    assert greedy(model, prompts, 24) == greedy(plain_twin(tmp_path / "q"), prompts, 24)
+    found = roofline(model.config, 1e9, torch.float32, 5, 2, quantization)
+    assert found["weight_bytes_per_token"] * 2 == pytest.approx(weight_bytes(model, 2))
+    assert found["flops_per_token"] == roofline(model.config, 1e9, torch.float32, 5, 2)["flops_per_token"]
+    stored = sum(t.nbytes for t in load_file(tmp_path / "q" / "model.safetensors").values())
+    assert stored == sum(t.nbytes for t in model.state_dict().values()), "tied: one table, on disk and in memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 5])
+def test_compiled_equals_eager(tiny, tmp_path, case):
+    torch._dynamo.reset()
+    name, quantization = CASES[case]
+    quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)
+    model, prompts = load_model(tmp_path / "q", dtype=torch.float32), random_prompts((3, 40, 18))
+    steps = compiled_steps(decoding=True, prefilling=True)
+    assert greedy(model, prompts, 20, steps) == greedy(model, prompts, 20)
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"mode": "int3"}, "mode must be one of"),
+        ({"groupsize": 31}, "groupsize must be one of"),
+        ({"groupsize": "32"}, "groupsize must be one of"),
+        ({"head": None}, "head must be one of"),
+        ({"bits": 4}, "bits"),
+    ],
+)
+def test_a_config_that_makes_no_sense(tiny, tmp_path, fields, why):
+    shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    config["quantization"] = {"mode": "int4", "groupsize": 32, "head": "int8"} | fields
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=why):
+        load_model(tmp_path / "x")
+
+
+def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
+    source, q = tiny("llama-mqa-linear")[2], Quantization("int4", 32, "int8")
+    quantize_checkpoint(source, tmp_path / "q", q)
+    for work, why in (
+        (lambda: quantize_checkpoint(tmp_path / "q", tmp_path / "out", q), "is quantized already"),
+        (
+            lambda: quantize_checkpoint(source, tmp_path / "out", Quantization("int4", 64, "int8")),
+            "64 is more than the",
+        ),
+        (lambda: quantize_checkpoint(tmp_path / "no", tmp_path / "out", q), "has no config.json"),
+    ):
+        with pytest.raises(UserError, match=why):
+            work()
+    shutil.copytree(source, tmp_path / "bad")
+    tensors = load_file(source / "model.safetensors")
+    tensors["blocks.1.mlp.down.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.down\.weight holds NaN or infinity"):
+        quantize_checkpoint(tmp_path / "bad", tmp_path / "out", q)
+    assert {path.name for path in tmp_path.iterdir()} == {"q", "bad"}
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors["blocks.0.mlp.down.scales"] = tensors["blocks.0.mlp.down.scales"].to(torch.int8)
+    save_file(tensors, tmp_path / "q" / "model.safetensors")
+    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is torch.int8, config.json makes it torch.float16"):
+        load_model(tmp_path / "q")
+
+
+@pytest.mark.slow
+def test_the_command(tiny, tmp_path):
+    shutil.copytree(tiny("llama-gqa-biased")[2], tmp_path / "x")
+
+    def run(*args):
+        command = [sys.executable, str(ROOT / "quantize.py"), "--checkpoint_path", str(tmp_path / "x"), *args]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run("--mode", "int4")
+    assert done.stdout.strip() == str(tmp_path / "x-int4-g32") and done.returncode == 0
+    assert done.stderr == (
+        "not quantized: attention.out.bias, attention.qkv.bias, attention_norm.weight, mlp.down.bias, "
+        "mlp.gate_up.bias, mlp_norm.weight, norm.weight\n"
+    )
+    for args in (["--mode", "int5"], ["--mode", "int8", "--groupsize", "48"], ["--mode", "int8", "--groupsize", "64"]):
+        bad = run(*args)
+        assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(tmp_path / "x-int4-g32"), "--json"]
+    said = subprocess.run([*command, "--prompt_ids", "5,6,7"], capture_output=True, text=True)
+    assert len(json.loads(said.stdout)["samples"][0]["token_ids"]) == 200

@@ -1,13 +1,18 @@
 """Weights in 8 and 4 bits: how they are packed, the layers that use them, and the command that writes them.
 
-Read down: the two formats (pack, unpack), the layers, `swap` (the walker that puts them into a model), the command.
+Read down: the two formats (pack, unpack), GPTQ, the layers, `swap` (the walker that puts them into a model), the
+command.
 
 A matrix (N,K) is cut into groups of `groupsize` along K, the last one shorter where K is no multiple; G of them a row.
   int8  symmetric:  w = q * scale,        q -127..127;  weight int8 (N,K), scales float16 (N,G)
   int4  asymmetric: w = q * scale + min,  q 0..15;      packed uint8 (N,ceil(K/2)), the low nibble the even column;
                                                         scales, mins float16 (N,G)
 That is the layout on disk, the same for every device. A groupsize of 0 is one group a row (per channel). Activations
-stay as they are: what quantization costs is in the weights alone (see also LLM.int8(), arXiv:2208.07339, section 2).
+stay as they are: what quantization costs is in the weights alone.
+
+int8 and int4 take each weight to its nearest level. int4-gptq (arXiv:2210.17323) stores the same int4, but goes column
+by column and lets the columns still to come make up for the error of each, as far as the layer's inputs, seen on
+calibration text, say that they can.
 """
 
 import re
@@ -18,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
-from model import Embedding, Transformer
+from model import Embedding, Transformer, rope_table
 
-MODES = ("int8", "int4")
+MODES = ("int8", "int4", "int4-gptq")
 HEADS = ("int8", "int4", "none")
 GROUPSIZES = (0, 32, 64, 128)
 
@@ -40,7 +45,7 @@ class Quantization:
 
     def format(self, name: str) -> str:
         """ "int8", "int4" or "none" for the module of this name."""
-        return self.head if name in ("embedding", "output") else self.mode
+        return self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
 
 
 # ---------------------------------------------------------------- the formats
@@ -103,6 +108,115 @@ def pack_nibbles(q: Tensor) -> Tensor:
 
 
 PACK = {"int8": pack_int8, "int4": pack_int4}
+
+
+# ---------------------------------------------------------------- GPTQ
+
+GPTQ_BLOCK = 128  # columns after which errors are passed on to all that follow
+SEQUENCES, SEQUENCE_LENGTH = 32, 512  # of calibration text
+
+
+def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """w (N,K) to what pack_int4 returns, on the same grid, chosen so that the layer's outputs change least.
+
+    hessian: (K,K), the sum of x x^T over the layer's inputs. Columns go in the order of their inputs' size, so that the
+    largest are rounded while the most others can still make up for them; the grid's groups stay as they are on disk.
+    """
+    scales, mins = int4_grid(w, groupsize)
+    K, size = w.shape[1], groupsize or w.shape[1]
+    H = hessian.double()
+    diagonal = H.diagonal()
+    diagonal += 0.01 * diagonal.mean() + (diagonal == 0)  # dampening; an input that is always 0 has no say
+    order = diagonal.argsort(descending=True)
+    H = H[order][:, order]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
+    U = torch.linalg.cholesky(inverse, upper=True).float()
+    # From here on transposed, (K,N), so that a column of w lies together.
+    w = w.float().t()[order].contiguous()
+    step, least = (numbers.float().t()[order // size].contiguous() for numbers in (scales, mins))
+    levels = torch.empty_like(w)
+    for start in range(0, K, GPTQ_BLOCK):
+        end = min(start + GPTQ_BLOCK, K)
+        errors = torch.empty_like(w[start:end])
+        for i in range(start, end):
+            level = torch.where(step[i] > 0, (w[i] - least[i]) / step[i], 0).round_().clamp_(0, 15)
+            levels[order[i]] = level
+            error = (w[i] - (level * step[i] + least[i])) / U[i, i]
+            w[i + 1 : end] -= U[i, i + 1 : end, None] * error
+            errors[i - start] = error
+        w[end:] -= U[start:end, end:].t() @ errors
+    return {"packed": pack_nibbles(levels.t().to(torch.uint8)), "scales": scales, "mins": mins}
+
+
+@torch.no_grad()
+def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats: dict, done):
+    """Pack the model's int4 matrices block by block, each on the inputs that the packed blocks before it give.
+
+    sequences: token ids, all of one length. formats: "int4" or else by module name. Calls done(name, packed); the
+    model's weights become what was packed.
+    """
+    tokens = torch.tensor(sequences)  # (n,S)
+    model.setup_caches(1, tokens.shape[1])
+    at = torch.arange(tokens.shape[1])[None]
+    rope = None if model.config.alibi else rope_table(model.rope_freqs, model.config.rope_scaling, at)
+    states = [model.embedding(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
+    if model.embedding_norm is not None:
+        states = [model.embedding_norm(x) for x in states]
+    for i, block in enumerate(model.blocks):
+        linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: module for name, module in linears.items() if formats[f"blocks.{i}.{name}"] == "int4"}
+        hessians = collect(linears, lambda block=block, xs=states: [block(x, rope, at, None) for x in xs])
+        for name, module in linears.items():
+            packed = pack_gptq(module.weight, hessians[name], groupsize)
+            w = unpack_int4(*packed.values(), groupsize or module.in_features, module.in_features)
+            module.weight.copy_(w)
+            done(f"blocks.{i}.{name}", packed)
+        states = [block(x, rope, at, None) for x in states]
+
+
+def collect(linears: dict[str, nn.Linear], run) -> dict[str, Tensor]:
+    """The sum of x x^T over the inputs that each linear layer sees while run() runs, (K,K) float32."""
+    sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
+
+    def listen(name):
+        def hook(module, inputs):
+            x = inputs[0].flatten(0, -2).float()
+            sums[name].addmm_(x.T, x)
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(listen(name)) for name, module in linears.items()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums
+
+
+def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
+    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else what the model itself says, seeded, when it
+    begins with tokens drawn at random."""
+    from checkpoint import UserError
+    from generate import generate
+    from sampling import Sampling
+
+    length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
+    if path is not None:
+        try:
+            ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--calibration_file {path} cannot be read: {error}") from None
+        if len(ids) < 4 * length:
+            raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
+        gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
+        return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
+    chance = torch.Generator().manual_seed(0)
+    V = model.config.n_token or model.config.vocab_size
+    begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
+    model.setup_caches(SEQUENCES, length)
+    settings = Sampling.make(SEQUENCES, list(range(SEQUENCES)), 1.0, 0)
+    return [start + ids for start, (ids, _) in zip(begin, generate(model, begin, settings, length - 1))]
 
 
 # ---------------------------------------------------------------- the layers
@@ -182,50 +296,72 @@ def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
 # ---------------------------------------------------------------- the command
 
 
-def quantize_checkpoint(source: Path, out: Path, quantization: Quantization) -> list[str]:
+def quantize_checkpoint(
+    source: Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
+) -> list[str]:
     """Write the checkpoint directory `source` quantized as `out`, tensor by tensor; returns the tensors left as they
-    are. UserError names a tensor that cannot be packed."""
-    from checkpoint import (
-        UserError,
-        Writer,
-        copy_tokenizer,
-        empty_model,
-        read_config,
-        read_quantization,
-        read_tensor,
-        weight_files,
-    )
+    are. UserError names a tensor that cannot be packed. int4-gptq holds the whole model, the others a tensor."""
+    import checkpoint as ck
     from terminal import progress_bar
 
-    config = read_config(source)
-    if (before := read_quantization(source)) is not None:
-        raise UserError(f"{source} is quantized already ({before.mode}); quantize the checkpoint that it was made from")
-    formats = {name: quantization.format(name) for name, _ in matrices(empty_model(config))}
-    least = min(module.weight.shape[1] for _, module in matrices(empty_model(config)))
+    config = ck.read_config(source)
+    if (before := ck.read_quantization(source)) is not None:
+        raise ck.UserError(f"{source} is quantized already ({before.mode}); take the checkpoint that it was made from")
+    formats = {name: quantization.format(name) for name, _ in matrices(ck.empty_model(config))}
+    least = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
     if quantization.groupsize > least:
-        raise UserError(f"--groupsize {quantization.groupsize} is more than the {least} columns of the smallest matrix")
-    expected = sum(t.nbytes for t in empty_model(config, quantization).state_dict().values())
-    kept, files = [], weight_files(source)
+        raise ck.UserError(
+            f"--groupsize {quantization.groupsize} is more than the {least} columns of the smallest matrix"
+        )
+    expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
+    files = ck.weight_files(source)
     total = sum(path.stat().st_size for path in set(files.values()))
-    with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}") as bar:
+    gptq_packed = {}
+    if quantization.mode == "int4-gptq":
+        gptq_packed = run_gptq(source, quantization.groupsize, formats, calibration_file)
+    kept = []
+    with ck.Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}") as bar:
         for name, path in files.items():
-            tensor = read_tensor(path, name)
+            tensor = ck.read_tensor(path, name)
+            bar.update(tensor.nbytes)
             module, _, kind = name.rpartition(".")
             format = formats.get(module, "none") if kind == "weight" else "none"
             if format == "none":
                 kept.append(name)
                 writer.add(name, tensor)
-            else:
-                try:
-                    packed = PACK[format](tensor, quantization.groupsize)
-                except ValueError as error:
-                    raise UserError(f"{path}: {name} {error}") from None
-                for part, value in packed.items():
-                    writer.add(f"{module}.{part}", value)
-            bar.update(tensor.nbytes)
+                continue
+            try:
+                packed = gptq_packed.pop(module, None) or PACK[format](tensor, quantization.groupsize)
+            except ValueError as error:
+                raise ck.UserError(f"{path}: {name} {error}") from None
+            for part, value in packed.items():
+                writer.add(f"{module}.{part}", value)
         writer.add_config(config, quantization)
-        copy_tokenizer(source, writer)
+        ck.copy_tokenizer(source, writer)
     return kept
+
+
+def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path | None) -> dict[str, dict]:
+    """Every int4 matrix of a checkpoint's blocks packed by GPTQ, by module name."""
+    import checkpoint as ck
+    from terminal import say
+    from tokenizer import Tokenizer
+
+    ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
+    model, packed = ck.load_model(source, dtype=torch.bfloat16), {}
+    say("reading the calibration text" if calibration_file else "the model writes its calibration text")
+    sequences = calibration_text(model, Tokenizer(source), calibration_file)
+
+    def done(name, parts):
+        packed[name] = parts
+        if name.endswith("mlp.down"):
+            say(f"{name.rpartition('.mlp')[0]} of {len(model.blocks)}")
+
+    try:
+        gptq(model, sequences, groupsize, formats, done)
+    except ValueError as error:
+        raise ck.UserError(f"{source}: a matrix of the model {error}") from None
+    return packed
 
 
 def summary(kept: list[str]) -> str:
@@ -246,14 +382,18 @@ def main():
     sizes = "columns that share a scale (32); 0: all of a row"
     add("--groupsize", type=int, choices=GROUPSIZES, default=32, help=sizes)
     add("--head", choices=HEADS, default="int8", help="of embedding and output head (int8)")
+    text = "text for int4-gptq to see the layers' inputs on (else the model writes some itself)"
+    add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()
+    if args.calibration_file and args.mode != "int4-gptq":
+        parser.error(f"--calibration_file is for --mode int4-gptq, not {args.mode}")
     source = ensure_checkpoint(args.checkpoint_path)
     quantization = Quantization(args.mode, args.groupsize, args.head)
     group = f"g{args.groupsize}" if args.groupsize else "channel"
     head = "" if args.head == "int8" else f"-head-{args.head}"
     out = args.out or source.with_name(f"{source.name}-{args.mode}-{group}{head}")
-    say(summary(quantize_checkpoint(source, out, quantization)))
+    say(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
     print(out)
 
 

@@ -241,3 +241,64 @@ def test_the_command(tiny, tmp_path):
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(tmp_path / "x-int4-g32"), "--json"]
     said = subprocess.run([*command, "--prompt_ids", "5,6,7"], capture_output=True, text=True)
     assert len(json.loads(said.stdout)["samples"][0]["token_ids"]) == 200
+
+
+# ---------------------------------------------------------------- GPTQ
+
+
+@pytest.mark.parametrize("N, K, groupsize", [(60, 200, 32), (33, 300, 64), (7, 45, 0)])
+def test_gptq_changes_outputs_less_than_rounding_does(N, K, groupsize):
+    """On inputs that depend on each other; on the same grid, and never outside it."""
+    generator = torch.Generator().manual_seed(K)
+    mixing = torch.randn(K, K, generator=generator) * K**-0.5
+    x = torch.randn(4000, K, generator=generator) @ mixing
+    x[:, 3] = 0  # an input that is never there
+    w = torch.randn(N, K, generator=generator)
+    ours, nearest = quantize.pack_gptq(w, x.T @ x, groupsize), pack_int4(w, groupsize)
+    assert torch.equal(ours["scales"], nearest["scales"]) and torch.equal(ours["mins"], nearest["mins"])
+    new = torch.randn(1000, K, generator=generator) @ mixing
+    new[:, 3] = 0
+    error, before = (((new @ (unpacked(p, groupsize, K) - w).T) ** 2).mean() for p in (ours, nearest))
+    assert error < 0.7 * before
+
+
+def test_gptq_of_independent_inputs_is_rounding():
+    w = torch.randn(20, 150, generator=torch.Generator().manual_seed(3))
+    ours, nearest = quantize.pack_gptq(w, torch.diag(torch.rand(150) + 0.1), 64), pack_int4(w, 64)
+    assert all(torch.equal(ours[name], nearest[name]) for name in nearest)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-5"])
+def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
+    """On text that the model writes: written to disk, it is read like any int4, and is nearer to the model than
+    rounding is, on other text."""
+    monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
+    source, logits = tiny(name)[2], {}
+    tokens, at = torch.tensor(random_prompts((200,), seed=5)), torch.arange(200)[None]
+    for mode in (None, "int4", "int4-gptq"):
+        directory = source if mode is None else tmp_path / mode
+        if mode:
+            quantize_checkpoint(source, directory, Quantization(mode, 32, "none"))
+        model = load_model(directory, dtype=torch.float32)
+        model.setup_caches(1, 256)
+        logits[mode] = model(tokens, at, all_logits=True).log_softmax(-1)
+    assert read_quantization(tmp_path / "int4-gptq").mode == "int4-gptq"
+    error, before = (F.kl_div(logits[mode], logits[None], log_target=True) for mode in ("int4-gptq", "int4"))
+    assert 0 < error < 0.85 * before
+
+
+def test_calibration_text_of_a_file(default_checkpoint, tmp_path):
+    from tokenizer import Tokenizer
+
+    model, tokenizer, path = load_model(default_checkpoint), Tokenizer(default_checkpoint), tmp_path / "text"
+    path.write_text("one two three " * 900)
+    sequences = quantize.calibration_text(model, tokenizer, path)
+    assert {len(ids) for ids in sequences} == {512} and len(sequences) == 32
+    assert sequences[-1][-1] in tokenizer.encode(" three three ")
+    for text, why in (("", "has 0 tokens; at least 2048"), ("too short", "at least 2048 are needed")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=why):
+            quantize.calibration_text(model, tokenizer, path)
+    path.write_bytes(b"\xff\x00")
+    with pytest.raises(UserError, match="cannot be read"):
+        quantize.calibration_text(model, tokenizer, path)

@@ -45,8 +45,8 @@ class Window:
 
 
 def windows(ids: list[int], length: int, stride: int) -> list[Window]:
-    """Cut ids into windows `stride` (below length) apart, so that each token but the first is scored once, with at least
-    length - stride tokens before it where there are as many."""
+    """Cut ids into windows `stride` (below length) apart, so that each token but the first is scored once, with at
+    least length - stride tokens before it where there are as many."""
     found, scored = [], 1
     for start in range(0, len(ids), stride):
         end = min(start + length, len(ids))

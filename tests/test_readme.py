@@ -33,7 +33,16 @@ def test_generate_commands_parse(command, capsys):
         offered = set(re.findall(r"^  (--\w+)", shown, re.M))
         assert offered == set(re.findall(r"--\w+", shown)) - {"--help"}, "--help names no option that there is not"
         named = set(re.findall(r"(?<![\w-])--\w+", README)) - {"--help"}
-        others = {"--out", "--llama_bench", "--gguf", "--random", "--bandwidth", "--devices"}  # of the other programs
+        others = {
+            "--mode",
+            "--groupsize",
+            "--head",
+            "--calibration_file",
+            "--text",
+            "--reference_checkpoint_path",
+            "--out",
+        }
+        others |= {"--llama_bench", "--gguf", "--random", "--bandwidth", "--devices"}  # of the other programs
         assert named - others == offered, "README.md and --help should name the same options"
     else:
         parse_arguments(arguments)

@@ -67,7 +67,7 @@ class Session:
         before, self.system = self.system, text
         try:
             self.encode([{"role": "user", "content": "?"}])
-        except UserError:  # some templates know no such message
+        except BaseException:  # some templates know no such message; Ctrl-C
             self.system = before
             raise
 

@@ -31,7 +31,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path, tokenizer):
         self.path, self.tokenizer, self.process = Path(directory) / "chat_template.jinja", tokenizer, None
-        if not self.path.exists():
+        if not self.path.is_file():  # a device or a pipe might never end
             raise UserError(f"{directory} has no chat template: the model was not made for conversation, or lost it")
         try:
             self.source = self.path.read_text(encoding="utf-8")

@@ -48,6 +48,10 @@ class ArgumentParser(argparse.ArgumentParser):
 def run_command(main):
     """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us; print() would take stdout for stderr
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
     def complain(text: str) -> int:
         line = text.strip().replace("\n", " ")

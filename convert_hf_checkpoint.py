@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
                 raise UserError(
                     f"{source.name}: {name} is {tuple(tensor.shape)}, its config makes it {tuple(part.shape)}"
                 )
+            if not tensor.is_floating_point():
+                raise UserError(f"{source.name}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not numbers")
             tensor = tensor.to(dtype)
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{source.name}: {name} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
@@ -192,7 +195,11 @@ def hf_config(directory: Path) -> Config:
     path = directory / "config.json"
     fields = Fields(path, read_json(path))
     family = fields.take("model_type", None)
+    if not isinstance(family, str):
+        fields.refuse("model_type", "is not the name of one")
     names = fields.all.get("architectures") or [FAMILIES.get(family)]
+    if not isinstance(names, list):
+        fields.refuse("architectures", "is not a list of names")
     headless = {"BloomModel": "BloomForCausalLM"}  # so the published ones call themselves; their head is tied
     if headless.get(names[0], str(names[0])).lower() != FAMILIES.get(family, "").lower():
         known = ", ".join(FAMILIES.values())
@@ -210,7 +217,7 @@ def hf_fields(family: str, fields: "Fields") -> dict:
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
     base, scaling, context = hf_rope(fields)
     window, sliding_layers = hf_window(fields, family, n_layer)
-    bias = family in ("llama", "qwen3") and bool(fields.take("attention_bias", False))
+    bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
     default_heads = {"llama": n_head, "mistral": 8, "qwen2": 32, "qwen3": 32}[family]
     return {
         "n_layer": n_layer,
@@ -224,10 +231,10 @@ def hf_fields(family: str, fields: "Fields") -> dict:
         "norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
         "rope_base": base,
         "rope_scaling": scaling,
-        "tied_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        "tied_embeddings": fields.flag("tie_word_embeddings", False),
         "qkv_bias": bias or family == "qwen2",
         "out_bias": bias,
-        "mlp_bias": family == "llama" and bool(fields.take("mlp_bias", False)),
+        "mlp_bias": family == "llama" and fields.flag("mlp_bias", False),
         "qk_norm": family == "qwen3",
         "sliding_window": window,
         "sliding_layers": sliding_layers,
@@ -250,12 +257,12 @@ def bloom_fields(fields: "Fields") -> dict:
         "vocab_size": fields.take("vocab_size"),
         "max_seq_length": fields.take("seq_length", None) or 2048,
         "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
-        "tied_embeddings": bool(fields.take("tie_word_embeddings", True)),
+        "tied_embeddings": fields.flag("tie_word_embeddings", True),
         "norm": "layer",
         "mlp": "gelu",
         "alibi": True,
         "embedding_norm": True,
-        "post_norm_residual": bool(fields.take("apply_residual_connection_post_layernorm", False)),
+        "post_norm_residual": fields.flag("apply_residual_connection_post_layernorm", False),
     } | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 
 
@@ -272,6 +279,12 @@ class Fields:
         if not default:
             raise UserError(f"{self.path} lacks {name}")
         return default[0]
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(name, "is neither true nor false")
+        return bool(value)
 
     def refuse(self, name: str, why: str):
         raise UserError(f"{self.path}: {name} = {json.dumps(self.all.get(name))} {why}")
@@ -375,7 +388,7 @@ def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tu
     def unpacked():
         for name, tensor in tensors():
             name = name.removeprefix("transformer.")  # there when saved with the head, not in the published files
-            if ".query_key_value." in name and tensor.shape[0] == 3 * config.dim:
+            if ".query_key_value." in name and tensor.shape[:1] == (3 * config.dim,):
                 heads = tensor.view(config.n_head, 3, config.head_dim, *tensor.shape[1:])
                 tensor = heads.transpose(0, 1).reshape(tensor.shape)
             yield name, tensor
@@ -408,7 +421,11 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor
         return lambda: ((name, read_tensor(path, name)) for name, path in by_file)
     index = directory / "pytorch_model.bin.index.json"
     if index.exists():
-        paths = sorted({directory / name for name in (read_json(index).get("weight_map") or {}).values()})
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise UserError(f"{index}: weight_map does not say which file of this directory holds each tensor")
+        paths = sorted({directory / name for name in names})
     else:
         paths = [directory / "pytorch_model.bin"]
     for path in paths:
@@ -421,14 +438,24 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin file, mapped rather than read where its format allows; never runs code from it."""
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} is not a plain file of tensors and was not loaded: {first_line(error)}") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not a readable PyTorch file: {first_line(error)}") from None
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path} does not hold tensors by name")
+        with warnings.catch_warnings():  # what torch has to say of odd files is not for the user
+            warnings.simplefilter("ignore")
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError:  # torch's own words advise to run the code all the same
+        why = "it is damaged, or wants to run code"
+        raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None
+    except Exception as error:  # damaged files make it raise anything
+        raise UserError(f"{path} is not a readable PyTorch file: {first_line(error)[:200]}") from None
+    plain = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not plain or not all(map(is_plain_tensor, weights.values())):
+        raise UserError(f"{path} does not hold plain tensors by name")
     return weights
+
+
+def is_plain_tensor(value) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def read_optional(directory: Path, name: str) -> dict:
@@ -453,7 +480,7 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
         if template and not (writer.path / "chat_template.jinja").exists():
             (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
         writer.add_json("tokenizer_config.json", hf_special_tokens(directory, settings))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(f"{directory / 'tokenizer_config.json'} makes no sense: {error}") from None
 
 

@@ -4,6 +4,11 @@ Read from the bottom up: `main`, then what it calls: prompts, the command line, 
 measured is in report.py, a conversation (--interactive) in chat.py.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
+
 import argparse
 import ctypes
 import hashlib
@@ -277,12 +282,14 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
     bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
-    add("--roofline", type=positive, nargs="?", const=0.0, metavar="GB/s", help=bound)
+    gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
+    add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
     args = parser.parse_args(argv)
     args.chat = args.chat or args.system is not None
-    if "" in args.stop:
-        raise UserError("--stop is empty; give the text to end before")
+    for text in args.stop:
+        if not text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
         if args.json or args.profile or any(batch):
@@ -348,12 +355,16 @@ def read_prompts(args, tokenizer: Tokenizer, template: ChatTemplate | None, conf
     for i, prompt in enumerate(prompts):
         if not prompt and tokenizer.bos_id is None:
             raise UserError("the prompt is empty and the model has no beginning token; give at least one token")
-        prompts[i] = prompt = prompt or [tokenizer.bos_id]
-        if outside := [token for token in prompt if not 0 <= token < config.vocab_size]:
-            raise UserError(
-                f"token id {outside[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
-            )
+        prompts[i] = prompt or [tokenizer.bos_id]
+        check_ids(prompts[i], config)
     return prompts
+
+
+def check_ids(ids: list[int], config: Config):
+    if outside := [token for token in ids if not 0 <= token < config.vocab_size]:
+        raise UserError(
+            f"token id {outside[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
+        )
 
 
 def check_length(tokens: int, args, config: Config):
@@ -435,6 +446,7 @@ def open_session(args, model, tokenizer, template, length: int, steps: Steps, st
     settings = make_settings(args, 0, 1, model.norm.weight.device)
 
     def answer(prompt, kept, limit, timing, on_token):
+        check_ids(prompt, model.config)
         [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, steps, timing, on_token, [kept])
         return reason
 

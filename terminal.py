@@ -45,7 +45,8 @@ class Waiting:
     def __init__(self, what: str, key: str, first_time: str = ""):
         self.what, self.key, self.done, self.seconds = what, key, threading.Event(), 0.0
         last = read_durations().get(key)
-        hint = f"{last:.0f} s last time" if isinstance(last, (int, float)) else first_time
+        plausible = isinstance(last, (int, float)) and 0 <= last < 1e6
+        hint = f"{last:.0f} s last time" if plausible else first_time
         self.line = f"{what} ({hint}) ..." if hint else f"{what} ..."
 
     def __enter__(self):

@@ -29,8 +29,14 @@ class Tokenizer:
     def __init__(self, directory: Path):
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
-        self.bos_id: int | None = config.get("bos_token_id")
-        self.eos_ids: tuple[int, ...] = tuple(config.get("eos_token_ids") or ())
+        bos, ends = config.get("bos_token_id"), config.get("eos_token_ids") or []
+        for i in [*(ends if isinstance(ends, list) else [ends]), *([] if bos is None else [bos])]:
+            if type(i) is not int or i < 0 or not isinstance(ends, list):
+                raise UserError(
+                    f"{directory / 'tokenizer_config.json'}: {i!r} is no token id, or not in a list of them"
+                )
+        self.bos_id: int | None = bos
+        self.eos_ids: tuple[int, ...] = tuple(ends)
         self.add_bos: bool = bool(config.get("add_bos_token")) and self.bos_id is not None
         self.named_tokens = {name: text for name, text in config.items() if name.endswith("_token") and text}
         self.named_tokens = {name: text for name, text in self.named_tokens.items() if isinstance(text, str)}
@@ -54,7 +60,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError("the prompt is not valid UTF-8") from None
+            raise UserError("the text is not valid UTF-8 (or not in this locale)") from None
         return [self.bos_id] * (add_bos and self.add_bos) + self.vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:

@@ -3,10 +3,12 @@ broken readers."""
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -227,6 +229,38 @@ def test_the_default_model_in_conversation(default_checkpoint):
     assert "Paris" in session.messages[1]["content"]
 
 
+def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(tiny, default_checkpoint, tmp_path):
+    """A small model beside a large tokenizer."""
+    folder = tmp_path / "x"
+    shutil.copytree(tiny("llama-mha")[2], folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(default_checkpoint / name, folder)
+    command = [*PROGRAM, "--interactive", "--checkpoint_path", str(folder)]
+    done = subprocess.run(command, input=b"hello\nthere\n", capture_output=True, timeout=180)
+    assert done.returncode == 0 and done.stderr.count(b"is outside the vocabulary of 131") == 2
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed, code", [("<&-", 0), (">&-", 0), ("2>&-", 0)])
+def test_closed_streams(tiny, closed, code):
+    """What is closed is not written to, least of all in the place of something else."""
+    command = [*PROGRAM, "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt_ids", "5", "--max_new_tokens", "3"]
+    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command, "--json"]
+    done = subprocess.run(shell, capture_output=True, timeout=180)
+    assert done.returncode == code and b"Traceback" not in done.stderr
+    assert closed == ">&-" or set(json.loads(done.stdout)) > {"samples"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2])
+def test_ctrl_c_while_it_starts(start, seconds):
+    program = start("--prompt", "x")
+    time.sleep(seconds)
+    program.type("\x03")
+    assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
+
+
 def test_waiting_tells_how_long_it_took_last_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
@@ -256,7 +290,7 @@ class Terminal:
     def type(self, text: str | bytes):
         os.write(self.fd, text.encode() if isinstance(text, str) else text)
 
-    def until(self, pattern: str, seconds=60) -> str:
+    def until(self, pattern: str, seconds=180) -> str:
         """What is shown up to and with a match of pattern, which is taken off."""
         end = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
@@ -275,7 +309,7 @@ class Terminal:
         time.sleep(0.5)
         return shown
 
-    def exit_code(self, seconds=60) -> int:
+    def exit_code(self, seconds=180) -> int:
         end = time.monotonic() + seconds
         while (ended := os.waitpid(self.pid, os.WNOHANG)) == (0, 0):
             assert time.monotonic() < end, f"still running after {self.seen!r}"
@@ -283,6 +317,18 @@ class Terminal:
                 if select.select([self.fd], [], [], 0.2)[0]:
                     self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
         return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.fixture
+def start():
+    """Terminal, with programs that are ended after the test however it went."""
+    started = []
+    yield lambda *args, **options: started.append(Terminal(*args, **options)) or started[-1]
+    for program in started:
+        with suppress(OSError):
+            os.kill(program.pid, signal.SIGKILL)
+            os.waitpid(program.pid, 0)
+        os.close(program.fd)
 
 
 PROMPT = r"> (\x1b\[0m)?$"
@@ -298,8 +344,8 @@ PROMPT = r"> (\x1b\[0m)?$"
         (20, {"NO_COLOR": "1", "TERM": "dumb"}),
     ],
 )
-def test_a_session_in_a_terminal(default_checkpoint, columns, environment):
-    talk = Terminal("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
+def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment):
+    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
     talk.prompt()
     talk.type("Tell me a very long story about a dragon")
     talk.until("ragon")
@@ -353,17 +399,15 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path):
+def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path, start):
     checkpoint = tiny("llama-mha")[2]
     args = ["--checkpoint_path", checkpoint, "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
     caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    run = Terminal(*args, **caches)
+    run = start(*args, **caches)
     shown = run.until(r"compiling decode: [\d.]+ s", 300)
     assert re.search(r"\(a minute or more the first time.*\) \.\.\. 0 s.*\) \.\.\. \d+ s", shown, re.S)
     assert run.exit_code() == 0
-    again = Terminal(
-        *args, columns=40, XDG_CACHE_HOME=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor")
-    )
+    again = start(*args, columns=40, XDG_CACHE_HOME=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
     shown = again.until(r"compiling decode: [\d.]+ s", 300)
     assert re.search(r"\d+ s last time\) \.\.\. \d+ s", shown)
     assert all(len(line) < 40 for line in re.findall(r"\r\x1b\[K([^\r\n]*)", shown)[:-1])

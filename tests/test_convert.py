@@ -745,3 +745,41 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     model.setup_caches(3, 64)
     for settings in (Sampling.make(3, temperature=0.0), Sampling.make(3, [1, 2, 3], 2.0, 0, repetition_penalty=1.3)):
         assert max(max(ids) for ids, _ in generate(model, prompts, settings, 20)) < known
+
+
+def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
+    """Values that JSON and pickle can hold and a checkpoint cannot."""
+    _, hf, _ = tiny("bloom-5")
+    for i, (fields, why) in enumerate(
+        [
+            ({"architectures": 5}, "architectures = 5 is not a list"),
+            ({"model_type": []}, "model_type = "),
+            ({"tie_word_embeddings": "false"}, "is neither true nor false"),
+            ({"apply_residual_connection_post_layernorm": [1]}, "is neither true nor false"),
+            ({"eos_token_id": float("inf")}, "makes no sense"),
+        ]
+    ):
+        shutil.copytree(hf, tmp_path / str(i))
+        config = json.loads((hf / "config.json").read_text()) | fields
+        (tmp_path / str(i) / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=why):
+            convert(hf_source(tmp_path / str(i)), tmp_path / "out", torch.float32)
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(hf / "model.safetensors").items()}
+    bad, name = tmp_path / "bin", "h.0.self_attention.query_key_value.weight"
+    bad.mkdir()
+    shutil.copy(hf / "config.json", bad)
+    for change, why in (
+        ({1: torch.ones(2)}, "does not hold plain tensors by name"),
+        ({name: tensors[name].to_sparse()}, "does not hold plain tensors"),
+        ({name: torch.tensor(1.0)}, r"is \(\), its config makes it"),
+        ({name: tensors[name].to(torch.complex64)}, "holds complex64, not numbers"),
+        ({name: tensors[name].to(torch.int32)}, "holds int32, not numbers"),
+    ):
+        torch.save(tensors | change, bad / "pytorch_model.bin")
+        with pytest.raises(UserError, match=why):
+            convert(hf_source(bad), tmp_path / "out", torch.float32)
+    for weight_map in ("x", 5, {"a": 1}, {"a": None}, {"a": "../../etc/passwd"}):
+        (bad / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(UserError, match="weight_map does not say which file"):
+            hf_source(bad)
+    assert not (tmp_path / "out").exists()

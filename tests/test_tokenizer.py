@@ -306,6 +306,20 @@ def test_text_that_cannot_become_a_stop_is_not_held_back(every_kind):
     assert out == ["", "", "Use it", "\n\tnow", "", "", ""] and stream.stopped
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"eos_token_ids": ids} for ids in (5, "12", {"a": 1}, [[1]], ["x"], [None], [-5], [1.0], [True], 1.5)),
+        *({"bos_token_id": i} for i in ("x", "", [], [1], {}, 1.0, True, -1)),
+    ],
+    ids=str,
+)
+def test_ids_that_are_none_are_refused(tmp_path, config):
+    write_tokenizer_config(tmp_path, **config)
+    with pytest.raises(UserError, match="is no token id, or not in a list of them"):
+        Tokenizer(tmp_path)
+
+
 def test_no_tokenizer_and_a_broken_one(tmp_path):
     write_tokenizer_config(tmp_path, eos_token_ids=[5])
     ours = Tokenizer(tmp_path)

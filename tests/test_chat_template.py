@@ -453,7 +453,7 @@ def test_a_directory_without_a_template_or_with_a_broken_one(chat, tmp_path):
     assert "chat_template.jinja cannot be read: 'utf-8' codec" in refusal(ChatTemplate, tmp_path, chat.tokenizer)
     path.unlink()
     path.mkdir()
-    assert "chat_template.jinja cannot be read" in refusal(ChatTemplate, tmp_path, chat.tokenizer)
+    assert "has no chat template" in refusal(ChatTemplate, tmp_path, chat.tokenizer)
 
 
 # ---------------------------------------------------------------- the process

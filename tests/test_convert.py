@@ -18,14 +18,16 @@ import transformers
 from conftest import ROOT, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from safetensors.torch import load_file, save_file
+from test_quantize import plain_twin
 from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
 
 import convert_hf_checkpoint
-from checkpoint import UserError, load_model, read_config
+from checkpoint import UserError, empty_model, load_model, read_config, read_quantization
 from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_config, hf_source
 from generate import generate
 from gguf_file import GgufFile
 from model import RopeScaling
+from quantize import Quantization, matrices
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -383,6 +385,79 @@ def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # 
     expected = gguf.quants.dequantize(gguf.quants.quantize(down, kind), kind)
     assert np.array_equal(out["blocks.1.mlp.down.weight"].numpy(), expected)
     assert not np.array_equal(expected, down)
+
+
+def mixed(name):
+    """Kinds as they stand side by side in real files, and as they might."""
+    kinds = {"token_embd": Q.Q8_0, "output": None, "ffn_down": Q.Q8_0, "attn_output": Q.Q5_0, "attn_v": Q.Q4_1}
+    if name.startswith("blk.1."):
+        kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.Q4_1, "ffn_gate": Q.Q8_0, "ffn_down": Q.BF16}
+    return kinds.get(name.split(".")[-2], Q.Q4_0)
+
+
+MATRICES = ["attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"]
+KEPT = {
+    "Q4_0": (lambda name: Q.Q4_0, Quantization("int4", 32, "int4")),
+    "Q4_1": (lambda name: Q.Q4_1, Quantization("int4", 32, "int4")),
+    "Q8_0": (lambda name: Q.Q8_0, Quantization("int8", 32, "int8")),
+    "default": (lambda name: Q.Q8_0 if name == "token_embd.weight" else Q.Q4_1, Quantization("int4", 32, "int8")),
+    "mixed": (mixed, None),
+}
+MIXED = {"embedding": "int8", "output": "none"}
+for layer, formats in enumerate([["int4", "none", "int4", "int8"], ["int8", "int4", "none", "none"]]):
+    MIXED |= zip([f"blocks.{layer}.{name}" for name in MATRICES], formats)
+
+
+@pytest.mark.parametrize("kinds, expected", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, expected):  # noqa: F811
+    """Unpacked they are the dequantized ones bit for bit, whatever is mixed; the tokens are the same."""
+    from tokenizers import Tokenizer as Library
+
+    kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
+    config = kind(
+        vocab_size=131, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        num_hidden_layers=2, tie_word_embeddings=kinds is not mixed,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    write_gguf(tmp_path / "x.gguf", model, fields, quantize=kinds)
+    kept = convert(gguf_source(tmp_path / "x.gguf", keep_quantized=True), tmp_path / "kept", torch.float32)
+    plain = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "plain", torch.float32)
+    found = read_quantization(kept)
+    if expected is None:
+        assert {name: found.format(name) for name, _ in matrices(empty_model(read_config(kept)))} == MIXED
+    else:
+        assert found == expected
+    state = plain_twin(kept).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights(plain).items())
+    prompts = random_prompts((5, 30))
+    assert greedy(kept, prompts, 16) == greedy(plain, prompts, 16)
+
+
+@pytest.mark.parametrize("damage", [0, 1])
+def test_gguf_that_cannot_be_kept(tmp_path, byte_level, damage):  # noqa: F811
+    from tokenizers import Tokenizer as Library
+
+    config = transformers.LlamaConfig(
+        vocab_size=131, hidden_size=64, num_attention_heads=4, intermediate_size=96, num_hidden_layers=1
+    )
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    path = tmp_path / "x.gguf"
+    write_gguf(path, transformers.LlamaForCausalLM(config), fields, quantize=lambda name: Q.Q8_0 if damage else Q.Q5_0)
+    if damage:
+        reader = gguf.GGUFReader(path)
+        entry = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
+        raw = bytearray(path.read_bytes())
+        raw[entry.data_offset + 34 : entry.data_offset + 36] = b"\xff\x7f"  # the second scale, NaN
+        path.write_bytes(raw)
+    why = r"blk\.0\.ffn_down\.weight \(Q8_0\) holds NaN or infinity" if damage else "no matrices of Q4_0, Q4_1, Q8_0"
+    with pytest.raises(UserError, match=why):
+        convert(gguf_source(path, keep_quantized=True), tmp_path / "out", torch.float32)
+    assert os.listdir(tmp_path) == ["x.gguf"]
+    with pytest.raises(UserError, match=r"--keep_quantized is for \.gguf files"):
+        convert_hf_checkpoint.open_source(str(tmp_path), keep_quantized=True)
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])

@@ -1,22 +1,17 @@
-"""What a checkpoint is worth: perplexity on a text, and how far it is from a reference, position by position.
+"""What a checkpoint is worth: perplexity on a text, and how far it is from a reference, position by position; tasks.
 
-Read up from `main`: it prints what `evaluate` measures over the windows of a text. Each window is run by itself, in one
-of two ways (--path), because a model's operations for many tokens at once and for one at a time round differently:
+Read up from `main`: it prints what `evaluate` measures over the windows of a text (scoring.py does the arithmetic), and
+what a checkpoint reaches in tasks of a public harness (harness.py). Each window is run by itself, in one of two ways
+(--path), because a model's operations for many tokens at once and for one at a time round differently:
   prefill  a window in one pass
   decode   a token at a time, several windows side by side
 
-Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); the error of a mean over windows whose
-positions depend on each other: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
+Source: perplexity with a stride (huggingface.co/docs/transformers/perplexity).
 """
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from checkpoint import (
     DTYPES,
@@ -29,78 +24,11 @@ from checkpoint import (
     run_command,
 )
 from model import Transformer
+from scoring import interval, scores, windows
 from terminal import progress_bar
 from tokenizer import Tokenizer
 
 SIDE_BY_SIDE = 8  # windows that are decoded together
-ROWS = 128  # positions whose (ROWS,V) probabilities are held at once
-
-
-@dataclass(frozen=True)
-class Window:
-    """Token ids, of which those from `first` on are scored, each by what stands before it in the window."""
-
-    ids: list[int]
-    first: int
-
-
-def windows(ids: list[int], length: int, stride: int) -> list[Window]:
-    """Cut ids into windows `stride` (below length) apart, so that each token but the first is scored once, with at
-    least length - stride tokens before it where there are as many."""
-    found, scored = [], 1
-    for start in range(0, len(ids), stride):
-        end = min(start + length, len(ids))
-        if end > scored:
-            found.append(Window(ids[start:end], scored - start))
-            scored = end
-    return found
-
-
-@torch.no_grad()
-def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Tensor]:
-    """The last hidden state (S,D) of every position of each window."""
-    device = model.norm.weight.device
-    if path == "prefill":
-        rows = [torch.tensor([window.ids], device=device) for window in batch]
-        return [model.hidden(ids, torch.arange(ids.shape[1], device=device)[None])[0] for ids in rows]
-    longest = max(len(window.ids) for window in batch)
-    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    position = torch.full((len(batch), longest), -1)
-    for row, window in enumerate(batch):
-        ids[row, : len(window.ids)] = torch.tensor(window.ids)
-        position[row, : len(window.ids)] = torch.arange(len(window.ids))
-    ids, position = ids.to(device), position.to(device)
-    steps = [model.hidden(ids[:, t : t + 1], position[:, t : t + 1]) for t in range(longest)]
-    whole = torch.cat(steps, 1)  # (B,S,D)
-    return [whole[row, : len(window.ids)] for row, window in enumerate(batch)]
-
-
-@torch.no_grad()
-def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterator[list[Tensor]]:
-    """For each window: of every scored position its loss in nats by the first model; with a second one, the reference,
-    also KL(reference || model) in nats, and whether both have the same likeliest token (each (n,) float64 on CPU)."""
-    states = [hidden_states(model, batch, path) for model in models]
-    for i, window in enumerate(batch):
-        targets = torch.tensor(window.ids[window.first :], device=states[0][i].device)
-        parts = []
-        for at in range(0, len(targets), ROWS):
-            place = slice(window.first - 1 + at, min(window.first - 1 + at + ROWS, len(window.ids) - 1))
-            logs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
-            found = [-logs[0].gather(1, targets[at : at + ROWS, None])[:, 0]]
-            if len(models) == 2:
-                found.append((logs[1].exp() * (logs[1] - logs[0])).nan_to_num(0.0).sum(1))
-                found.append(logs[0].argmax(1) == logs[1].argmax(1))
-            parts.append([numbers.double().cpu() for numbers in found])
-        yield [torch.cat(numbers) for numbers in zip(*parts)]
-
-
-def interval(clusters: list[Tensor]) -> tuple[float, float]:
-    """(mean, half the width of its 95 % confidence interval) of all numbers, those of a tensor not independent."""
-    count = sum(map(len, clusters))
-    mean = sum(float(numbers.sum()) for numbers in clusters) / count
-    residuals = sum(float((numbers - mean).sum()) ** 2 for numbers in clusters)
-    n = len(clusters)
-    return mean, 1.96 * math.sqrt(residuals * n / (n - 1)) / count if n > 1 else math.nan
 
 
 def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int, path: str):
@@ -113,14 +41,14 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
         for start in range(0, len(cut), group):
             for numbers in scores(models, cut[start : start + group], path):
                 found.append(numbers)
-                bar.update(len(numbers[0]))
-    losses = [numbers[0] for numbers in found]
-    total, count = float(sum(numbers.sum() for numbers in losses)), sum(map(len, losses))
+                bar.update(len(numbers["loss"]))
+    total = float(sum(numbers["loss"].sum() for numbers in found))
+    count = sum(len(numbers["loss"]) for numbers in found)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
     result = {"perplexity": math.exp(total / count), "bits_per_byte": total / math.log(2) / size, "tokens": count}
     if len(models) == 2:
-        result["kl_nats"], result["kl_ci95"] = interval([numbers[1] for numbers in found])
-        result["top1_agreement"], result["top1_ci95"] = interval([numbers[2] for numbers in found])
+        result["kl_nats"], result["kl_ci95"] = interval([numbers["kl"] for numbers in found])
+        result["top1_agreement"], result["top1_ci95"] = interval([numbers["top1"] for numbers in found])
     return result | {"path": path, "window": length, "stride": stride}
 
 
@@ -139,19 +67,31 @@ def parse_arguments():
 
     above_1 = number(int, "at least 2", lambda n: n >= 2)
     count = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description="Perplexity of a text, and the distance from a reference.")
+    about = "Perplexity of a text, and the distance from a reference; tasks of EleutherAI's lm-evaluation-harness."
+    parser = ArgumentParser(description=about)
     add = parser.add_argument
     add("--checkpoint_path", help="as generate.py takes it; without it SmolLM2-135M-Instruct")
     add("--reference_checkpoint_path", help="the model to compare with: KL divergence and agreement of the top token")
-    add("--text", type=Path, required=True, help="a UTF-8 file")
+    add("--text", type=Path, help="a UTF-8 file")
     add("--max_tokens", type=above_1, help="read no more of it")
     add("--window", type=above_1, default=1024, help="tokens in a pass (1024, at most the model's context)")
     add("--stride", type=count, help="tokens from one window to the next (half a window)")
     add("--path", choices=("prefill", "decode"), default="prefill", help="a window at once, or token by token")
+    tasks = "of the harness (hellaswag winogrande ...), or .yaml files that define some"
+    add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
+    add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
+    add("--limit", type=count, help="documents of each task (all)")
+    add("--batch_size", type=count, default=8, help="rows of the tasks' batches (8)")
+    add("--chat", action="store_true", help="set the tasks in the model's chat template")
     add("--device", help="cpu, cuda ...; without it the fastest there is")
     add("--dtype", choices=DTYPES, default="bfloat16", help="in which to compute (bfloat16)")
     add("--json", action="store_true", help="one JSON object on stdout")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.text and not args.tasks:
+        parser.error("give a --text or --tasks to evaluate on")
+    if args.reference_checkpoint_path and not args.text:
+        parser.error("a --reference_checkpoint_path is compared on a --text")
+    return args
 
 
 def main():
@@ -159,11 +99,34 @@ def main():
     from convert_hf_checkpoint import ensure_checkpoint
     from generate import choose_device
 
-    device, dtype = choose_device(args.device), DTYPES[args.dtype]
-    paths = [args.checkpoint_path] + [args.reference_checkpoint_path] * bool(args.reference_checkpoint_path)
-    directories = [ensure_checkpoint(path, args.dtype) for path in paths]
+    args.device = choose_device(args.device)
+    directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
+    result = on_text(args, directory) if args.text else {}
+    if args.tasks:
+        result["tasks"] = on_tasks(args, directory)
+    if args.json:
+        print(json.dumps(result))
+        return
+    if args.text:
+        print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")
+        print(f" ({result['tokens']} tokens in windows of {result['window']},", end="")
+        print(f" {result['stride']} apart, {args.path}, {args.dtype})")
+    if "kl_nats" in result:
+        print(f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats", end="; ")
+        print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")
+    for task, metrics in result.get("tasks", {}).items():
+        print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+def on_text(args, directory: Path) -> dict:
+    """What `evaluate` finds for the command line's text."""
+    from convert_hf_checkpoint import ensure_checkpoint
+
+    directories, dtype = [directory], DTYPES[args.dtype]
+    if args.reference_checkpoint_path:
+        directories.append(ensure_checkpoint(args.reference_checkpoint_path, args.dtype))
     configs = [read_config(directory) for directory in directories]
-    tokenizer = Tokenizer(directories[0])
+    tokenizer = Tokenizer(directory)
     ids = read_text(args.text, tokenizer, args.max_tokens)
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
@@ -177,17 +140,25 @@ def main():
     models = []
     for directory, config in zip(directories, configs):
         slots = (length + 8) * (SIDE_BY_SIDE if args.path == "decode" else 1)
-        check_memory(config, device, dtype, slots, read_quantization(directory))
-        models.append(load_model(directory, device, dtype))
-    result = evaluate(models, tokenizer, ids, length, stride, args.path)
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")
-    print(f" ({result['tokens']} tokens in windows of {length}, {stride} apart, {args.path}, {args.dtype})")
-    if "kl_nats" in result:
-        print(f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats", end="; ")
-        print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")
+        check_memory(config, args.device, dtype, slots, read_quantization(directory))
+        models.append(load_model(directory, args.device, dtype))
+    return evaluate(models, tokenizer, ids, length, stride, args.path)
+
+
+def on_tasks(args, directory: Path) -> dict:
+    """The harness's metrics, by task."""
+    from chat_template import ChatTemplate
+
+    try:
+        from harness import HarnessModel, run_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
+    tokenizer = Tokenizer(directory)
+    template = ChatTemplate(directory, tokenizer) if args.chat else None
+    model = load_model(directory, args.device, DTYPES[args.dtype])
+    return run_tasks(
+        HarnessModel(model, tokenizer, args.batch_size, template), args.tasks, args.num_fewshot, args.limit, args.chat
+    )
 
 
 if __name__ == "__main__":

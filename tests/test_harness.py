@@ -1,0 +1,177 @@
+"""The harness's own model class over transformers is the oracle: the same answers, request by request and by tasks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
+
+from chat_template import ChatTemplate
+from checkpoint import UserError, load_model
+from convert_hf_checkpoint import convert, hf_source
+from generate import generate
+from harness import HarnessModel, run_tasks
+from sampling import Sampling
+from tokenizer import Tokenizer
+
+CONTEXT = 90  # tokens
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, byte_level):  # noqa: F811
+    """(ours, theirs, our checkpoint directory) of one tiny model with a tokenizer and a template."""
+    folder = tmp_path_factory.mktemp("harness")
+    config = transformers.LlamaConfig(
+        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
+        num_hidden_layers=2, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    oracle = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in oracle.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
+    )
+    library.chat_template = TEMPLATE
+    oracle.save_pretrained(folder / "hf")
+    library.save_pretrained(folder / "hf")
+    ours = convert(hf_source(folder / "hf"), folder / "ours", torch.float32)
+    tokenizer = Tokenizer(ours)
+    model = HarnessModel(load_model(ours, dtype=torch.float32), tokenizer, 3, ChatTemplate(ours, tokenizer))
+    return model, HFLM(oracle, tokenizer=library, batch_size=3, device="cpu", dtype="float32"), ours
+
+
+def instances(kind, requests):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(requests)]
+
+
+def test_loglikelihood(both):
+    """Empty contexts, contexts that end with spaces, and some that are longer than the model's."""
+    texts = strings(n=60)
+    pairs = [(a, " " + b) for a, b in zip(texts, texts[1:]) if b.strip() and len(b) < 60]
+    pairs += [("", texts[3] + "x"), ("word  ", "next"), ("far " * 200, "end"), ("one two three", " four")]
+    ours, theirs = (model.loglikelihood(instances("loglikelihood", pairs)) for model in both[:2])
+    assert len(ours) > 40
+    for (mine, same), (expected, greedy) in zip(ours, theirs):
+        assert mine == pytest.approx(expected, abs=2e-3) and same == greedy
+
+
+def test_what_greedy_decoding_says_is_greedy(both):
+    model, context = both[0].model, both[0].tok_encode("once upon")
+    model.setup_caches(1, 40)
+    [(ids, _)] = generate(model, [context], Sampling.make(1, temperature=0.0), 20)
+    found = both[0]._loglikelihood_tokens([(None, context, ids), (None, context, ids[:-1] + [ids[-1] ^ 1])])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_rolling(both):
+    texts = [(text,) for text in [*strings(n=20), "a long one, " * 60] if text]
+    ours, theirs = (model.loglikelihood_rolling(instances("loglikelihood_rolling", texts)) for model in both[:2])
+    assert ours == pytest.approx(theirs, abs=5e-3)
+
+
+def test_generate_until(both):
+    """Several settings in one call, contexts cut from the left, stop strings where they would begin."""
+    contexts = [text for text in strings(n=14) if text] + ["too long for it " * 30]
+    requests = [(text, {"until": ["e", "\n\n"], "max_gen_toks": 12}) for text in contexts]
+    requests += [(text, {"until": "a", "max_gen_toks": 20, "do_sample": False}) for text in contexts]
+    requests += [(text, {"max_new_tokens": 9}) for text in contexts]
+    ours, theirs = (model.generate_until(instances("generate_until", requests)) for model in both[:2])
+    assert ours == theirs and len(set(ours)) > 10
+
+
+def test_sampled_answers_depend_on_the_row_only(both):
+    settings = {"until": [], "max_gen_toks": 12, "temperature": 2.0, "do_sample": True}
+    requests = instances("generate_until", [("same", settings)] * 3)
+    once = both[0].generate_until(requests)
+    assert once == both[0].generate_until(requests) and len(set(once)) == 3
+
+
+def test_more_tokens_than_the_context_holds(both):
+    request = instances("generate_until", [("x", {"until": [], "max_gen_toks": CONTEXT})])
+    with pytest.raises(UserError, match="a task wants 90 tokens, all that the context of 90 holds"):
+        both[0].generate_until(request)
+
+
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{c}}",
+        "doc_to_target": "{{a}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "perplexity": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{q}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "answer": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{c[a]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "bleu"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def task_files(tmp_path_factory):
+    """A data set in a file, and tasks on it: no network."""
+    folder, texts = tmp_path_factory.mktemp("tasks"), [text for text in strings(n=80) if len(text.split()) > 1]
+    with open(folder / "data.jsonl", "w") as file:
+        for i, text in enumerate(texts[:24]):
+            words = text.split()[:7]
+            choices = [words[-1], words[0] + "ing", "the"]
+            file.write(json.dumps({"q": " ".join(words[:-1]), "c": choices, "a": i % 3}) + "\n")
+    paths = []
+    for name, fields in TASKS.items():
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
+        task = {"task": f"local_{name}", "test_split": "test"} | data | fields
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(json.dumps(task))  # which is YAML too
+    return [str(path) for path in paths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat, few", [(False, 0), (True, 2)])
+def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path, chat, few):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    ours, theirs = (run_tasks(model, task_files, few, None, chat) for model in both[:2])
+    assert ours.keys() == theirs.keys() == {"local_choice", "local_perplexity", "local_answer"}
+    for task in ours:
+        assert ours[task] == pytest.approx(theirs[task], rel=1e-3, nan_ok=True)
+    assert {"acc", "acc_stderr", "acc_norm"} <= ours["local_choice"].keys()
+
+
+@pytest.mark.slow
+def test_the_command(both, task_files, tmp_path):
+    def run(*args):
+        command = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint_path", str(both[2]), *args]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run("--json", "--dtype", "float32", "--limit", "5", "--tasks", *task_files)
+    tasks = json.loads(done.stdout)["tasks"]
+    assert tasks["local_choice"]["acc"] in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0) and len(tasks) == 3
+    for args, why in (
+        (["--tasks", "no_such_task_at_all"], "no_such_task_at_all"),
+        (["--tasks", str(tmp_path / "missing.yaml")], "missing.yaml"),
+        ([], "give a --text or --tasks"),
+        (["--tasks", task_files[0], "--reference_checkpoint_path", "x"], "is compared on a --text"),
+    ):
+        bad = run(*args)
+        assert bad.returncode == 2 and why in bad.stderr.splitlines()[-1], bad.stderr
+        assert bad.stdout == "" and "Traceback" not in bad.stderr

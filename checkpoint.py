@@ -12,17 +12,19 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from model import Config, RopeScaling, Transformer
 from quantize import Quantization, swap
 from terminal import progress_bar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
+METADATA = {"__metadata__": {"format": "pt"}}  # of each file, as transformers wants it
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -268,11 +270,44 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 # ---------------------------------------------------------------- writing
 
 
+class Shard:
+    """A safetensors file to which tensors are written as they come; the header goes into the room left before them."""
+
+    ROOM = 1 << 18  # bytes of header, which spaces fill up: as the format allows, and enough for 2,000 tensors
+
+    def __init__(self, path: Path):
+        self.file, self.size = open(path, "wb"), 0  # noqa: SIM115
+        self.header: dict[str, dict] = {}
+        self.header_size = len(json.dumps(METADATA))
+        self.file.write(b" " * (8 + self.ROOM))
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether there is room for a tensor besides what there is; for a first one there always is."""
+        header = self.header_size + len(json.dumps({name: self._entry(tensor)}))
+        return not self.header or (header <= self.ROOM and self.size + tensor.nbytes <= SHARD_BYTES)
+
+    def add(self, name: str, tensor: torch.Tensor):
+        self.header[name] = self._entry(tensor)
+        self.header_size += len(json.dumps({name: self.header[name]}))
+        self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        self.size += tensor.nbytes
+
+    def _entry(self, tensor: torch.Tensor) -> dict:
+        span = [self.size, self.size + tensor.nbytes]
+        return {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+
+    def close(self):
+        header = json.dumps(METADATA | self.header).encode()
+        self.file.seek(0)
+        self.file.write(self.ROOM.to_bytes(8, "little") + header)
+        self.file.close()
+
+
 class Writer:
     """Writes a checkpoint directory so that it is there whole or not at all: use it in a with statement.
 
     Everything goes into a directory beside the target (`self.path`), which takes the target's name at the end of the
-    block; an exception, Ctrl-C or SIGTERM removes it. Tensors are held until a shard's worth, then written.
+    block; an exception, Ctrl-C or SIGTERM removes it. Tensors are written as they come; none is held.
     """
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
@@ -280,9 +315,7 @@ class Writer:
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
         self.replace = replace  # a checkpoint that is there by now, made by another process perhaps; else it stays
         self.path = self.target.with_name(f".{self.target.name}.{os.getpid()}.tmp")
-        self.pending: dict[str, torch.Tensor] = {}
-        self.shards: list[list[str]] = []  # the tensor names of each shard written
-        self.total_bytes = 0
+        self.shards: list[Shard] = []  # the last one still open
 
     def __enter__(self):
         if self.target.exists() and not is_replaceable(self.target):
@@ -301,17 +334,12 @@ class Writer:
         return self
 
     def add(self, name: str, tensor: torch.Tensor):
-        """Take one tensor; writes a shard when 5 GB are together."""
-        held = sum(t.nbytes for t in self.pending.values())
-        if self.pending and held + tensor.nbytes > SHARD_BYTES:
-            self.flush()
-        self.pending[name] = tensor.contiguous()
-
-    def flush(self):
-        save_file(self.pending, self.path / f"shard-{len(self.shards) + 1}", metadata={"format": "pt"})
-        self.shards.append(list(self.pending))
-        self.total_bytes += sum(t.nbytes for t in self.pending.values())
-        self.pending = {}
+        """Write one tensor, into a new shard where this one has its 5 GB."""
+        if not self.shards or not self.shards[-1].takes(name, tensor):
+            if self.shards:
+                self.shards[-1].close()
+            self.shards.append(Shard(self.path / f"shard-{len(self.shards) + 1}"))
+        self.shards[-1].add(name, tensor)
 
     def add_json(self, name: str, value: dict):
         (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -328,23 +356,26 @@ class Writer:
             kind, error = type(late), late
         if kind is None:
             return
+        for shard in self.shards:
+            with suppress(OSError):  # what is still in its buffer may not fit either
+                shard.file.close()
         shutil.rmtree(self.path, ignore_errors=True)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if full or isinstance(error, SafetensorError):  # the library reports a full disk as an error of its own
-            raise UserError(f"cannot write {self.target}: {error}; nothing was left behind") from None
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(f"cannot write {self.target}: {error.strerror}; nothing was left behind") from None
         raise error
 
     def finish(self):
-        self.flush()
+        if self.shards:
+            self.shards[-1].close()
         names = [f"model-{i + 1:05}-of-{len(self.shards):05}.safetensors" for i in range(len(self.shards))]
         if len(names) == 1:
             names = ["model.safetensors"]
         else:
-            weight_map = {tensor: name for name, shard in zip(names, self.shards) for tensor in shard}
-            self.add_json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+            weight_map = {tensor: name for name, shard in zip(names, self.shards) for tensor in shard.header}
+            total = sum(shard.size for shard in self.shards)
+            self.add_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
-            shutil.copymode(self.path / "config.json", self.path / name)  # the library makes its files private
         old = self.path.with_name(f".{self.target.name}.old.{os.getpid()}.tmp")
         if self.target.exists() and not self.replace:
             shutil.rmtree(self.path)

@@ -29,6 +29,7 @@ from model import Embedding, Transformer, rope_table
 MODES = ("int8", "int4", "int4-gptq")
 FORMATS = ("int8", "int4", "none")
 GROUPSIZES = (0, 32, 64, 128)
+PACKED_AT_ONCE = 1 << 20  # weights, of which there are a handful of float32 copies meanwhile
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,12 @@ def pack_nibbles(q: Tensor) -> Tensor:
 
 
 PACK = {"int8": pack_int8, "int4": pack_int4}
+
+
+def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
+    """The same by blocks of rows, so that little more than w itself is ever in memory."""
+    parts = [PACK[format](rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 # ---------------------------------------------------------------- GPTQ
@@ -343,7 +350,7 @@ def quantize_checkpoint(
                 writer.add(name, tensor)
                 continue
             try:
-                packed = gptq_packed.pop(module, None) or PACK[format](tensor, quantization.groupsize)
+                packed = gptq_packed.pop(module, None) or pack(tensor, format, quantization.groupsize)
             except ValueError as error:
                 raise ck.UserError(f"{path}: {name} {error}") from None
             for part, value in packed.items():

@@ -127,19 +127,38 @@ def test_loading_holds_little_besides_the_weights(tmp_path):
 
 
 def test_writer_leaves_nothing_after_an_error(tmp_path, monkeypatch):
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(checkpoint.Shard):
+        def close(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
         raise ZeroDivisionError
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "Shard", Full)
     why = "cannot write .*No space left on device; nothing was left"
     with pytest.raises(UserError, match=why), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot write to /proc"), Writer("/proc/nowhere/out"):
         pass
+
+
+def test_shards_are_plain_safetensors_files(tmp_path, monkeypatch):
+    """By the library: odd sizes, empty and scalar tensors, not contiguous ones, a header that fills its room."""
+    tensors = {f"t{i}": torch.randn(i % 7, 3).to(dtype) for i, dtype in enumerate(list(checkpoint.STORED)[:3] * 9)}
+    tensors |= {"bytes": torch.arange(7, dtype=torch.uint8), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 5)}
+    tensors |= {"turned": torch.randn(5, 6).t(), "signed": torch.tensor([[-3, 127]], dtype=torch.int8)}
+    for room in (checkpoint.Shard.ROOM, 600):
+        monkeypatch.setattr(checkpoint.Shard, "ROOM", room)
+        with Writer(tmp_path / "out", replace=True) as writer:
+            writer.add_config(Config(1, 1, 1, 2, 2, 2, 2, 2))
+            for name, tensor in tensors.items():
+                writer.add(name, tensor)
+        files = list((tmp_path / "out").glob("*.safetensors"))
+        found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        assert found.keys() == tensors.keys() and len(files) == (1 if room > 600 else len(writer.shards)) and files
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
 
 
 def test_writer_replaces_only_its_own_kind(tmp_path):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import UserError, empty_model, load_model, read_config, read_quantization
+from checkpoint import UserError, Writer, empty_model, load_model, read_config, read_quantization
 from generate import compiled_steps, generate
 from kernels import unpack_int4, unpack_int8
+from model import Config
 from quantize import Quantization, matrices, pack_int4, pack_int8, quantize_checkpoint
 from report import roofline, weight_bytes
 from sampling import Sampling
@@ -241,6 +242,41 @@ def test_the_command(tiny, tmp_path):
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(tmp_path / "x-int4-g32"), "--json"]
     said = subprocess.run([*command, "--prompt_ids", "5,6,7"], capture_output=True, text=True)
     assert len(json.loads(said.stdout)["samples"][0]["token_ids"]) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_quantizing_and_loading_hold_little(tmp_path, mode):
+    """330 MB of bfloat16 in 12 layers: quantizing peaks near one layer's 24 MB, and loading near what is loaded."""
+    config = Config(12, 16, 4, 64, 1024, 2800, 16_000, 64)
+    with Writer(tmp_path / "big") as writer:
+        writer.add_config(config)
+        for name, tensor in empty_model(config).state_dict().items():
+            writer.add(name, torch.randn(tensor.shape).bfloat16())
+    code = """if True:
+        import sys, torch
+        from pathlib import Path
+        from checkpoint import empty_model, load_model, read_config
+        from quantize import Quantization, quantize_checkpoint
+        from report import peak_memory
+        source, mode, task = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+        empty_model(read_config(source))  # for which torch imports much more of itself
+        before = peak_memory(torch.device("cpu"))
+        if task == "quantize":
+            quantize_checkpoint(source, source.with_name("q"), Quantization(mode, 32, "int8"))
+        else:
+            model = load_model(source.with_name("q"))
+        print(peak_memory(torch.device("cpu")) - before)"""
+    grown = {}
+    for task in ("quantize", "load"):
+        command = [sys.executable, "-c", code, str(tmp_path / "big"), mode, task]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        grown[task] = int(done.stdout)
+    layer, largest, whole = 24e6, 33e6, 330e6
+    assert (tmp_path / "big" / "model.safetensors").stat().st_size > whole
+    assert grown["quantize"] < 2 * largest + 2 * layer + 30e6  # a file's pages count while they are copied
+    assert grown["load"] < (tmp_path / "q" / "model.safetensors").stat().st_size + 2 * largest + 30e6 < whole
 
 
 # ---------------------------------------------------------------- GPTQ

@@ -17,6 +17,7 @@ A step that fails is left out, with the line it said.
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -28,15 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from decode import ROOT, SHORT_PROMPT, circumstances
 
 from checkpoint import ArgumentParser, UserError, read_json, run_command
-from convert_hf_checkpoint import DEFAULT_NAME
+from convert_hf_checkpoint import DEFAULT_NAME, ensure_checkpoint
 from generate import choose_device, number
+from quantize import Quantization, quantize_checkpoint
 from terminal import say
 
-STEPS = {  # name: (what it changes, the flags of generate.py)
+STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkpoint
     "float32 eager": ("plain PyTorch, 4 bytes a weight", "--dtype float32"),
     "bf16 eager": ("2 bytes a weight: half as many to read", "--dtype bfloat16"),
     "compiled decode": ("the whole decode step is one graph", "--dtype bfloat16 --compile"),
     "compiled prefill": ("and prefill another", "--dtype bfloat16 --compile --compile_prefill"),
+    "int8": ("1 byte a weight", "--checkpoint_path {}-int8-g32 --compile --compile_prefill"),
+    "int4": ("half a byte a weight, 1 in the head", "--checkpoint_path {}-int4-g32 --compile --compile_prefill"),
 }
 SAMPLES = 4  # in each run of generate.py
 NO_CHART = "the chart needs matplotlib: pip install -r requirements-bench.txt; then --draw JSON makes it"
@@ -51,7 +55,7 @@ def run_generate(args, flags: str, prompt: int, new: int) -> dict:
     command += [str(new), "--num_samples", str(SAMPLES), "--ignore_eos", "--temperature", "0", "--json"]
     for name in ("checkpoint_path", "device"):
         if (value := getattr(args, name)) is not None:
-            command += [f"--{name}", value]
+            command += [f"--{name}", str(value)]
     done = subprocess.run(command + shlex.split(flags), capture_output=True, text=True)  # kills it on Ctrl-C
     if done.returncode < 0:
         raise UserError(f"generate.py was ended by signal {-done.returncode} (9: too little memory)")
@@ -67,9 +71,21 @@ def run_generate(args, flags: str, prompt: int, new: int) -> dict:
     return result
 
 
+def quantized(checkpoint_path: str | None, flags: str) -> str:
+    """The checkpoint of which `flags` name a quantized twin, which is made where it is missing (quantize.py)."""
+    source = ensure_checkpoint(checkpoint_path)
+    mode = re.search(r"\{\}-(\w+)-g32", flags)[1]
+    if not (out := source.with_name(f"{source.name}-{mode}-g32")).exists():
+        say(f"quantizing to {out.name}")
+        quantize_checkpoint(source, out, Quantization(mode, 32, "int8"))
+    return str(source)
+
+
 def run_step(args, name: str) -> dict:
     """One round of a step: both of its runs."""
     _, flags = STEPS[name]
+    if "{}" in flags:
+        flags = flags.format(shlex.quote(quantized(args.checkpoint_path, flags)))
     decode = run_generate(args, flags, SHORT_PROMPT, args.new_tokens + 1)  # prefill makes one of them
     prefill = run_generate(args, flags, args.prompt_tokens, 1)
     all_s = SAMPLES * args.prompt_tokens / prefill["prefill_tokens_per_s"]

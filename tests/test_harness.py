@@ -163,7 +163,10 @@ def test_the_command(both, task_files, tmp_path):
         command = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint_path", str(both[2]), *args]
         return subprocess.run(command, capture_output=True, text=True)
 
-    done = run("--json", "--dtype", "float32", "--limit", "5", "--tasks", *task_files)
+    (tmp_path / "helper.py").write_text("import evaluate\nkeep = evaluate.load and (lambda data: data)\n")
+    (tmp_path / "local.yaml").write_text(f"include: {task_files[0]}\nprocess_docs: !function helper.keep\n")
+    done = run("--json", "--dtype", "float32", "--limit", "5", "--tasks", str(tmp_path / "local.yaml"), *task_files[1:])
+    assert done.returncode == 0, done.stderr
     tasks = json.loads(done.stdout)["tasks"]
     assert tasks["local_choice"]["acc"] in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0) and len(tasks) == 3
     for args, why in (

@@ -42,16 +42,25 @@ def one_round(decode, prefill, compile_s=0.0):
 @pytest.mark.slow
 def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ladder.STEPS, "broken", ("nothing", "--dtype int3"))
+    monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "--checkpoint_path {}-int8-g32"))
     checkpoint, out = tiny("llama-mha")[2], tmp_path / "new" / "out.json"
     arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4, "--device", "cpu"]
-    arguments += ["--steps", "broken", "bf16 eager", "float32 eager"]  # in the table's order, whatever is said here
+    arguments += [
+        "--steps",
+        "broken",
+        "eager int8",
+        "bf16 eager",
+        "float32 eager",
+    ]  # not the table's order
     assert main(monkeypatch, f"--checkpoint_path={checkpoint}", "--out", out, *arguments) == 0
     stdout, stderr = capsys.readouterr()
     result = json.loads(out.read_text())
 
-    assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager"]
-    first, second = result["steps"]
-    for row in (first, second):
+    assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager", "eager int8"]
+    first, second, third = result["steps"]
+    assert (checkpoint.parent / f"{checkpoint.name}-int8-g32" / "config.json").exists()
+    assert third["weight_bytes_per_token"] < 0.6 * second["weight_bytes_per_token"]
+    for row in (first, second, third):
         [of_round] = row["rounds"]
         assert min(row[rate] for rate in RATES) > 0 and row["peak_memory_bytes"] > 1e7 and row["compile_s"] == 0
         assert {key: row[key] for key in of_round} == of_round
@@ -148,7 +157,7 @@ def test_turns_and_steps_that_fail_late(monkeypatch):
 
     monkeypatch.setattr(ladder, "run_step", run_step)
     monkeypatch.setattr(sys, "argv", ["ladder.py", "--rounds", "3"])
-    a, b, c, d = names = list(ladder.STEPS)
+    a, b, c, d = names = list(ladder.STEPS)[:4]
     rounds, left_out = ladder.take_turns(ladder.parse_arguments(), names)
     assert went == [a, b, c, d, b, c, d, a, c, d, a]
     assert rounds == {a: [1, 8, 11], c: [3, 6, 9], d: [4, 7, 10]} and left_out == {b: "too little memory"}

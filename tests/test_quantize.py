@@ -1,6 +1,7 @@
 """Packing and its inverse, the quantized layers, whole models of every family, and the command."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def plain_twin(directory):
 
 
 def greedy(model, prompts, n, steps=None):
-    model.setup_caches(len(prompts), 256)
+    model.setup_caches(len(prompts), 320)
     return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n, steps=steps)]
 
 
@@ -163,6 +164,17 @@ def test_a_quantized_model_says_what_its_unpacked_weights_say(tiny, tmp_path, na
     assert found["flops_per_token"] == roofline(model.config, 1e9, torch.float32, 5, 2)["flops_per_token"]
     stored = sum(t.nbytes for t in load_file(tmp_path / "q" / "model.safetensors").values())
     assert stored == sum(t.nbytes for t in model.state_dict().values()), "tied: one table, on disk and in memory"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode, groupsize, head", [("int8", 32, "int8"), ("int4", 32, "int8"), ("int4", 128, "int4")])
+def test_the_default_model_says_what_its_unpacked_weights_say(default_checkpoint, tmp_path, mode, groupsize, head):
+    """32 prompts, 64 tokens each."""
+    quantize_checkpoint(default_checkpoint, tmp_path / "q", Quantization(mode, groupsize, head))
+    model, twin = load_model(tmp_path / "q", dtype=torch.float32), plain_twin(tmp_path / "q")
+    prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=groupsize)
+    for start in (0, 8, 16, 24):
+        assert greedy(model, prompts[start : start + 8], 64) == greedy(twin, prompts[start : start + 8], 64)
 
 
 @pytest.mark.slow
@@ -226,9 +238,9 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
 def test_the_command(tiny, tmp_path):
     shutil.copytree(tiny("llama-gqa-biased")[2], tmp_path / "x")
 
-    def run(*args):
+    def run(*args, **options):
         command = [sys.executable, str(ROOT / "quantize.py"), "--checkpoint_path", str(tmp_path / "x"), *args]
-        return subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, text=True, **options)
 
     done = run("--mode", "int4")
     assert done.stdout.strip() == str(tmp_path / "x-int4-g32") and done.returncode == 0
@@ -239,6 +251,12 @@ def test_the_command(tiny, tmp_path):
     for args in (["--mode", "int5"], ["--mode", "int8", "--groupsize", "48"], ["--mode", "int8", "--groupsize", "64"]):
         bad = run(*args)
         assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (270_000, 270_000))}  # as of a full disk
+    for args in (["--mode", "int8"], ["--mode", "int4-gptq", "--calibration_file", tmp_path / "none"]):
+        bad = run(*map(str, args), **small)
+        assert bad.returncode == 2 and len(bad.stderr.splitlines()) <= 2, bad.stderr
+        assert "nothing was left behind" in bad.stderr or "--calibration_file" in bad.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "x-int4-g32"}
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(tmp_path / "x-int4-g32"), "--json"]
     said = subprocess.run([*command, "--prompt_ids", "5,6,7"], capture_output=True, text=True)
     assert len(json.loads(said.stdout)["samples"][0]["token_ids"]) == 200

@@ -134,7 +134,8 @@ class Session:
         """A turn in a line."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
-        line = f"{turn.new_tokens} tokens{rate(turn.timing.decode_tokens, turn.timing.decode_s)}"
+        line = f"{turn.new_tokens} token" + "s" * (turn.new_tokens > 1)
+        line += rate(turn.timing.decode_tokens, turn.timing.decode_s)
         line += f"; {turn.prompt_tokens - turn.kept} read, {turn.kept} kept"
         used = turn.prompt_tokens + turn.new_tokens - 1
         line += f"; context {used} of {self.context}"

@@ -254,19 +254,27 @@ def hf_fields(family: str, fields: "Fields") -> dict:
 
 def bloom_fields(fields: "Fields") -> dict:
     """Config's fields of a BLOOM. Its context is what it was trained on; ALiBi has no table that would end there."""
-    H, D = fields.take("n_head", None) or fields.take("num_attention_heads"), fields.take("hidden_size", None)
-    D = fields.take("n_embed", None) or D or fields.take("hidden_size")
+
+    def either(*names):
+        """The fields of two names that later and earlier configs have for one thing."""
+        values = [value for name in names if (value := fields.take(name, None)) is not None]
+        if any(value != values[0] for value in values):
+            fields.refuse(names[0], f"and {names[1]} = {values[1]!r} are not the same")
+        return values[0] if values else fields.take(names[-1])
+
+    H, D = either("n_head", "num_attention_heads"), either("n_embed", "hidden_size")
+    context = fields.take("seq_length", None)
     if fields.take("n_inner", None) not in (None, 4 * D):
         fields.refuse("n_inner", f"is not 4 x {D}, which transformers takes in its place")
     return {
-        "n_layer": fields.take("n_layer", None) or fields.take("num_hidden_layers"),
+        "n_layer": either("n_layer", "num_hidden_layers"),
         "n_head": H,
         "n_kv_head": H,
         "head_dim": D // H,
         "dim": D,
         "hidden_dim": 4 * D,
         "vocab_size": fields.take("vocab_size"),
-        "max_seq_length": fields.take("seq_length", None) or 2048,
+        "max_seq_length": 2048 if context is None else context,
         "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
         "tied_embeddings": fields.flag("tie_word_embeddings", True),
         "norm": "layer",
@@ -525,12 +533,15 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     ends += [token_id(text("eos_token"))]  # which the makers of a chat model may have changed here only
+    for i in (bos, *ends):
+        if i is not None and (type(i) is not int or i < 0):
+            raise ValueError(f"{i!r} is no token id (bos_token_id, eos_token_id; also in generation_config.json)")
     texts = {i: token for token, i in tokens.items()}
     named = {"bos_token": texts.get(bos), "eos_token": texts.get(ends[0])}  # where no file says
     named |= {f"{name}_token": text(f"{name}_token") for name in NAMED_TOKENS if f"{name}_token" in settings}
     return {
-        "bos_token_id": None if bos is None else int(bos),
-        "eos_token_ids": list(dict.fromkeys(int(end) for end in ends if end is not None)),
+        "bos_token_id": bos,
+        "eos_token_ids": list(dict.fromkeys(end for end in ends if end is not None)),
         "add_bos_token": add_bos,
         **named,
         "special_tokens": tokens,

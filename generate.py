@@ -290,6 +290,8 @@ def parse_arguments(argv=None):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
+    if args.roofline is not None and (args.profile or args.interactive):
+        raise UserError("--roofline runs nothing: no --profile, no --interactive")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
         if args.json or args.profile or any(batch):
@@ -475,6 +477,8 @@ def main():
 
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
     config, quantization, tokenizer = read_config(directory), read_quantization(directory), Tokenizer(directory)
+    if args.stop and tokenizer.vocabulary is None:
+        raise UserError(f"--stop is about text, and {directory} has no tokenizer")
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
     prompts = [[0]] if unknown else read_prompts(args, tokenizer, template, config)

@@ -33,16 +33,9 @@ def test_generate_commands_parse(command, capsys):
         offered = set(re.findall(r"^  (--\w+)", shown, re.M))
         assert offered == set(re.findall(r"--\w+", shown)) - {"--help"}, "--help names no option that there is not"
         named = set(re.findall(r"(?<![\w-])--\w+", README)) - {"--help"}
-        others = {
-            "--mode",
-            "--groupsize",
-            "--head",
-            "--calibration_file",
-            "--text",
-            "--reference_checkpoint_path",
-            "--out",
-        }
-        others |= {"--llama_bench", "--gguf", "--random", "--bandwidth", "--devices"}  # of the other programs
+        programs = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "compare_hf.py"]
+        programs = [path.read_text() for path in programs if path.name not in ("generate.py", "tp.py")]
+        others = {flag for text in programs for flag in re.findall(r'(?:add|add_argument)\("(--\w+)"', text)} - offered
         assert named - others == offered, "README.md and --help should name the same options"
     else:
         parse_arguments(arguments)
@@ -57,6 +50,6 @@ def test_families_and_commands_are_the_programs():
 
 
 def test_requirements_pin_what_they_name():
-    for name in ("requirements.txt", "requirements-dev.txt", "requirements-bench.txt"):
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-bench.txt", "requirements-eval.txt"):
         lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
         assert all("==" in line or line.startswith("-r ") for line in lines if line)

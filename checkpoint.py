@@ -196,10 +196,13 @@ def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization 
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
-def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transformer:
+def load_model(
+    directory: Path, device="cpu", dtype=torch.bfloat16, kernels: str = "auto", exact_activations: bool = False
+) -> Transformer:
     """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
 
-    What is not quantized gets `dtype`, in which the model then computes.
+    What is not quantized gets `dtype`, in which the model then computes. kernels: "auto" for our own where they can
+    run, "torch" for plain torch. exact_activations: not quantized on their way into quantized layers.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -225,6 +228,11 @@ def load_model(directory: Path, device="cpu", dtype=torch.bfloat16) -> Transform
             weights[name] = tensor.to(device=device, dtype=kinds[name])
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
+    del weights, tensor
+    if kernels == "auto":
+        from kernels_cpu import install
+
+        install(model, exact_activations)
     return model.eval()
 
 

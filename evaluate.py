@@ -85,6 +85,9 @@ def parse_arguments():
     add("--chat", action="store_true", help="set the tasks in the model's chat template")
     add("--device", help="cpu, cuda ...; without it the fastest there is")
     add("--dtype", choices=DTYPES, default="bfloat16", help="in which to compute (bfloat16)")
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
+    exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
+    add("--exact_activations", action="store_true", help=exact)
     add("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
     if not args.text and not args.tasks:
@@ -141,7 +144,7 @@ def on_text(args, directory: Path) -> dict:
     for directory, config in zip(directories, configs):
         slots = (length + 8) * (SIDE_BY_SIDE if args.path == "decode" else 1)
         check_memory(config, args.device, dtype, slots, read_quantization(directory))
-        models.append(load_model(directory, args.device, dtype))
+        models.append(load_model(directory, args.device, dtype, args.kernels, args.exact_activations))
     return evaluate(models, tokenizer, ids, length, stride, args.path)
 
 
@@ -155,7 +158,7 @@ def on_tasks(args, directory: Path) -> dict:
         raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
     tokenizer = Tokenizer(directory)
     template = ChatTemplate(directory, tokenizer) if args.chat else None
-    model = load_model(directory, args.device, DTYPES[args.dtype])
+    model = load_model(directory, args.device, DTYPES[args.dtype], args.kernels, args.exact_activations)
     return run_tasks(
         HarnessModel(model, tokenizer, args.batch_size, template), args.tasks, args.num_fewshot, args.limit, args.chat
     )

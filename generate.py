@@ -276,6 +276,9 @@ def parse_arguments(argv=None):
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
     length = "positions of the cache; without it what is needed, rounded up (--interactive: up to 8192)"
     add("--max_seq_length", type=count, help=length)
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
+    exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
+    add("--exact_activations", action="store_true", help=exact)
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
@@ -488,7 +491,7 @@ def main():
     stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
 
     start = time.perf_counter()
-    model = load_model(directory, device, dtype)
+    model = load_model(directory, device, dtype, args.kernels, args.exact_activations)
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
     if args.roofline is not None:

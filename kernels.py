@@ -95,14 +95,25 @@ BLOCK = 1 << 22  # weights that are unpacked at once: what is written is still i
 
 def unpack_int8(weight, scales, groupsize):
     """weight int8 (...,K), scales float16 (...,G) -> q * scale, (...,K) float32."""
-    return weight.float() * spread(scales, groupsize, weight.shape[-1])
+    return unpack_levels(weight, scales, None, groupsize)
 
 
 def unpack_int4(packed, scales, mins, groupsize, K):
     """packed uint8 (...,ceil(K/2)), scales and mins float16 (...,G) -> q * scale + min, (...,K) float32."""
-    q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)  # the low nibble is the even column
-    q = q if q.shape[-1] == K else q[..., :K]
-    return q.float() * spread(scales, groupsize, K) + spread(mins, groupsize, K)
+    return unpack_levels(unpack_nibbles(packed, K), scales, mins, groupsize)
+
+
+def unpack_nibbles(packed, K):
+    """uint8 (...,ceil(K/2)) -> uint8 (...,K) of 0..15; the low nibble is the even column."""
+    q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return q if q.shape[-1] == K else q[..., :K]
+
+
+def unpack_levels(q, scales, mins, groupsize):
+    """Levels q (...,K), scales (...,G), mins (...,G) or None -> q * scale + min, (...,K) float32."""
+    K = q.shape[-1]
+    w = q.float() * spread(scales, groupsize, K)
+    return w if mins is None else w + spread(mins, groupsize, K)
 
 
 def spread(numbers, groupsize, K):

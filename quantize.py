@@ -367,7 +367,7 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
     from tokenizer import Tokenizer
 
     ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
-    model, packed = ck.load_model(source, dtype=torch.bfloat16), {}
+    model, packed = ck.load_model(source, dtype=torch.bfloat16, kernels="torch"), {}
     say("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, Tokenizer(source), calibration_file)
 

@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import generate
+import kernels_cpu
 from checkpoint import ArgumentParser, UserError, check_memory, empty_model, is_ours, load_model, run_command
 from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
 from generate import Steps, compiled_steps
@@ -251,6 +252,7 @@ def random_model(config: Config, slots: int, device: torch.device):
     """A model of random bf16 weights with random numbers in its caches, which is as fast as any other."""
     check_memory(config, device, BF16, slots + 8)
     model = empty_model(config).to(BF16).to_empty(device=device).eval()
+    kernels_cpu.install(model)
     for weight in model.state_dict().values():
         weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)  # vectors are the norms'
     model.setup_caches(1, slots)

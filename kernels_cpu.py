@@ -1,0 +1,234 @@
+"""The C++ kernels of kernels.cpp, in place of a model's torch operations, on CPUs that have AVX-512.
+
+Read down: `install`, which walks a loaded model and swaps its layers; the layers; how weights are packed for the
+kernels; the build, which happens at first use. What each operation computes is said in kernels.py.
+
+Decoding a few rows is bound by reading weights. torch's own products for one row reach a part of the memory's
+bandwidth; these come near all of it, and give each row the same bits however many rows there are and whatever the
+number of threads. A prefill (more than 16 new tokens a row) of weights that are not quantized is torch's own again.
+
+Quantized weights meet activations that are quantized too, to 8 bits in groups of 32 columns, as in llama.cpp, so that
+products are sums of integers; with exact activations, and always in float32, they are unpacked in registers instead.
+Many rows at once go the same way, with the same bits.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import unpack_levels, unpack_nibbles
+from model import Embedding, Transformer
+from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
+from terminal import Waiting, say
+
+SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
+FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
+LANES, GROUP = 16, 32  # rows of a packed block; columns of a group
+
+# ---------------------------------------------------------------- into a model
+
+
+def install(model: Transformer, exact_activations: bool = False) -> bool:
+    """Swap the model's layers for ones that call the kernels; False, and nothing changed, where these cannot run.
+
+    The weights of quantized layers are packed anew, one layer at a time.
+    """
+    if model.norm.weight.device.type != "cpu" or not load_kernels():
+        return False
+    for name in [name for name, module in model.named_modules() if type(module) in LAYERS]:
+        module = model.get_submodule(name)
+        packed = [exact_activations] if isinstance(module, (Int8Linear, Int4Linear)) else []
+        model.set_submodule(name, LAYERS[type(module)](module, *packed))
+    return True
+
+
+class FastLinear(nn.Module):
+    """nn.Linear's."""
+
+    def __init__(self, plain: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = plain.weight, plain.bias
+
+    def forward(self, x: Tensor):
+        return torch.ops.fastpath.linear(x, self.weight, self.bias)
+
+
+class FastEmbedding(nn.Module):
+    """A table, and where the output head is tied to it, that."""
+
+    def __init__(self, plain: Embedding):
+        super().__init__()
+        self.weight = plain.weight
+
+    def forward(self, tokens: Tensor):
+        return F.embedding(tokens, self.weight)
+
+    def logits(self, x: Tensor):
+        return torch.ops.fastpath.linear(x, self.weight, None)
+
+
+class FastRMSNorm(nn.Module):
+    def __init__(self, plain: nn.RMSNorm):
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor):
+        return torch.ops.fastpath.rms_norm(x, self.weight, self.eps)
+
+
+class FastLayerNorm(nn.Module):
+    def __init__(self, plain: nn.LayerNorm):
+        super().__init__()
+        self.weight, self.bias, self.eps = plain.weight, plain.bias, plain.eps
+
+    def forward(self, x: Tensor):
+        return torch.ops.fastpath.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class PackedLinear(nn.Module):
+    """A quantized layer with its weights in the kernels' order."""
+
+    def __init__(self, plain: Int8Linear | Int4Linear, exact: bool):
+        super().__init__()
+        self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
+        self.exact = exact
+        is_int8 = isinstance(plain, Int8Linear)
+        self.register_buffer(
+            "weight", pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, self.in_features)
+        )
+        self.register_buffer("scales", pack_groups(plain.scales))
+        self.register_buffer("mins", None if is_int8 else pack_groups(plain.mins))
+        self.register_buffer("bias", plain.bias)
+
+    def forward(self, x: Tensor):
+        rest = self.groupsize, self.bias, self.out_features, self.exact
+        if self.mins is None:
+            return torch.ops.fastpath.linear_int8(x, self.weight, self.scales, *rest)
+        return torch.ops.fastpath.linear_int4(x, self.weight, self.scales, self.mins, *rest)
+
+
+class PackedEmbedding(PackedLinear):
+    """The same, looked up by rows; one tensor for both."""
+
+    logits = PackedLinear.forward
+
+    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
+        block, lane = tokens // LANES, tokens % LANES
+        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32) or nibbles in half as many bytes
+        if self.mins is None:
+            q, mins = q.view(torch.int8) ^ -128, None
+        else:
+            q = torch.stack([q.unflatten(-1, (-1, GROUP // 2)) & 15, q.unflatten(-1, (-1, GROUP // 2)) >> 4], -2)
+            q, mins = q.flatten(-3), self.mins[block, :, lane]
+        return unpack_levels(q[..., : self.in_features], self.scales[block, :, lane], mins, self.groupsize)
+
+
+LAYERS = {nn.Linear: FastLinear, Embedding: FastEmbedding, nn.RMSNorm: FastRMSNorm, nn.LayerNorm: FastLayerNorm}
+LAYERS |= {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
+LAYERS |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
+
+# ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
+
+
+def fill_up(x: Tensor, rows: int, columns: int) -> Tensor:
+    """(N,K) with zeros up to multiples of these."""
+    return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """int8 (N,K) to uint8 (Nb,Kb,8,16,4)."""
+    q = fill_up(weight, LANES, GROUP).view(torch.uint8) ^ 128  # + 128, without its sign
+    return q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def pack_int4(packed: Tensor, K: int) -> Tensor:
+    """uint8 (N,ceil(K/2)), the low nibble the even column, to uint8 (Nb,Kb,4,16,4)."""
+    q = fill_up(unpack_nibbles(packed, K), LANES, GROUP)
+    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # halves of a group, then j, then c
+    return (q[:, :, :, 0] | q[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def pack_groups(numbers: Tensor) -> Tensor:
+    """float16 (N,G) to (Nb,G,16)."""
+    return fill_up(numbers, LANES, 1).view(-1, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
+
+
+# ---------------------------------------------------------------- the build
+
+
+@cache
+def load_kernels() -> bool:
+    """Build the kernels where that was not done before, and load them; False, after a line that says why, if not."""
+    if not all(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512", "avx512_bf16", "vnni")):
+        return False  # nothing to say: this machine has no use for them
+    compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
+    if compiler is None:
+        say("no C++ compiler (g++, clang++ or CXX=...): the CPU kernels are not built, torch's own operations serve")
+        return False
+    try:
+        torch.ops.load_library(str(build(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        say(f"the CPU kernels cannot be built, torch's own operations serve: {str(error).strip().splitlines()[-1]}")
+        return False
+    declare()
+    return True
+
+
+def build(compiler: str) -> Path:
+    """The library made from kernels.cpp, cached; processes that start together wait for one of them."""
+    home = Path(torch.__file__).parent
+    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith("flags")), "")  # what -march=native stands for
+    key = repr((SOURCE.read_text(), compiler, version, FLAGS, torch.__version__, cpu))
+    name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
+    except OSError:  # no such home, or none to write to: built anew each time
+        folder = Path(tempfile.mkdtemp(prefix="fastpath-"))
+        lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
+    path, temporary = folder / name, folder / f".{name}.{os.getpid()}"
+    with lock:
+        if path.exists():
+            return path
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(temporary), *link]
+            with Waiting("building the CPU kernels", "kernels", "ten seconds or so, once"):
+                done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                temporary.unlink(missing_ok=True)
+                errors = [line for line in done.stderr.splitlines() if "error" in line] or ["the compiler failed"]
+                raise RuntimeError(errors[0])
+            temporary.replace(path)
+    return path
+
+
+def declare():
+    """Tell the compiler the shapes of what the operations return."""
+
+    def shape_of_x(x, *rest):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def with_rows(x, N):
+        return x.new_empty((*x.shape[:-1], N))
+
+    fake = torch.library.register_fake
+    fake("fastpath::linear", lambda x, weight, bias: with_rows(x, weight.shape[0]))
+    fake("fastpath::linear_int8", lambda x, weight, scales, groupsize, bias, N, exact: with_rows(x, N))
+    fake("fastpath::linear_int4", lambda x, weight, scales, mins, groupsize, bias, N, exact: with_rows(x, N))
+    fake("fastpath::rms_norm", shape_of_x)
+    fake("fastpath::layer_norm", shape_of_x)

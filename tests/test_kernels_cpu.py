@@ -1,0 +1,325 @@
+"""The C++ kernels: each against float32 arithmetic, to the bit the same for a row wherever it stands, and the build."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, random_prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_quantize import greedy
+
+import kernels_cpu
+import quantize
+from checkpoint import load_model
+from generate import compiled_steps
+from kernels import unpack_int4, unpack_int8
+from quantize import Quantization, quantize_checkpoint
+
+if not kernels_cpu.load_kernels():
+    pytest.skip("the kernels need AVX-512 with VNNI and BF16, and a C++ compiler", allow_module_level=True)
+
+ops = torch.ops.fastpath
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # rounding of a result, and a little of sums
+EIGHT_BITS = 0.02  # what quantized activations add, as a share of the largest result
+sizes = {"M": st.sampled_from([*range(1, 18), 45]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
+threads = st.integers(1, 3)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """What torch allocates holds NaN, so that an element that is not written shows."""
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
+
+
+def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
+    """Random ones, in storage that begins `offset` elements off any alignment."""
+    count = torch.Size(shape).numel()
+    flat = torch.randn(count + offset, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return flat[offset:].view(shape)
+
+
+def quantized(format, N, K, groupsize, bias, dtype, seed=0):
+    """(the plain layer, the float32 matrix that it stands for)."""
+    packed = quantize.PACK[format](numbers(N, K, seed=seed), groupsize)
+    layer = quantize.LINEAR[format](K, N, bias, groupsize)
+    layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
+    layer.bias = layer.bias.to(dtype) if bias else None
+    size = groupsize or K
+    if format == "int8":
+        return layer, unpack_int8(packed["weight"], packed["scales"], size)
+    return layer, unpack_int4(packed["packed"], packed["scales"], packed["mins"], size, K)
+
+
+def close(found, expected, tolerance):
+    assert found.dtype in DTYPES and found.shape == expected.shape
+    assert (found.float() - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(**sizes, dtype=st.sampled_from(list(DTYPES)), bias=st.booleans(), n=threads, offset=st.integers(0, 3))
+def test_linear(M, N, K, dtype, bias, n, offset):
+    torch.set_num_threads(n)
+    x, w = (numbers(*shape, seed=N, dtype=dtype, offset=offset) for shape in ((M, K), (N, K)))
+    b = numbers(N, seed=K, dtype=dtype) if bias else None
+    close(ops.linear(x, w, b), F.linear(x.float(), w.float(), None if b is None else b.float()), DTYPES[dtype])
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    **sizes, dtype=st.sampled_from(list(DTYPES)), format=st.sampled_from(["int8", "int4"]), n=threads,
+    groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(), exact=st.booleans(), offset=st.integers(0, 3),
+)  # fmt: skip
+def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, offset):
+    torch.set_num_threads(n)
+    layer, matrix = quantized(format, N, K, groupsize if groupsize < K else 0, bias, dtype, seed=N)
+    x = numbers(M, K, seed=K, dtype=dtype, offset=offset)
+    found = kernels_cpu.PackedLinear(layer, exact)(x)
+    expected = F.linear(x.float(), matrix, layer.bias.float() if bias else None)
+    close(found, expected, DTYPES[dtype] + (0 if exact or dtype == torch.float32 else EIGHT_BITS))
+
+
+@settings(max_examples=60, deadline=None)
+@given(M=sizes["M"], D=st.integers(1, 2100), dtype=st.sampled_from(list(DTYPES)), n=threads, offset=st.integers(0, 3))
+def test_norms(M, D, dtype, n, offset):
+    torch.set_num_threads(n)
+    x = numbers(M, D, seed=D, dtype=dtype, offset=offset) * 3 + 1
+    w, b = (numbers(D, seed=i, dtype=dtype, offset=offset) for i in range(2))
+    expected = F.rms_norm(x.float(), (D,), w.float(), 1e-5)
+    close(ops.rms_norm(x, w, 1e-5), expected, DTYPES[dtype])
+    expected = F.layer_norm(x.float(), (D,), w.float(), b.float(), 1e-5)
+    close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * DTYPES[dtype])  # a difference of numbers near each other
+
+
+def every_operation(K, N, dtype):
+    """name -> a function of x (M,K)."""
+    w, b, norm, shift = (numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(N, K), (N,), (K,), (K,)]))
+    found = {
+        "linear": lambda x: ops.linear(x, w, b),
+        "rms_norm": lambda x: ops.rms_norm(x, norm, 1e-5),
+        "layer_norm": lambda x: ops.layer_norm(x, norm, shift, 1e-5),
+    }
+    for format in ("int8", "int4"):
+        for exact in (False, True):
+            found[f"{format} {exact}"] = kernels_cpu.PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K, N", [(45, 37), (2048, 530)])
+def test_a_row_has_the_same_bits_wherever_it_stands(dtype, K, N):
+    """Alone, at any place among any number of rows, with any number of threads."""
+    x = numbers(23, K, dtype=dtype)
+    for name, operation in every_operation(K, N, dtype).items():
+        torch.set_num_threads(1)
+        alone = torch.cat([operation(row[None]) for row in x])
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            for rows in (slice(0, 23), slice(3, 5), slice(1, 8), slice(0, 16), slice(5, 22)):
+                assert torch.equal(operation(x[rows]), alone[rows]), f"{name}, {n} threads, {rows}"
+            batch = x[:21].view(7, 3, K)
+            assert torch.equal(operation(batch).flatten(0, 1), alone[:21]), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(dtype, value):
+    x = numbers(9, 70, dtype=dtype)
+    broken = x.clone()
+    broken[4, 69] = value
+    for name, operation in every_operation(70, 21, dtype).items():
+        found, expected = operation(broken), operation(x)
+        assert not found[4].isfinite().all(), name
+        keep = [0, 1, 2, 3, 5, 6, 7, 8]
+        assert torch.equal(found[keep], expected[keep]), name
+
+
+def test_rows_of_extreme_size():
+    """Zeros, and numbers so small that the inverse of their scale would overflow."""
+    x = torch.stack([torch.zeros(64), torch.full((64,), 1e-38), torch.full((64,), 3e38)]).bfloat16()
+    layer, matrix = quantized("int8", 19, 64, 32, False, torch.bfloat16)
+    layer.scales *= 1e-3
+    found = kernels_cpu.PackedLinear(layer, False)(x).float()
+    assert not found[0].any() and found[1].abs().max() < 1e-35 and found[2].isfinite().all()
+    assert torch.allclose(found[2], (x[2].float() / 1e3) @ matrix.T, rtol=0.05, atol=1e33)
+
+
+def test_levels_that_only_other_programs_write():
+    """GGUF files may have -128, and negative scales."""
+    layer = quantize.Int8Linear(32, 3, False, 32)
+    layer.weight.copy_(torch.tensor([[-128] * 32, [127] * 32, [-128, 127] * 16]))
+    layer.scales.copy_(torch.tensor([[-1.0], [0.5], [2.0]]))
+    x = torch.full((1, 32), 2.0)
+    for exact in (True, False):
+        found = kernels_cpu.PackedLinear(layer, exact)(x.bfloat16()).float()
+        assert torch.allclose(found, torch.tensor([[8192.0, 4064.0, -64.0]]), rtol=0.01)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("N, K, groupsize", [(33, 45, 32), (16, 64, 0), (50, 129, 64)])
+def test_lookup_in_packed_tables(format, N, K, groupsize):
+    plain = quantize.EMBEDDING[format](K, N, False, groupsize)
+    plain.load_state_dict(quantize.PACK[format](numbers(N, K), groupsize))
+    table = kernels_cpu.PackedEmbedding(plain, True)
+    tokens = torch.randint(0, N, (2, 7))
+    assert torch.equal(table(tokens), plain(tokens))
+    x = numbers(2, 3, K)
+    assert torch.allclose(table.logits(x), plain.logits(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    x, w, b = numbers(3, 40, dtype=dtype), numbers(21, 40, dtype=dtype), numbers(21, dtype=dtype)
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(ops.linear, (x, w, b))
+    torch.library.opcheck(ops.linear, (numbers(2, 17, 40, dtype=dtype), w, None))
+    torch.library.opcheck(ops.rms_norm, (x, w[0], 1e-5))
+    torch.library.opcheck(ops.layer_norm, (x, w[0], w[1], 1e-5))
+    for format in ("int8", "int4"):
+        p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
+        tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
+        torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x = numbers(2, 40)
+    p = kernels_cpu.PackedLinear(quantized("int4", 21, 40, 32, False, torch.float32)[0], True)
+    with pytest.raises(RuntimeError, match=r"x is \[2, 40\] .* weight \[3, 41\]"):
+        ops.linear(x, numbers(3, 41), None)
+    with pytest.raises(RuntimeError, match="a vector of 3 .* was expected"):
+        ops.linear(x, numbers(3, 40), numbers(4))
+    with pytest.raises(RuntimeError, match="packed weights of 40 rows and 40 columns were expected"):
+        ops.linear_int4(x, p.weight, p.scales, p.mins, 32, None, 40, True)
+    with pytest.raises(RuntimeError, match="groups of 64 of 40 columns are not 2"):
+        ops.linear_int4(x, p.weight, p.scales, p.mins, 64, None, 21, True)
+
+
+# ---------------------------------------------------------------- in models
+
+MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
+MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
+
+
+@pytest.fixture
+def checkpoint(tiny, tmp_path):
+    def get(name, quantization):
+        if quantization is not None:
+            quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)
+        return tiny(name)[2] if quantization is None else tmp_path / "q"
+
+    return get
+
+
+@pytest.mark.parametrize("name, quantization", MODELS)
+def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
+    directory, prompts = checkpoint(name, quantization), random_prompts((3, 40, 17))
+    models = [load_model(directory, dtype=torch.float32, kernels=kernels) for kernels in ("auto", "torch")]
+    layers = [{type(module) for module in model.modules()} for model in models]
+    assert layers[0] & set(kernels_cpu.LAYERS.values()) and not layers[1] & set(kernels_cpu.LAYERS.values())
+    assert not layers[0] & set(kernels_cpu.LAYERS)
+    assert greedy(models[0], prompts, 24) == greedy(models[1], prompts, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, quantization", MODELS[1:3])
+def test_compiled_equals_eager(checkpoint, name, quantization):
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)
+    model = load_model(checkpoint(name, quantization), dtype=torch.float32)
+    prompts, steps = random_prompts((3, 40, 18)), compiled_steps(decoding=True, prefilling=True)
+    assert greedy(model, prompts, 20, steps) == greedy(model, prompts, 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", [None, Quantization("int8", 32, "int8"), Quantization("int4", 32, "int8")])
+def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_path, quantization):
+    """32 prompts, 64 tokens each, in float32."""
+    torch.use_deterministic_algorithms(False)
+    directory = default_checkpoint
+    if quantization is not None:
+        directory = tmp_path / "q"
+        quantize_checkpoint(default_checkpoint, directory, quantization)
+    models = [load_model(directory, dtype=torch.float32, kernels=kernels) for kernels in ("auto", "torch")]
+    prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=4)
+    for start in range(0, 32, 8):
+        assert greedy(models[0], prompts[start : start + 8], 64) == greedy(models[1], prompts[start : start + 8], 64)
+
+
+# ---------------------------------------------------------------- the build
+
+SAY = "import kernels_cpu, torch; print(kernels_cpu.load_kernels()); print(torch.ops.fastpath.linear)"
+
+
+def start(cache: Path, code: str = SAY, **environment):
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, **pipes)
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_build_once(tmp_path):
+    processes = [start(tmp_path) for _ in range(3)]
+    said = [process.communicate(timeout=300) for process in processes]
+    assert all(out.startswith("True\n") for out, _ in said), said
+    assert sum("building the CPU kernels:" in err for _, err in said) == 1
+    assert len(list((tmp_path / "fastpath").glob("*.so"))) == 1
+    out, err = start(tmp_path).communicate(timeout=300)
+    assert out.startswith("True\n") and err == "", "the next time there is nothing to wait for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment, why",
+    [({"PATH": "/nowhere", "CXX": ""}, "no C++ compiler"), ({"CXX": "false"}, "the CPU kernels cannot be built")],
+)
+def test_without_a_compiler_torch_serves(tiny, tmp_path, environment, why):
+    code = (
+        "import torch; from checkpoint import load_model; m = load_model(%r, dtype=torch.float32); m.setup_caches(1, 9)"
+    )
+    code = code % str(tiny("llama-mha")[2]) + "; print(m(torch.tensor([[5]]), torch.tensor([[0]])).shape)"
+    out, err = start(tmp_path, code, **environment).communicate(timeout=300)
+    assert out == "torch.Size([1, 131])\n" and why in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_under_sanitizers(tmp_path):
+    """Every operation, at sizes whose tails end where their storage does, under ASan and UBSan."""
+    compiler = os.environ.get("CXX") or "g++"
+    code = """if True:
+        import sys, torch
+        import kernels_cpu, quantize
+        kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        assert kernels_cpu.load_kernels()
+        ops = torch.ops.fastpath
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for N, K in ((1, 1), (17, 33), (37, 96), (16, 150), (35, 31)):
+                w, b, norm = torch.randn(N, K).to(dtype), torch.randn(N).to(dtype), torch.randn(K).to(dtype)
+                layers = []
+                for format in ("int8", "int4"):
+                    for size in (0, 32, 64):
+                        plain = quantize.LINEAR[format](K, N, False, size if size < K else 0)
+                        plain.load_state_dict(quantize.PACK[format](w, size if size < K else 0))
+                        plain.bias = b
+                        layers += [kernels_cpu.PackedLinear(plain, exact) for exact in (False, True)]
+                for M in (1, 2, 3, 5, 8, 13, 45):
+                    x = torch.randn(M, K).to(dtype)
+                    ops.linear(x, w, b), ops.rms_norm(x, norm, 1e-5), ops.layer_norm(x, norm, norm, 1e-5)
+                    for layer in layers:
+                        layer(x)
+        print("clean")"""
+    libraries = [
+        subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
+        for name in ("asan", "ubsan")
+    ]
+    options = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    out, err = start(tmp_path, code, **options).communicate(timeout=600)
+    assert out == "clean\n", err[-3000:]

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model import Config, RopeScaling, Transformer
-from quantize import Quantization, swap
+from quantize import Quantization, matrices, swap
 from terminal import progress_bar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -115,9 +115,14 @@ def read_quantization(directory: Path) -> Quantization | None:
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
     try:
-        return None if fields is None else Quantization(**fields)
+        quantization = None if fields is None else Quantization(**fields)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    if quantization is not None and quantization.exceptions:
+        names = [name for name, _ in matrices(empty_model(read_config(directory)))]
+        if unknown := sorted(quantization.exceptions.keys() - set(names)):
+            raise UserError(f"{path}: quantization exceptions name {unknown[0]}, which is no matrix of the model")
+    return quantization
 
 
 def make_config(path: Path, **fields) -> Config:
@@ -196,6 +201,25 @@ def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization 
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
+def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
+    """weight_files, once it is sure that they hold these tensors (on meta; float32 stands for any float), no others."""
+    files = weight_files(directory)
+    if missing := sorted(expected.keys() - files.keys()):
+        raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
+    if unknown := sorted(files.keys() - expected.keys()):
+        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
+    for path in dict.fromkeys(files.values()):
+        for name, entry in safetensors_header(path).items():
+            tensor = expected[name]
+            if tuple(entry["shape"]) != tuple(tensor.shape):
+                shapes = f"{tuple(entry['shape'])}, config.json makes it {tuple(tensor.shape)}"
+                raise UserError(f"{path}: {name} is {shapes}")
+            allowed = ("BF16", "F16", "F32") if tensor.dtype == torch.float32 else (STORED[tensor.dtype],)
+            if entry["dtype"] not in allowed:
+                raise UserError(f"{path}: {name} is {entry['dtype']}, config.json makes it {' or '.join(allowed)}")
+    return files
+
+
 def load_model(
     directory: Path, device="cpu", dtype=torch.bfloat16, kernels: str = "auto", exact_activations: bool = False
 ) -> Transformer:
@@ -207,28 +231,16 @@ def load_model(
     directory = Path(directory)
     quantization = read_quantization(directory)
     model = empty_model(read_config(directory), quantization)
-    state = model.state_dict()
-    expected = {name: tensor.shape for name, tensor in state.items()}
-    files = weight_files(directory)
-    if missing := sorted(expected.keys() - files.keys()):
-        raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
-    if unknown := sorted(files.keys() - expected.keys()):
-        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
-    weights = {}
-    kinds = {name: dtype if tensor.dtype == torch.float32 else tensor.dtype for name, tensor in state.items()}
+    expected = model.state_dict()
+    files, weights = checked_files(directory, expected), {}
     total = weight_bytes(model.config, dtype, quantization)
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, path in files.items():
-            tensor = read_tensor(path, name)
-            if tensor.shape != expected[name]:
-                shapes = f"{tuple(tensor.shape)}, config.json makes it {tuple(expected[name])}"
-                raise UserError(f"{path}: {name} is {shapes}")
-            if tensor.is_floating_point() != kinds[name].is_floating_point:
-                raise UserError(f"{path}: {name} is {tensor.dtype}, config.json makes it {kinds[name]}")
-            weights[name] = tensor.to(device=device, dtype=kinds[name])
+            kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
+            weights[name] = read_tensor(path, name).to(device=device, dtype=kind)
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
-    del weights, tensor
+    del weights
     if kernels == "auto":
         from kernels_cpu import install
 
@@ -319,10 +331,10 @@ class Writer:
     """
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
-        self.target = Path(target)
+        self.target = Path(target).resolve()  # `.` gets a name, a link what it stands for
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
         self.replace = replace  # a checkpoint that is there by now, made by another process perhaps; else it stays
-        self.path = self.target.with_name(f".{self.target.name}.{os.getpid()}.tmp")
+        self.path = self.target.parent / f".{self.target.name}.{os.getpid()}.tmp"
         self.shards: list[Shard] = []  # the last one still open
 
     def __enter__(self):
@@ -388,9 +400,13 @@ class Writer:
         if self.target.exists() and not self.replace:
             shutil.rmtree(self.path)
             return
-        if self.target.exists():
-            self.target.rename(old)
-        self.path.rename(self.target)
+        try:
+            if self.target.exists():
+                self.target.rename(old)
+            self.path.rename(self.target)
+        finally:
+            if old.exists() and not self.target.exists():  # interrupted between the two
+                old.rename(self.target)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -410,8 +426,11 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete what earlier writers of this target left when they were killed outright."""
+    """Delete what earlier writers of this target left when they were killed outright, but put a checkpoint back that
+    one of them had moved out of the way."""
     for path in target.parent.glob(f".{target.name}.*.tmp"):
         process = path.name.split(".")[-2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
+            if path.name.startswith(f".{target.name}.old.") and not target.exists():
+                path.rename(target)
             shutil.rmtree(path, ignore_errors=True)

@@ -45,7 +45,9 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     total = float(sum(numbers["loss"].sum() for numbers in found))
     count = sum(len(numbers["loss"]) for numbers in found)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
-    result = {"perplexity": math.exp(total / count), "bits_per_byte": total / math.log(2) / size, "tokens": count}
+    perplexity = math.exp(total / count) if total / count < 700 else math.inf
+    result = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
+    result["tokens"] = count
     if len(models) == 2:
         result["kl_nats"], result["kl_ci95"] = interval([numbers["kl"] for numbers in found])
         result["top1_agreement"], result["top1_ci95"] = interval([numbers["top1"] for numbers in found])
@@ -94,6 +96,8 @@ def parse_arguments():
         parser.error("give a --text or --tasks to evaluate on")
     if args.reference_checkpoint_path and not args.text:
         parser.error("a --reference_checkpoint_path is compared on a --text")
+    if not args.tasks and (args.chat or args.limit or args.num_fewshot is not None):
+        parser.error("--chat, --limit and --num_fewshot are about --tasks")
     return args
 
 
@@ -108,7 +112,7 @@ def main():
     if args.tasks:
         result["tasks"] = on_tasks(args, directory)
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps(finite(result), allow_nan=False))
         return
     if args.text:
         print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")
@@ -119,6 +123,13 @@ def main():
         print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")
     for task, metrics in result.get("tasks", {}).items():
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+def finite(value):
+    """As JSON can have it: null for what is not a finite number."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def on_text(args, directory: Path) -> dict:

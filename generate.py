@@ -15,6 +15,7 @@ import hashlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Steps:
 
 
 def compiled_steps(decoding: bool, prefilling: bool) -> Steps:
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16; torch 2.13 remarks on it
     return Steps(
         torch.compile(prefill, dynamic=True, fullgraph=True) if prefilling else prefill,
         torch.compile(decode, mode="reduce-overhead", fullgraph=True) if decoding else decode,

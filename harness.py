@@ -44,8 +44,10 @@ def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: i
                 task_manager=manager,
                 log_samples=False,
             )
-        except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:  # no such task, no data set
-            raise UserError(f"--tasks {' '.join(names)}: {first_line(error)}") from error
+        except UserError:
+            raise
+        except Exception as error:  # no such task, no data set, and whatever the code in task files raises
+            raise UserError(f"--tasks {' '.join(names)}: {type(error).__name__}: {first_line(error)}") from error
     return {
         task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
         for task, metrics in found["results"].items()
@@ -98,8 +100,10 @@ class HarnessModel(TemplateLM):
         answers = [None] * len(requests)
         cut = []
         for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise UserError(f"a task scores {len(continuation)} tokens at once, the context is {self.max_length}")
             ids = (context + continuation)[-self.max_length - 1 :]
-            cut.append(Window(ids, max(1, len(ids) - len(continuation))))
+            cut.append(Window(ids, len(ids) - len(continuation)))
         for batch in self.batches([len(window.ids) for window in cut], "scoring"):
             self.model.setup_caches(len(batch), max(len(cut[i].ids) for i in batch))
             for i, found in zip(batch, scores([self.model], [cut[i] for i in batch], "prefill")):
@@ -134,7 +138,10 @@ class HarnessModel(TemplateLM):
             most = settings["max_gen_toks"]
             if most >= self.max_length:
                 raise UserError(f"a task wants {most} tokens, all that the context of {self.max_length} holds")
+            if most < 1 or float(settings.get("temperature") or 0.0) < 0:
+                raise UserError(f"a task wants {most} tokens at a temperature of {settings.get('temperature')}")
             prompts = [self.tok_encode(requests[i].args[0])[most - self.max_length :] for i in group]
+            prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
             for batch in self.batches([len(prompt) + most for prompt in prompts], "generating"):
                 texts = self.continued([prompts[i] for i in batch], settings)
                 for i, text in zip(batch, texts):

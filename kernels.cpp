@@ -20,7 +20,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
-#include <utility>
+#include <type_traits>
 
 namespace {
 
@@ -99,6 +99,7 @@ inline void linear_tile(const T* w, const T* x, const T* bias, T* out, int64_t N
     for (int m = 0; m < MT; m++) xs[m] = S::take(x + m * K + k, left);
 #pragma GCC unroll 8
     for (int n = 0; n < NT; n++) {
+      _mm_prefetch(w + (NT + n) * K + k, _MM_HINT_T0);  // the next tile's: rows are too short for the hardware to guess
       const auto row = S::take(w + n * K + k, left);
 #pragma GCC unroll 8
       for (int m = 0; m < MT; m++) acc[n][m] = S::add(acc[n][m], row, xs[m]);
@@ -307,26 +308,25 @@ template <class T>
 void packed_linear(const Packed& p, const T* x, const T* bias, T* out, int64_t M, int64_t N, int64_t K, bool exact) {
   const int64_t Kp = p.Kb * GROUP;
   const bool alone = M * K < ALONE;
+  const Tensor scratch = at::empty({exact ? 4 * M * Kp : M * (Kp + 8 * p.Kb)}, at::kByte);
+  uint8_t* at = scratch.data_ptr<uint8_t>();
   if (exact) {
-    const Tensor wide = at::empty({M, Kp}, at::kFloat);
-    float* to = wide.data_ptr<float>();
+    float* wide = reinterpret_cast<float*>(at);  // (M,Kp)
     parallel(M, 1, alone, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; m++)
-        for (int64_t k = 0; k < Kp; k += LANES) store(to + m * Kp + k, load(x + m * K + k, first(K - k)), 0xffff);
+        for (int64_t k = 0; k < Kp; k += LANES) store(wide + m * Kp + k, load(x + m * K + k, first(K - k)), 0xffff);
     });
-    return p.mins ? packed_product<true, T, const float*>(p, to, bias, out, M, N)
-                  : packed_product<false, T, const float*>(p, to, bias, out, M, N);
+    return p.mins ? packed_product<true, T, const float*>(p, wide, bias, out, M, N)
+                  : packed_product<false, T, const float*>(p, wide, bias, out, M, N);
   }
-  const Tensor q = at::empty({M, Kp}, at::kChar), scale = at::empty({M, p.Kb}, at::kFloat);
-  const Tensor sum = at::empty({M, p.Kb}, at::kInt);
-  int8_t* q_at = q.data_ptr<int8_t>();
-  float* scale_at = scale.data_ptr<float>();
-  int32_t* sum_at = sum.data_ptr<int32_t>();
+  float* scale = reinterpret_cast<float*>(at);
+  int32_t* sum = reinterpret_cast<int32_t*>(scale + M * p.Kb);
+  int8_t* q = reinterpret_cast<int8_t*>(sum + M * p.Kb);
   parallel(M, 1, alone, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++)
-      quantize_row(x + m * K, K, p.Kb, q_at + m * Kp, scale_at + m * p.Kb, sum_at + m * p.Kb);
+      quantize_row(x + m * K, K, p.Kb, q + m * Kp, scale + m * p.Kb, sum + m * p.Kb);
   });
-  const Quantized quantized{q_at, scale_at, sum_at};
+  const Quantized quantized{q, scale, sum};
   return p.mins ? packed_product<true>(p, quantized, bias, out, M, N)
                 : packed_product<false>(p, quantized, bias, out, M, N);
 }

@@ -43,7 +43,7 @@ class Quantization:
 
     def __post_init__(self):
         for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", FORMATS)):
-            if getattr(self, name) not in known or isinstance(getattr(self, name), bool):
+            if getattr(self, name) not in known or type(getattr(self, name)) is not type(known[0]):
                 raise ValueError(f"quantization {name} must be one of {known}, not {getattr(self, name)!r}")
         if not isinstance(self.exceptions, dict) or not set(self.exceptions.values()) <= set(FORMATS):
             raise ValueError(f"quantization exceptions must name formats of {FORMATS}, not {self.exceptions!r}")
@@ -226,6 +226,10 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
             ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--calibration_file {path} cannot be read: {error}") from None
+        if max(ids, default=0) >= model.config.vocab_size:
+            raise UserError(
+                f"{path}: the tokenizer made id {max(ids)} of it, of {model.config.vocab_size} in the model"
+            )
         if len(ids) < 4 * length:
             raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
         gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
@@ -233,6 +237,8 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     chance = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
     begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
+    if length == 1:
+        return begin
     model.setup_caches(SEQUENCES, length)
     settings = Sampling.make(SEQUENCES, list(range(SEQUENCES)), 1.0, 0)
     return [start + ids for start, (ids, _) in zip(begin, generate(model, begin, settings, length - 1))]
@@ -326,6 +332,8 @@ def quantize_checkpoint(
     config = ck.read_config(source)
     if (before := ck.read_quantization(source)) is not None:
         raise ck.UserError(f"{source} is quantized already ({before.mode}); take the checkpoint that it was made from")
+    if out.resolve() == source.resolve():
+        raise ck.UserError(f"--out {out} is the checkpoint that is to be quantized; name another")
     formats = {name: quantization.format(name) for name, _ in matrices(ck.empty_model(config))}
     least = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
     if quantization.groupsize > least:
@@ -333,7 +341,7 @@ def quantize_checkpoint(
             f"--groupsize {quantization.groupsize} is more than the {least} columns of the smallest matrix"
         )
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
-    files = ck.weight_files(source)
+    files = ck.checked_files(source, ck.empty_model(config).state_dict())
     total = sum(path.stat().st_size for path in set(files.values()))
     gptq_packed = {}
     if quantization.mode == "int4-gptq":
@@ -343,6 +351,8 @@ def quantize_checkpoint(
         for name, path in files.items():
             tensor = ck.read_tensor(path, name)
             bar.update(tensor.nbytes)
+            if not torch.isfinite(tensor).all():
+                raise ck.UserError(f"{path}: {name} holds NaN or infinity")
             module, _, kind = name.rpartition(".")
             format = formats.get(module, "none") if kind == "weight" else "none"
             if format == "none":
@@ -380,6 +390,8 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
         gptq(model, sequences, groupsize, formats, done)
     except ValueError as error:
         raise ck.UserError(f"{source}: a matrix of the model {error}") from None
+    except torch.linalg.LinAlgError:
+        raise ck.UserError(f"{source}: the model's activations are not finite, or too large, on this text") from None
     return packed
 
 
@@ -411,6 +423,7 @@ def main():
     quantization = Quantization(args.mode, args.groupsize, args.head)
     group = f"g{args.groupsize}" if args.groupsize else "channel"
     head = "" if args.head == "int8" else f"-head-{args.head}"
+    source = source.resolve()
     out = args.out or source.with_name(f"{source.name}-{args.mode}-{group}{head}")
     say(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
     print(out)

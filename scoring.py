@@ -66,13 +66,14 @@ def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterato
     for i, window in enumerate(batch):
         targets = torch.tensor(window.ids[window.first :], device=states[0][i].device)
         parts = []
-        for at in range(0, len(targets), ROWS):
+        for at in range(0, max(1, len(targets)), ROWS):
             place = slice(window.first - 1 + at, min(window.first - 1 + at + ROWS, len(window.ids) - 1))
             logs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
             target, top = targets[at : at + ROWS], logs[0].argmax(1)
             found = {"loss": -logs[0].gather(1, target[:, None])[:, 0], "greedy": top == target}
             if len(models) == 2:
-                found["kl"] = (logs[1].exp() * (logs[1] - logs[0])).nan_to_num(0.0).sum(1)
+                p = logs[1].exp()
+                found["kl"] = torch.where(p == 0, 0, p * (logs[1] - logs[0])).sum(1)  # 0 log 0 is 0
                 found["top1"] = top == logs[1].argmax(1)
             parts.append({name: numbers.double().cpu() for name, numbers in found.items()})
         yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

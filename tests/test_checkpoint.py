@@ -2,9 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +171,54 @@ def test_writer_replaces_only_its_own_kind(tmp_path):
         with pytest.raises(UserError, match="is not a checkpoint directory"), Writer(tmp_path / name):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_a_checkpoint_that_was_moved_out_of_the_way_comes_back(tmp_path, monkeypatch):
+    """Interrupted between the two renames, by an exception or by the end of the process."""
+    config = Config(1, 1, 1, 2, 2, 2, 2, 2)
+
+    def write(value):
+        with Writer(tmp_path / "out") as writer:
+            writer.add_config(config)
+            writer.add("x", torch.full((1,), value))
+
+    def there():
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        return load_file(tmp_path / "out" / "model.safetensors")["x"].item()
+
+    write(1.0)
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if path.name.endswith(f".{os.getpid()}.tmp") and ".old." not in path.name and Path(target).name == "out":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(2.0)
+    assert there() == 1
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / "out").rename(tmp_path / f".out.old.{ended.pid}.tmp")
+    with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out"):
+        raise ZeroDivisionError
+    assert there() == 1
+
+
+def test_names_that_are_not_spelled_out(tmp_path, monkeypatch):
+    """A directory as `.`, and one behind a link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    for name in (".", "../link"):
+        with Writer(Path(name)) as writer:
+            writer.add_config(Config(1, 1, 1, 2, 2, 2, 2, 2))
+            writer.add("x", torch.ones(1))
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").exists()
+        monkeypatch.chdir(tmp_path / "real")
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
 
 
 @pytest.mark.parametrize("replace", [True, False])

@@ -24,6 +24,9 @@ def test_the_command(default_checkpoint, tiny, tmp_path):
     assert result["kl_nats"] == 0 and result["top1_agreement"] == 1 and 1 < result["perplexity"] < 20
     bits = math.log2(result["perplexity"]) * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(bits / (len(text.read_bytes()) - len("The")))
+    assert result["kl_ci95"] is not None
+    one = run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9)
+    assert json.loads(one.stdout)["kl_ci95"] is None, "a single window has no interval"
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for args, why in (
@@ -31,6 +34,7 @@ def test_the_command(default_checkpoint, tiny, tmp_path):
         (["--text", tmp_path / "binary"], "cannot be read"),
         (["--text", text, "--stride", 60, "--window", 50], "--stride 60 is no less than the window of 50"),
         (["--text", text, "--window", 1], "must be at least 2"),
+        (["--text", text, "--limit", 3], "are about --tasks"),
         (["--text", text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
     ):
         bad = run(*args)

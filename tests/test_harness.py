@@ -104,6 +104,19 @@ def test_more_tokens_than_the_context_holds(both):
         both[0].generate_until(request)
 
 
+def test_empty_and_odd_requests(both):
+    model = both[0]
+    [text] = model.generate_until(instances("generate_until", [("", {"until": [], "max_gen_toks": 5})]))
+    assert isinstance(text, str)
+    assert model.loglikelihood(instances("loglikelihood", [("some context", "")])) == [(0.0, True)]
+    for kind, request, why in (
+        ("loglikelihood", ("x", " far" * 300), "tokens at once, the context is 90"),
+        ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task wants 0 tokens"),
+    ):
+        with pytest.raises(UserError, match=why):
+            getattr(model, kind)(instances(kind, [request]))
+
+
 TASKS = {
     "choice": {
         "output_type": "multiple_choice",

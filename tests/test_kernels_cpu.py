@@ -15,9 +15,10 @@ from test_quantize import greedy
 
 import kernels_cpu
 import quantize
-from checkpoint import load_model
+from checkpoint import empty_model, load_model
 from generate import compiled_steps
 from kernels import unpack_int4, unpack_int8
+from model import Config
 from quantize import Quantization, quantize_checkpoint
 
 if not kernels_cpu.load_kernels():
@@ -237,6 +238,51 @@ def test_compiled_equals_eager(checkpoint, name, quantization):
     model = load_model(checkpoint(name, quantization), dtype=torch.float32)
     prompts, steps = random_prompts((3, 40, 18)), compiled_steps(decoding=True, prefilling=True)
     assert greedy(model, prompts, 20, steps) == greedy(model, prompts, 20)
+
+
+def wide_model(format):
+    """Two layers at D = 2048, where torch's own norms and products split a row over threads; bfloat16."""
+    config = Config(2, 16, 4, 128, 2048, 5504, 1009, 512, tied_embeddings=True)
+    model = empty_model(config).to(torch.bfloat16).to_empty(device="cpu").eval()
+    torch.manual_seed(0)
+    for weight in model.state_dict().values():
+        weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)
+    for name, module in quantize.matrices(model) if format else ():
+        layer = (quantize.EMBEDDING if name == "embedding" else quantize.LINEAR)[format]
+        layer = layer(module.weight.shape[1], module.weight.shape[0], False, 32)
+        layer.load_state_dict(quantize.pack(module.weight, format, 32))
+        model.set_submodule(name, layer)
+    assert kernels_cpu.install(model)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_a_row_of_a_wide_model_has_the_same_bits_in_any_batch(format, compiled):
+    """End to end, token by token: each row alone, among others of other lengths, with one thread and with two."""
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    model, prompts = wide_model(format), random_prompts((4, 13, 29), V=1009)
+    step = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    model.setup_caches(3, 64)
+
+    @torch.no_grad()
+    def logits(rows, steps):
+        found = [[] for _ in rows]
+        for t in range(steps):
+            tokens = torch.tensor([[row[t] if t < len(row) else 0] for row in rows])
+            position = torch.tensor([[t if t < len(row) else -1] for row in rows])
+            for kept, row, out in zip(found, rows, step(tokens, position)):
+                if t < len(row):
+                    kept.append(out.clone())
+        return [torch.stack(kept) for kept in found]
+
+    together = logits(prompts, 29)
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        for row, expected in zip(prompts, together):
+            assert torch.equal(logits([row], len(row))[0], expected)
 
 
 @pytest.mark.full

@@ -159,6 +159,7 @@ def test_a_quantized_model_says_what_its_unpacked_weights_say(tiny, tmp_path, na
     model = load_model(tmp_path / "q", dtype=torch.float32)
     prompts = random_prompts((3, 17, 40, 1))
     assert greedy(model, prompts, 24) == greedy(plain_twin(tmp_path / "q"), prompts, 24)
+    model = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch")  # packed for kernels it would be filled up
     found = roofline(model.config, 1e9, torch.float32, 5, 2, quantization)
     assert found["weight_bytes_per_token"] * 2 == pytest.approx(weight_bytes(model, 2))
     assert found["flops_per_token"] == roofline(model.config, 1e9, torch.float32, 5, 2)["flops_per_token"]
@@ -194,6 +195,11 @@ def test_compiled_equals_eager(tiny, tmp_path, case):
         ({"mode": "int3"}, "mode must be one of"),
         ({"groupsize": 31}, "groupsize must be one of"),
         ({"groupsize": "32"}, "groupsize must be one of"),
+        ({"groupsize": 32.0}, "groupsize must be one of"),
+        ({"exceptions": {"blocks.9.mlp.down": "int4"}}, "exceptions name blocks.9.mlp.down, which is no matrix"),
+        ({"exceptions": {"norm": "int4"}}, "exceptions name norm, which is no matrix"),
+        ({"exceptions": {"blocks.0.mlp.down": "int2"}}, "exceptions must name formats"),
+        ({"exceptions": ["blocks.0.mlp.down"]}, "exceptions must name formats"),
         ({"head": None}, "head must be one of"),
         ({"bits": 4}, "bits"),
     ],
@@ -217,6 +223,10 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
             "64 is more than the",
         ),
         (lambda: quantize_checkpoint(tmp_path / "no", tmp_path / "out", q), "has no config.json"),
+        (
+            lambda: quantize_checkpoint(source, source / ".." / source.name, q),
+            "is the checkpoint that is to be quantized",
+        ),
     ):
         with pytest.raises(UserError, match=why):
             work()
@@ -226,11 +236,25 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
     save_file(tensors, tmp_path / "bad" / "model.safetensors")
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.down\.weight holds NaN or infinity"):
         quantize_checkpoint(tmp_path / "bad", tmp_path / "out", q)
-    assert {path.name for path in tmp_path.iterdir()} == {"q", "bad"}
+    down, norm = "blocks.1.mlp.down.weight", "norm.weight"
+    for change, why in (
+        ({down: None}, f"lacks tensor {down}"),
+        ({"more": torch.zeros(3)}, "holds tensor more, which"),
+        ({down: tensors[down].t().contiguous()}, f"{down} is \\("),
+        ({down: tensors[down].long()}, f"{down} is I64, config.json makes it BF16 or F16 or F32"),
+        ({norm: tensors[norm].double()}, f"{norm} is F64"),
+        ({norm: tensors[norm] * torch.inf}, f"{norm} holds NaN or infinity"),
+    ):
+        changed = {name: t for name, t in (load_file(source / "model.safetensors") | change).items() if t is not None}
+        save_file(changed, tmp_path / "bad" / "model.safetensors")
+        for mode in ("int4", "int4-gptq"):
+            with pytest.raises(UserError, match=why):
+                quantize_checkpoint(tmp_path / "bad", tmp_path / "q", Quantization(mode, 32, "int8"))
+    assert {path.name for path in tmp_path.iterdir()} == {"q", "bad"} and load_model(tmp_path / "q")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     tensors["blocks.0.mlp.down.scales"] = tensors["blocks.0.mlp.down.scales"].to(torch.int8)
     save_file(tensors, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is torch.int8, config.json makes it torch.float16"):
+    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is I8, config.json makes it F16"):
         load_model(tmp_path / "q")
 
 

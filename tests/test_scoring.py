@@ -59,6 +59,24 @@ def test_kl_and_agreement_are_what_they_say(tiny, tiny_model):
     assert not found["kl"].any() and found["top1"].all()
 
 
+def test_kl_of_what_is_not_finite(tiny, tiny_model):
+    """Zero probabilities of the reference count nothing; NaN stays NaN."""
+    model, [ids] = tiny_model("bloom-5", rows=1), random_prompts((20,))
+    broken = load_model(tiny("bloom-5")[2], dtype=torch.float32)
+    broken.setup_caches(1, 64)
+    head = broken.head
+    broken.head = lambda x: head(x).index_fill(-1, torch.tensor([7]), -torch.inf)
+    window = [Window(ids, 4)]
+    [found] = scores([model, broken], window, "prefill")
+    assert found["kl"].isfinite().all() and (found["kl"] > 0).any()
+    [found] = scores([broken, model], window, "prefill")
+    assert found["kl"].isposinf().all(), "what the model holds to be impossible"
+    broken.head = lambda x: head(x) * torch.nan
+    for pair in ([broken, model], [model, broken]):
+        [found] = scores(pair, window, "prefill")
+        assert found["kl"].isnan().all()
+
+
 def test_interval_of_independent_numbers_and_of_repeated_ones():
     numbers = torch.randn(4000, generator=torch.Generator().manual_seed(0)).double() + 5
     mean, half = interval(list(numbers[:, None]))

@@ -31,6 +31,7 @@ using half = at::Half;
 constexpr int LANES = 16;      // 32-bit numbers in a register
 constexpr int GROUP = 32;      // columns that share an activation scale
 constexpr int SMALL_S = 16;    // new tokens up to which a product is bound by reading its weights
+constexpr int AHEAD = 4096;    // bytes that weights are fetched ahead of their use
 constexpr int64_t ALONE = 1 << 15;  // weights (or numbers) below which waking other threads costs more than they save
 
 // ---------------------------------------------------------------- numbers of every kind, 16 at a time as float32
@@ -99,7 +100,7 @@ inline void linear_tile(const T* w, const T* x, const T* bias, T* out, int64_t N
     for (int m = 0; m < MT; m++) xs[m] = S::take(x + m * K + k, left);
 #pragma GCC unroll 8
     for (int n = 0; n < NT; n++) {
-      _mm_prefetch(w + (NT + n) * K + k, _MM_HINT_T0);  // the next tile's: rows are too short for the hardware to guess
+      _mm_prefetch((const char*)(w + n * K + k) + AHEAD, _MM_HINT_T0);
       const auto row = S::take(w + n * K + k, left);
 #pragma GCC unroll 8
       for (int m = 0; m < MT; m++) acc[n][m] = S::add(acc[n][m], row, xs[m]);
@@ -124,11 +125,11 @@ void linear_rows(const T* w, const T* x, const T* bias, T* out, int64_t M, int64
 
 template <class T>
 void linear_small(const T* w, const T* x, const T* bias, T* out, int64_t M, int64_t N, int64_t K) {
-  parallel(N, 8, N * K < ALONE, [&](int64_t begin, int64_t end) {
+  parallel(N, 4, N * K < ALONE, [&](int64_t begin, int64_t end) {
     int64_t n = begin;
     auto at = [&](auto* p) { return p ? p + n : nullptr; };
-    for (; M == 1 && n + 8 <= end; n += 8) linear_tile<T, 8, 1>(w + n * K, x, at(bias), out + n, N, K);
-    for (; n + 4 <= end; n += 4) linear_rows<T, 4>(w + n * K, x, at(bias), out + n, M, N, K);
+    // For one row of x each row of w by itself: one stream of memory is faster than several.
+    for (; M > 1 && n + 4 <= end; n += 4) linear_rows<T, 4>(w + n * K, x, at(bias), out + n, M, N, K);
     for (; n < end; n++) linear_rows<T, 1>(w + n * K, x, at(bias), out + n, M, N, K);
   });
 }
@@ -199,6 +200,7 @@ inline void block_times_quantized(const Packed& p, int64_t block, const Quantize
     }
     for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
       const __m512i bytes = _mm512_loadu_si512(w);
+      _mm_prefetch(w + AHEAD, _MM_HINT_T0);
       if constexpr (INT4) {
         const __m512i low = _mm512_and_si512(bytes, nibble);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);

@@ -59,7 +59,7 @@ class FastLinear(nn.Module):
         self.weight, self.bias = plain.weight, plain.bias
 
     def forward(self, x: Tensor):
-        return torch.ops.fastpath.linear(x, self.weight, self.bias)
+        return torch.ops.fastpath.linear.default(x, self.weight, self.bias)
 
 
 class FastEmbedding(nn.Module):
@@ -73,7 +73,7 @@ class FastEmbedding(nn.Module):
         return F.embedding(tokens, self.weight)
 
     def logits(self, x: Tensor):
-        return torch.ops.fastpath.linear(x, self.weight, None)
+        return torch.ops.fastpath.linear.default(x, self.weight, None)
 
 
 class FastRMSNorm(nn.Module):
@@ -82,7 +82,7 @@ class FastRMSNorm(nn.Module):
         self.weight, self.eps = plain.weight, plain.eps
 
     def forward(self, x: Tensor):
-        return torch.ops.fastpath.rms_norm(x, self.weight, self.eps)
+        return torch.ops.fastpath.rms_norm.default(x, self.weight, self.eps)
 
 
 class FastLayerNorm(nn.Module):
@@ -91,7 +91,7 @@ class FastLayerNorm(nn.Module):
         self.weight, self.bias, self.eps = plain.weight, plain.bias, plain.eps
 
     def forward(self, x: Tensor):
-        return torch.ops.fastpath.layer_norm(x, self.weight, self.bias, self.eps)
+        return torch.ops.fastpath.layer_norm.default(x, self.weight, self.bias, self.eps)
 
 
 class PackedLinear(nn.Module):
@@ -100,20 +100,19 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: Int8Linear | Int4Linear, exact: bool):
         super().__init__()
         self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-        self.exact = exact
         is_int8 = isinstance(plain, Int8Linear)
-        self.register_buffer(
-            "weight", pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, self.in_features)
-        )
+        weight = pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, plain.in_features)
+        self.register_buffer("weight", weight)
         self.register_buffer("scales", pack_groups(plain.scales))
         self.register_buffer("mins", None if is_int8 else pack_groups(plain.mins))
         self.register_buffer("bias", plain.bias)
+        self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
+        # Looking buffers up takes nn.Module as long as a small product takes: the tensors are here as well.
+        tensors = (self.weight, self.scales) if is_int8 else (self.weight, self.scales, self.mins)
+        self.arguments = (*tensors, self.groupsize, self.bias, self.out_features, exact)
 
     def forward(self, x: Tensor):
-        rest = self.groupsize, self.bias, self.out_features, self.exact
-        if self.mins is None:
-            return torch.ops.fastpath.linear_int8(x, self.weight, self.scales, *rest)
-        return torch.ops.fastpath.linear_int4(x, self.weight, self.scales, self.mins, *rest)
+        return self.operation(x, *self.arguments)
 
 
 class PackedEmbedding(PackedLinear):

@@ -384,7 +384,7 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
     def done(name, parts):
         packed[name] = parts
         if name.endswith("mlp.down"):
-            say(f"{name.rpartition('.mlp')[0]} of {len(model.blocks)}")
+            say(f"block {int(name.split('.')[1]) + 1} of {len(model.blocks)}")
 
     try:
         gptq(model, sequences, groupsize, formats, done)

@@ -38,6 +38,7 @@ def run_decode(python, out, *arguments):
     return result, done
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_decode_of_a_shape(python, tmp_path):
     result, _ = run_decode(python, tmp_path / "new" / "out.json", "--smoke")
@@ -52,6 +53,7 @@ def test_decode_of_a_shape(python, tmp_path):
     assert result["rows"][0]["growth"] is None and result["rows"][2]["growth"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_decode_beside_llama_bench(python, tiny, tmp_path):
     program, gguf = tmp_path / "llama-bench", tmp_path / "some.gguf"

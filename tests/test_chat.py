@@ -206,6 +206,7 @@ def test_without_a_template_the_text_goes_on(default_checkpoint, monkeypatch, ca
     assert told[1][0] == "There was a cat.\nIt said" and told[1][1] == told[0][2] + 2
 
 
+@pytest.mark.slow
 def test_the_default_model_in_conversation(default_checkpoint):
     """Real template, real tokenizer, float32: the same answers as from the whole conversation by transformers'
     rules (tests/test_chat_template.py compares the ids), and only what is new is read."""
@@ -229,6 +230,7 @@ def test_the_default_model_in_conversation(default_checkpoint):
     assert "Paris" in session.messages[1]["content"]
 
 
+@pytest.mark.slow
 def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(tiny, default_checkpoint, tmp_path):
     """A small model beside a large tokenizer."""
     folder = tmp_path / "x"

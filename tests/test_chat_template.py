@@ -433,6 +433,7 @@ def test_the_time_limit_is_ten_seconds(chat):
     assert good(chat)
 
 
+@pytest.mark.slow
 def test_the_time_limit_holds_where_the_parent_ignores_alarms(hasty, chat):
     template = hasty.ChatTemplate(chat.path.parent, chat.tokenizer)
     template.source = ENDLESS["silent"]
@@ -533,6 +534,7 @@ def test_no_process_is_left_behind_when_the_program_ends(parent, way):
     assert ends(child)
 
 
+@pytest.mark.slow
 @linux
 def test_no_process_is_left_behind_when_the_program_is_killed_within_a_rendering(parent, hasty):
     program, child = parent(Path(hasty.__file__).parent)
@@ -574,6 +576,7 @@ def test_ctrl_c_does_not_end_the_rendering(parent):
     assert answers == [f"busy {child}\n"] and interrupts > 1
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_has_no_time_limit(hasty, chat):
     template = hasty.ChatTemplate(chat.path.parent, chat.tokenizer)
     assert good(template)

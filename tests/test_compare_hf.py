@@ -49,6 +49,7 @@ def test_same(tiny, capsys, name):
     assert len(lines) == 1 + 1 + per_layer * oracle.config.num_hidden_layers + 2 + 1
 
 
+@pytest.mark.slow
 def test_same_as_a_command_from_anywhere(tiny, python, tmp_path):
     source, checkpoint = tiny("llama-gqa-biased")[1:]
     command = [*python, str(ROOT / "tests/compare_hf.py"), str(checkpoint), str(source), "--tolerance", "2.5e-4"]

@@ -538,6 +538,7 @@ def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):  # noqa: 
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
+@pytest.mark.slow
 def test_gguf_damaged(tmp_path):
     raw = convert_hf_checkpoint.default_gguf().read_bytes()
     for damaged, why in (
@@ -709,6 +710,7 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, mo
     assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
 
 
+@pytest.mark.slow
 def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     """72 shards of a table and 70 layers, 580 MB together: the converter's memory stays near one of them and what it
     is about to write, whichever kind of file."""

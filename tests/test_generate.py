@@ -163,6 +163,7 @@ def test_a_row_ends_where_its_listener_says(tiny_model, fixed_shapes):
     assert out == [(ids[:end], "stop") for (ids, _), end in zip(whole, ends)] and [ids for ids, _ in out] == heard
 
 
+@pytest.mark.slow
 def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkeypatch):
     """Texts with --stop are the texts without it, up to where a search over the whole finds a stop string first."""
     args = ["--prompt", "The three largest", "--prompt", "def f(x):\n", "--prompt", "1, 2, 3,", "--dtype", "float32"]
@@ -182,6 +183,7 @@ def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkey
     assert shown == "The three largest" + stopped[0]["text"] + "\n"
 
 
+@pytest.mark.slow
 def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypatch):
     tokenizer = Tokenizer(default_checkpoint)
     ask = ["--prompt", "What is the capital of France?", "--max_new_tokens", 12, *GREEDY]

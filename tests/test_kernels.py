@@ -87,6 +87,7 @@ def test_attention_through_rows(S):
     assert (out - naive(q, k, v, input_pos, rows, None, None)).abs().max() < FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [1, 20])
 def test_attention_compiled(S):
     """The compiled graph reads all of T instead of the live part: the same result to rounding."""

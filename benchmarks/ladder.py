@@ -35,10 +35,11 @@ from quantize import Quantization, quantize_checkpoint
 from terminal import say
 
 STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkpoint
-    "float32 eager": ("plain PyTorch, 4 bytes a weight", "--dtype float32"),
-    "bf16 eager": ("2 bytes a weight: half as many to read", "--dtype bfloat16"),
-    "compiled decode": ("the whole decode step is one graph", "--dtype bfloat16 --compile"),
-    "compiled prefill": ("and prefill another", "--dtype bfloat16 --compile --compile_prefill"),
+    "float32 eager": ("plain PyTorch, 4 bytes a weight", "--kernels torch --dtype float32"),
+    "bf16 eager": ("2 bytes a weight: half as many to read", "--dtype bfloat16 --kernels torch"),
+    "compiled decode": ("the whole decode step is one graph", "--dtype bfloat16 --kernels torch --compile"),
+    "compiled prefill": ("and prefill another", "--dtype bfloat16 --kernels torch --compile --compile_prefill"),
+    "C++ kernels": ("products of one row at the speed of memory", "--dtype bfloat16 --compile --compile_prefill"),
     "int8": ("1 byte a weight", "--checkpoint_path {}-int8-g32 --compile --compile_prefill"),
     "int4": ("half a byte a weight, 1 in the head", "--checkpoint_path {}-int4-g32 --compile --compile_prefill"),
 }

@@ -393,7 +393,8 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
         program.stdout.close()
         _, err = program.communicate(text, timeout=120)
     assert program.returncode == 141 and b"Traceback" not in err
-    limited = ["bash", "-c", 'ulimit -f 0; exec "$@" > out', "bash", *command]
+    (tmp_path / "out").write_bytes(bytes(1024))
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$@" >> out', "bash", *command]
     done = subprocess.run(limited, input=text, stderr=subprocess.PIPE, timeout=120, cwd=tmp_path)
     assert done.returncode == 2 and b"generate.py: error: [Errno 27]" in done.stderr
     done = subprocess.run(command[:-2], stdin=subprocess.DEVNULL, **options)

@@ -45,13 +45,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "--checkpoint_path {}-int8-g32"))
     checkpoint, out = tiny("llama-mha")[2], tmp_path / "new" / "out.json"
     arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4, "--device", "cpu"]
-    arguments += [
-        "--steps",
-        "broken",
-        "eager int8",
-        "bf16 eager",
-        "float32 eager",
-    ]  # not the table's order
+    arguments += ["--steps", "broken", "eager int8", "bf16 eager", "float32 eager"]  # not the table's order
     assert main(monkeypatch, f"--checkpoint_path={checkpoint}", "--out", out, *arguments) == 0
     stdout, stderr = capsys.readouterr()
     result = json.loads(out.read_text())
@@ -59,7 +53,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager", "eager int8"]
     first, second, third = result["steps"]
     assert (checkpoint.parent / f"{checkpoint.name}-int8-g32" / "config.json").exists()
-    assert third["weight_bytes_per_token"] < 0.6 * second["weight_bytes_per_token"]
+    assert third["weight_bytes_per_token"] < 0.65 * second["weight_bytes_per_token"]  # 17/32, and blocks filled up
     for row in (first, second, third):
         [of_round] = row["rounds"]
         assert min(row[rate] for rate in RATES) > 0 and row["peak_memory_bytes"] > 1e7 and row["compile_s"] == 0

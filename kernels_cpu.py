@@ -192,12 +192,15 @@ def build(compiler: str) -> Path:
     cpu = next((line for line in lines if line.startswith("flags")), "")  # what -march=native stands for
     key = repr((SOURCE.read_text(), compiler, version, FLAGS, torch.__version__, cpu))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
-    except OSError:  # no such home, or none to write to: built anew each time
-        folder = Path(tempfile.mkdtemp(prefix="fastpath-"))
+    except (OSError, RuntimeError):  # no such home, or none to write to
+        folder = Path(tempfile.gettempdir()) / f"fastpath-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if (about := folder.lstat()).st_uid != os.getuid() or about.st_mode & 0o077:
+            raise OSError(f"{folder} belongs to somebody else, or lets others write") from None
         lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
     path, temporary = folder / name, folder / f".{name}.{os.getpid()}"
     with lock:

@@ -322,6 +322,22 @@ def test_processes_that_start_together_build_once(tmp_path):
     assert out.startswith("True\n") and err == "", "the next time there is nothing to wait for"
 
 
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
+    """The library goes to a folder of the user's own among temporary files, and never to somebody else's."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ] && [ $# -gt 1 ]; do shift; done\n[ "$1" != -o ] || echo > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
+    monkeypatch.setattr(kernels_cpu.tempfile, "tempdir", str(tmp_path))
+    first, again = kernels_cpu.build(str(compiler)), kernels_cpu.build(str(compiler))
+    assert first == again and first.parent == tmp_path / f"fastpath-{os.getuid()}" and first.exists()
+    first.parent.chmod(0o777)
+    with pytest.raises(OSError, match="lets others write"):
+        kernels_cpu.build(str(compiler))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "environment, why",

@@ -13,8 +13,10 @@ import argparse
 import ctypes
 import hashlib
 import json
+import re
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -90,9 +92,32 @@ def compiled_steps(decoding: bool, prefilling: bool) -> Steps:
     warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16; torch 2.13 remarks on it
     return Steps(
         torch.compile(prefill, dynamic=True, fullgraph=True) if prefilling else prefill,
-        torch.compile(decode, mode="reduce-overhead", fullgraph=True) if decoding else decode,
+        compiled_decode() if decoding else decode,
         fixed_shapes=decoding,
     )
+
+
+def compiled_decode() -> Callable:
+    """`decode` as one graph for each model and size of cache.
+
+    What a graph takes for granted of the model is not checked again at every step: some 2,000 guards, which take a
+    fifth of a step of the default model in int4. So a model must not be changed between steps, but for its caches.
+    """
+    graphs = {}
+
+    def step(model, *arguments):
+        case = model, model.blocks[0].attention.k_cache.shape
+        if case not in graphs:
+            own = types.FunctionType(decode.__code__.replace(), globals(), "decode")  # graphs belong to code objects
+            options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # reduce-overhead, and ours
+            graphs[case] = torch.compile(own, fullgraph=True, options=options)
+        return graphs[case](model, *arguments)
+
+    return step
+
+
+def guards_on_arguments(guards) -> list[bool]:
+    return [re.match(r"(L\['model'\]|model\b)", guard.name) is None for guard in guards]
 
 
 # ---------------------------------------------------------------- generation

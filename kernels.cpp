@@ -1,7 +1,9 @@
-// The CPU kernels: products of a few rows with bfloat16, 8-bit and 4-bit weights, and norms, at the speed of memory.
+// The CPU kernels: products of a few rows with bfloat16, 8-bit and 4-bit weights at the speed of memory, norms,
+// attention, and a whole transformer block of these in one operation.
 //
 // kernels_cpu.py builds this file, packs the weights and declares the operations; kernels.py says what they compute.
-// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16).
+// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, the block, and at
+// the end the operations, which check what they are given.
 //
 // A matrix has N rows (outputs) and K columns (inputs); x has M rows of K. Decoding is bound by reading weights, so each
 // is read once for a whole tile of rows of x, in long streams. Every output is summed in one fixed order, by one thread:
@@ -21,6 +23,8 @@
 #include <limits>
 #include <optional>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -52,22 +56,106 @@ inline void store(bf16* p, __m512 x, __mmask16 m) {
   _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-// Calls work(begin, end) on parts of 0..n, in as many threads as torch has, each part a multiple of `grain` long.
-template <class Work>
-void parallel(int64_t n, int64_t grain, bool alone, const Work& work) {
-  const int64_t pieces = (n + grain - 1) / grain;
-  const int threads = alone || omp_in_parallel() ? 1 : std::min<int64_t>(omp_get_max_threads(), pieces);
-  if (threads <= 1) return work(int64_t(0), n);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
-    const int64_t begin = pieces * t / all * grain, end = std::min(n, pieces * (t + 1) / all * grain);
-    if (begin < end) work(begin, end);
-  }
+// e^x to float32's precision: 2^n e^r with |r| <= ln(2) / 2. NaN stays NaN.
+inline __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-110.0f), _mm512_min_ps(_mm512_set1_ps(90.0f), x));  // 0 and infinity from there on
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);  // ln(2) in two parts
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, n);
 }
 
-// ---------------------------------------------------------------- linear: weights as they are, (N,K) by rows
+inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_set1_ps(x))); }
 
+// ---------------------------------------------------------------- threads
+
+// The threads that do a piece of work together; each calls the same functions and does its share.
+struct Team {
+  int thread, all;
+
+  // Calls work(begin, end) with this thread's part of 0..n, a multiple of `grain` long.
+  template <class Work>
+  void split(int64_t n, int64_t grain, const Work& work) const {
+    const int64_t pieces = (n + grain - 1) / grain;
+    const int64_t begin = pieces * thread / all * grain, end = std::min(n, pieces * (thread + 1) / all * grain);
+    if (begin < end) work(begin, end);
+  }
+
+  void wait() const {  // for the others
+    if (all > 1) {
+#pragma omp barrier
+    }
+  }
+};
+
+// Runs work(team) in as many threads as torch has.
+template <class Work>
+void together(bool alone, const Work& work) {
+  const int threads = alone || omp_in_parallel() ? 1 : omp_get_max_threads();
+  if (threads <= 1) return work(Team{0, 1});
+#pragma omp parallel num_threads(threads)
+  work(Team{omp_get_thread_num(), omp_get_num_threads()});
+}
+
+// Hands out parts of one piece of memory, at multiples of 64 bytes. From a null pointer it only counts them.
+struct Layout {
+  uint8_t* next = nullptr;
+  template <class T>
+  T* take(int64_t n) {
+    T* p = reinterpret_cast<T*>(next);
+    next += (n * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// What make(layout) lays out, in memory of its own: (what it returned, that memory).
+template <class Make>
+auto laid_out(const Make& make) {
+  Layout counting;
+  make(counting);
+  const Tensor memory = at::empty({(counting.next - (uint8_t*)nullptr) + 64}, at::kByte);
+  Layout layout{memory.data_ptr<uint8_t>()};
+  layout.next += -(uintptr_t)layout.next % 64;
+  return std::make_pair(make(layout), memory);
+}
+
+// ---------------------------------------------------------------- products
+//
+// Blocks of 16 rows of the matrix, one a lane, by groups of 32 columns: K is filled up to Kb groups, N to Nb blocks.
+//   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3 of each row, which is what the 8-bit product wants
+//   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, 16+4j..16+4j+3 in the high ones
+//   scales and for int4 mins (Nb,G,16) float16
+// An activation group of 32 shares a scale as well, so that sums of products are exact in int32 within a group; or with
+// exact activations everything is float32.
+
+// A layer: y = x W^T + bias.
+struct Linear {
+  int64_t N, K;
+  int bits;           // 16: W is (N,K) in x's dtype; 8, 4: packed, as said below
+  bool exact;         // products of packed weights with x as it is
+  const void* weight;
+  const void* bias;   // (N,) in x's dtype, or null
+  const half *scales, *mins;
+  int64_t Kb, G, per_group;  // groups of 32 columns; groups that share a scale, and how many of the former have one
+
+  bool quantizes() const { return bits < 16 && !exact; }
+};
+
+// M rows of x, as the product of a layer reads them.
+struct Input {
+  const void* x;   // (M,K)
+  int8_t* q;       // (M,Kb,32), of activations quantized to 8 bits
+  float* scale;    // (M,Kb)
+  int32_t* sum;    // (M,Kb), of q
+  float* wide;     // (M,Kb*32), of exact ones
+};
+
+template <int I>
+using Int = std::integral_constant<int, I>;
+
+// Weights as they are, (N,K) by rows.
 // One step along K: acc += w * x, elementwise. bfloat16 in pairs, 32 at a time, by the instruction made for it.
 template <class T>
 struct Step {
@@ -90,7 +178,7 @@ struct Step<bf16> {
 
 // NT rows of w times MT rows of x. Each of the products has a register of its own, whose lanes are summed at the end.
 template <class T, int NT, int MT>
-inline void linear_tile(const T* w, const T* x, const T* bias, T* out, int64_t N, int64_t K) {
+inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t N, int64_t K) {
   using S = Step<T>;
   __m512 acc[NT][MT];
   for (auto& row : acc) std::fill(row, row + MT, _mm512_setzero_ps());
@@ -110,70 +198,40 @@ inline void linear_tile(const T* w, const T* x, const T* bias, T* out, int64_t N
   for (; k + S::WIDTH <= K; k += S::WIDTH) step(k, S::WIDTH);
   if (k < K) step(k, K - k);
   for (int n = 0; n < NT; n++)
-    for (int m = 0; m < MT; m++)
-      out[m * N + n] = T(_mm512_reduce_add_ps(acc[n][m]) + (bias ? float(bias[n]) : 0.0f));
+    for (int m = 0; m < MT; m++) {
+      const float y = _mm512_reduce_add_ps(acc[n][m]) + (bias ? float(bias[n]) : 0.0f);
+      out[m * N + n] = T(residual ? y + float(residual[m * N + n]) : y);
+    }
 }
 
 template <class T, int NT>
-void linear_rows(const T* w, const T* x, const T* bias, T* out, int64_t M, int64_t N, int64_t K) {
+void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t M, int64_t N, int64_t K) {
   int64_t m = 0;
-  for (; m + 4 <= M; m += 4) linear_tile<T, NT, 4>(w, x + m * K, bias, out + m * N, N, K);
-  if (M - m == 3) linear_tile<T, NT, 3>(w, x + m * K, bias, out + m * N, N, K);
-  if (M - m == 2) linear_tile<T, NT, 2>(w, x + m * K, bias, out + m * N, N, K);
-  if (M - m == 1) linear_tile<T, NT, 1>(w, x + m * K, bias, out + m * N, N, K);
+  auto tile = [&](auto rows) {
+    constexpr int MT = decltype(rows)::value;
+    linear_tile<T, NT, MT>(w, x + m * K, bias, residual ? residual + m * N : nullptr, out + m * N, N, K);
+    m += MT;
+  };
+  while (m + 4 <= M) tile(Int<4>());
+  if (M - m >= 2) tile(Int<2>());
+  if (M - m >= 1) tile(Int<1>());
 }
 
+// One group of x: its scale, the 8-bit numbers and their sum.
 template <class T>
-void linear_small(const T* w, const T* x, const T* bias, T* out, int64_t M, int64_t N, int64_t K) {
-  parallel(N, 4, N * K < ALONE, [&](int64_t begin, int64_t end) {
-    int64_t n = begin;
-    auto at = [&](auto* p) { return p ? p + n : nullptr; };
-    // For one row of x each row of w by itself: one stream of memory is faster than several.
-    for (; M > 1 && n + 4 <= end; n += 4) linear_rows<T, 4>(w + n * K, x, at(bias), out + n, M, N, K);
-    for (; n < end; n++) linear_rows<T, 1>(w + n * K, x, at(bias), out + n, M, N, K);
-  });
-}
-
-// ---------------------------------------------------------------- linear_int8, linear_int4: packed weights
-//
-// Blocks of 16 rows of the matrix, one a lane, by groups of 32 columns: K is filled up to Kb groups, N to Nb blocks.
-//   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3 of each row, which is what the 8-bit product wants
-//   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, 16+4j..16+4j+3 in the high ones
-//   scales and for int4 mins (Nb,G,16) float16
-// An activation group of 32 shares a scale as well, so that sums of products are exact in int32 within a group; or with
-// exact activations everything is float32.
-
-struct Packed {
-  const uint8_t* weight;
-  const half* scales;
-  const half* mins;  // null: int8
-  int64_t Kb, G, per_group;  // per_group: groups of 32 columns that share a scale
-  int64_t block_bytes() const { return Kb * (mins ? 256 : 512); }
-};
-
-// Rows of x as the products read them.
-struct Quantized {
-  const int8_t* q;    // (M,Kb,32)
-  const float* scale;  // (M,Kb)
-  const int32_t* sum;  // (M,Kb) of q
-};
-
-template <class T>
-void quantize_row(const T* x, int64_t K, int64_t Kb, int8_t* q, float* scale, int32_t* sum) {
-  for (int64_t b = 0; b < Kb; b++, x += GROUP, K -= GROUP, q += GROUP) {
-    const __m512 lo = load(x, first(K)), hi = load(x + LANES, first(K - LANES));
-    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
-    constexpr int NOT_FINITE = 0x99;  // quiet and signalling NaN, both infinities
-    const bool finite = !(_mm512_fpclass_ps_mask(lo, NOT_FINITE) | _mm512_fpclass_ps_mask(hi, NOT_FINITE));
-    const bool tiny = most < 1e-30f;  // its inverse would overflow
-    scale[b] = !finite ? std::numeric_limits<float>::quiet_NaN() : tiny ? 0.0f : most / 127;
-    const __m512 inverse = _mm512_set1_ps(!finite || tiny ? 0.0f : 127 / most);
-    const __m512i a = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, lo, inverse));
-    const __m512i c = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, hi, inverse));
-    _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8(a));
-    _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8(c));
-    sum[b] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
-  }
+inline void quantize_group(const T* x, int64_t K, int8_t* q, float* scale, int32_t* sum) {
+  const __m512 lo = load(x, first(K)), hi = load(x + LANES, first(K - LANES));
+  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
+  constexpr int NOT_FINITE = 0x99;  // quiet and signalling NaN, both infinities
+  const bool finite = !(_mm512_fpclass_ps_mask(lo, NOT_FINITE) | _mm512_fpclass_ps_mask(hi, NOT_FINITE));
+  const bool tiny = most < 1e-30f;  // its inverse would overflow
+  *scale = !finite ? std::numeric_limits<float>::quiet_NaN() : tiny ? 0.0f : most / 127;
+  const __m512 inverse = _mm512_set1_ps(!finite || tiny ? 0.0f : 127 / most);
+  const __m512i a = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, lo, inverse));
+  const __m512i c = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, hi, inverse));
+  _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8(a));
+  _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8(c));
+  *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
 }
 
 inline __m512i four_columns(const int8_t* q) {
@@ -184,8 +242,8 @@ inline __m512i four_columns(const int8_t* q) {
 
 // One block of 16 rows times MT rows of x quantized to 8 bits.
 template <int MT, bool INT4>
-inline void block_times_quantized(const Packed& p, int64_t block, const Quantized& x, int64_t m0, __m512 (&acc)[MT]) {
-  const uint8_t* w = p.weight + block * p.block_bytes();
+inline void block_times_quantized(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * (INT4 ? 256 : 512);
   const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
   const __m512i nibble = _mm512_set1_epi8(15);
   std::fill(acc, acc + MT, _mm512_setzero_ps());
@@ -229,8 +287,8 @@ inline void block_times_quantized(const Packed& p, int64_t block, const Quantize
 
 // The same with x (M,Kb*32) in float32: each weight is unpacked in a register, for all rows of x at once.
 template <int MT, bool INT4>
-inline void block_times_exact(const Packed& p, int64_t block, const float* x, int64_t m0, __m512 (&acc)[MT]) {
-  const uint8_t* w = p.weight + block * p.block_bytes();
+inline void block_times_exact(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * (INT4 ? 256 : 512);
   const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
   const __m512i low = _mm512_set1_epi32(15), sign = _mm512_set1_epi8(-128);
   const int64_t K = p.Kb * GROUP;
@@ -240,7 +298,7 @@ inline void block_times_exact(const Packed& p, int64_t block, const float* x, in
   for (int64_t b = 0, g = 0, left = p.per_group; b < p.Kb; b++) {
     const __m512 scale = load(scales + g * LANES);
     const __m512 min = INT4 ? load(mins + g * LANES) : _mm512_setzero_ps();
-    const float* column = x + m0 * K + b * GROUP;
+    const float* column = x.wide + m0 * K + b * GROUP;
     for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
       __m512i bytes = _mm512_loadu_si512(w);
       if constexpr (!INT4) bytes = _mm512_xor_si512(bytes, sign);
@@ -272,65 +330,89 @@ inline void block_times_exact(const Packed& p, int64_t block, const float* x, in
   for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], other[m]);
 }
 
-template <int MT, bool INT4, class T, class X>
-inline void packed_tile(const Packed& p, int64_t block, const X& x, int64_t m0, const T* bias, T* out, int64_t N) {
-  __m512 acc[MT];
-  if constexpr (std::is_same_v<X, Quantized>)
-    block_times_quantized<MT, INT4>(p, block, x, m0, acc);
-  else
-    block_times_exact<MT, INT4>(p, block, x, m0, acc);
-  const int64_t n = block * LANES;
-  const __mmask16 there = first(N - n);
-  for (int m = 0; m < MT; m++) {
-    if (bias) acc[m] = _mm512_add_ps(acc[m], load(bias + n, there));
-    store(out + (m0 + m) * N + n, acc[m], there);
+inline Input lay_out_input(Layout& layout, const Linear& l, const void* x, int64_t M) {
+  Input in{x};
+  if (l.quantizes()) {
+    in.q = layout.take<int8_t>(M * l.Kb * GROUP);
+    in.scale = layout.take<float>(M * l.Kb);
+    in.sum = layout.take<int32_t>(M * l.Kb);
+  } else if (l.bits < 16) {
+    in.wide = layout.take<float>(M * l.Kb * GROUP);
   }
+  return in;
 }
 
-template <bool INT4, class T, class X>
-void packed_product(const Packed& p, const X& x, const T* bias, T* out, int64_t M, int64_t N) {
-  constexpr int TILE = 8;  // rows of x that share a load of weights
-  const int64_t blocks = (N + LANES - 1) / LANES;
-  const int64_t rows = std::min<int64_t>(M, 256);  // of x at a time, which stay in the cache for all blocks
-  for (int64_t start = 0; start < M; start += rows) {
-    const int64_t stop = std::min(M, start + rows);
-    parallel(blocks, 1, N * p.Kb * GROUP * (stop - start) < ALONE, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; block++) {
-        int64_t m = start;
-        for (; m + TILE <= stop; m += TILE) packed_tile<TILE, INT4>(p, block, x, m, bias, out, N);
-        if (stop - m >= 4) packed_tile<4, INT4>(p, block, x, m, bias, out, N), m += 4;
-        if (stop - m >= 2) packed_tile<2, INT4>(p, block, x, m, bias, out, N), m += 2;
-        if (stop - m >= 1) packed_tile<1, INT4>(p, block, x, m, bias, out, N);
-      }
-    });
-  }
-}
-
+// Groups begin..end of row m of x.
 template <class T>
-void packed_linear(const Packed& p, const T* x, const T* bias, T* out, int64_t M, int64_t N, int64_t K, bool exact) {
-  const int64_t Kp = p.Kb * GROUP;
-  const bool alone = M * K < ALONE;
-  const Tensor scratch = at::empty({exact ? 4 * M * Kp : M * (Kp + 8 * p.Kb)}, at::kByte);
-  uint8_t* at = scratch.data_ptr<uint8_t>();
-  if (exact) {
-    float* wide = reinterpret_cast<float*>(at);  // (M,Kp)
-    parallel(M, 1, alone, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; m++)
-        for (int64_t k = 0; k < Kp; k += LANES) store(wide + m * Kp + k, load(x + m * K + k, first(K - k)), 0xffff);
-    });
-    return p.mins ? packed_product<true, T, const float*>(p, wide, bias, out, M, N)
-                  : packed_product<false, T, const float*>(p, wide, bias, out, M, N);
+void prepare(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
+  if (l.bits == 16) return;
+  const T* x = (const T*)in.x + m * l.K;
+  for (int64_t b = begin; b < end; b++) {
+    const int64_t k = b * GROUP, left = l.K - k, at = m * l.Kb + b;
+    if (l.quantizes()) {
+      quantize_group(x + k, left, in.q + at * GROUP, in.scale + at, in.sum + at);
+    } else {
+      store(in.wide + at * GROUP, load(x + k, first(left)), 0xffff);
+      store(in.wide + at * GROUP + LANES, load(x + k + LANES, first(left - LANES)), 0xffff);
+    }
   }
-  float* scale = reinterpret_cast<float*>(at);
-  int32_t* sum = reinterpret_cast<int32_t*>(scale + M * p.Kb);
-  int8_t* q = reinterpret_cast<int8_t*>(sum + M * p.Kb);
-  parallel(M, 1, alone, [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; m++)
-      quantize_row(x + m * K, K, p.Kb, q + m * Kp, scale + m * p.Kb, sum + m * p.Kb);
-  });
-  const Quantized quantized{q, scale, sum};
-  return p.mins ? packed_product<true>(p, quantized, bias, out, M, N)
-                : packed_product<false>(p, quantized, bias, out, M, N);
+}
+
+template <int MT, bool INT4, class T>
+void packed_tile(const Linear& l, int64_t block, const Input& x, int64_t m0, const T* residual, T* out) {
+  __m512 acc[MT];
+  if (l.exact)
+    block_times_exact<MT, INT4>(l, block, x, m0, acc);
+  else
+    block_times_quantized<MT, INT4>(l, block, x, m0, acc);
+  const int64_t n = block * LANES;
+  const __mmask16 there = first(l.N - n);
+  for (int m = 0; m < MT; m++) {
+    const int64_t at = (m0 + m) * l.N + n;
+    if (l.bias) acc[m] = _mm512_add_ps(acc[m], load((const T*)l.bias + n, there));
+    if (residual) acc[m] = _mm512_add_ps(acc[m], load(residual + at, there));
+    store(out + at, acc[m], there);
+  }
+}
+
+template <bool INT4, class T>
+void packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual, T* out) {
+  auto tile = [&](auto rows) {
+    packed_tile<decltype(rows)::value, INT4>(l, block, x, m, residual, out);
+    m += decltype(rows)::value;
+  };
+  while (m + 8 <= stop) tile(Int<8>());  // rows of x that share a load of weights
+  if (stop - m >= 4) tile(Int<4>());
+  if (stop - m >= 2) tile(Int<2>());
+  if (stop - m >= 1) tile(Int<1>());
+}
+
+// This thread's part of out = x W^T + bias + residual, (M,N); residual may be null. The input must be prepared.
+template <class T>
+void product(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
+  const int64_t N = l.N, K = l.K;
+  if (l.bits == 16) {
+    const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
+    return team.split(N, 4, [&](int64_t n, int64_t end) {
+      auto rows = [&](auto count) {
+        constexpr int NT = decltype(count)::value;
+        auto at = [&](const T* p) { return p ? p + n : nullptr; };
+        linear_rows<T, NT>(w + n * K, x, at(bias), at(residual), out + n, M, N, K);
+        n += NT;
+      };
+      // For one row of x each row of W by itself: one stream of memory is faster than several.
+      while (M > 1 && n + 4 <= end) rows(Int<4>());
+      while (n < end) rows(Int<1>());
+    });
+  }
+  for (int64_t start = 0, stop; start < M; start = stop) {
+    stop = std::min<int64_t>(M, start + 256);  // of x at a time, which stay in the cache for all blocks
+    team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
+      for (; block < end; block++)
+        l.bits == 4 ? packed_blocks<true>(l, block, in, start, stop, residual, out)
+                    : packed_blocks<false>(l, block, in, start, stop, residual, out);
+    });
+  }
 }
 
 // ---------------------------------------------------------------- norms: one row, one thread, float32 inside
@@ -367,6 +449,466 @@ void layer_norm_row(const T* x, const T* w, const T* bias, T* out, int64_t D, fl
   }
 }
 
+// ---------------------------------------------------------------- attention
+//
+// Scores are taken for 16 slots at a time, a lane each: their keys are turned, so that a register holds the same word of
+// 16 keys: an element in float32, or two of them in bfloat16. Slots go by chunks, each of which gives a query a softmax
+// of its own: the largest score m, the sum l of e^(score - m), and o, the values weighted by these. Chunks are joined in
+// order (arXiv:2205.14135): with m the larger of m1 and m2,
+//   l = l1 e^(m1-m) + l2 e^(m2-m),   o = o1 e^(m1-m) + o2 e^(m2-m),   and at the end o / l.
+// Where chunks begin is fixed, so that a query's bits do not depend on what is beside it nor on the threads, and are the
+// same whether its chunks are done in turn (many tokens) or by different threads (few).
+
+constexpr int CHUNK = 64;  // slots
+constexpr int TILE = 32;    // queries that share turned keys
+
+template <class T>
+struct Attention {
+  int64_t B, S, H, K, E, slots;
+  const T* q;  // (B,S,H,E)
+  int64_t q_stride;  // from token to token
+  const T *k, *v;  // (R,K,slots,E)
+  const int64_t* pos;   // (B,S)
+  const int64_t* rows;  // (B,), or null: 0..B-1
+  const float* slopes;  // (H,), or null
+  int64_t window;  // the slots that a token sees; all: infinite
+  T* out;  // (B,S,H,E)
+
+  static constexpr int PAIRS = std::is_same_v<T, bf16> ? 2 : 1;  // elements in a word
+  int64_t group() const { return H / K; }  // query heads that share a key head
+  int64_t words() const { return (E + PAIRS * LANES - 1) / (PAIRS * LANES) * LANES; }
+  int64_t width() const { return (E + LANES - 1) / LANES * LANES; }
+  int64_t stride() const { return width() + LANES; }  // of what is kept for a query: o, then m, then l
+  const T* row(const T* cache, int64_t b, int64_t k) const { return cache + ((rows ? rows[b] : b) * K + k) * slots * E; }
+
+  // The slots that some of the tokens begin..end of row b see: first..last, or none if last < first.
+  std::pair<int64_t, int64_t> seen(int64_t b, int64_t begin, int64_t end) const {
+    int64_t least = slots, most = -1;
+    for (int64_t s = begin; s < end; s++) {
+      const int64_t p = pos[b * S + s];
+      if (p >= 0) least = std::min(least, p), most = std::max(most, p);
+    }
+    return {std::max<int64_t>(0, least - window + 1), most};
+  }
+};
+
+// What a thread works in.
+struct Workspace {
+  uint32_t *queries, *keys;  // (TILE,words), (words,16)
+  float* weights;  // (TILE,CHUNK) scores, then e^(score - m)
+  float *state, *more;  // (TILE,stride) each
+
+  template <class T>
+  static std::vector<Workspace> lay_out(Layout& layout, const Attention<T>& a) {
+    std::vector<Workspace> all(omp_get_max_threads());
+    for (auto& w : all)
+      w = {layout.take<uint32_t>(TILE * a.words()), layout.take<uint32_t>(a.words() * LANES),
+           layout.take<float>(TILE * CHUNK), layout.take<float>(TILE * a.stride()), layout.take<float>(TILE * a.stride())};
+    return all;
+  }
+};
+
+inline __m512i words_of(const bf16* row, int64_t word, int64_t E) {
+  const int64_t left = E - 2 * word;
+  return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1, row + 2 * word);
+}
+template <class T>
+__m512i words_of(const T* row, int64_t word, int64_t E) {
+  return _mm512_castps_si512(load(row + word, first(E - word)));
+}
+
+// 16 rows of 16 words to 16 columns.
+inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);  // quarters 0 and 2
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);  // 1 and 3
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+// Query i of row b and key head k is head k * group + i % group of token i / group.
+template <class T>
+void take_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t s = (begin + i) / a.group(), h = k * a.group() + (begin + i) % a.group();
+    for (int64_t j = 0; j < a.words(); j += LANES)
+      _mm512_store_si512(w.queries + i * a.words() + j, words_of(a.q + (b * a.S + s) * a.q_stride + h * a.E, j, a.E));
+  }
+}
+
+inline void fetch(const void* begin, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
+}
+
+// Keys of 16 slots from `slot` on, turned; beyond the last slot that one again, which nothing sees.
+template <class T>
+void turn_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
+  for (int64_t j = 0; j < a.words(); j += LANES) {
+    __m512i r[LANES];
+    for (int i = 0; i < LANES; i++) r[i] = words_of(keys + std::min(slot + i, a.slots - 1) * a.E, j, a.E);
+    transpose(r);
+    for (int i = 0; i < LANES; i++) _mm512_store_si512(w.keys + (j + i) * LANES, r[i]);
+  }
+}
+
+// Products of queries i.. with the turned keys.
+template <class T, int MT>
+void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc)[MT]) {
+  __m512 other[MT];  // two sums, so that one addition need not wait for the last
+  std::fill(acc, acc + MT, _mm512_setzero_ps());
+  std::fill(other, other + MT, _mm512_setzero_ps());
+  const int64_t words = a.words();
+  auto add = [&](__m512& sum, int64_t j, int m) {
+    const __m512i key = _mm512_load_si512(w.keys + j * LANES);
+    const __m512i query = _mm512_set1_epi32(w.queries[(i + m) * words + j]);
+    if constexpr (a.PAIRS == 2)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
+    else
+      sum = _mm512_fmadd_ps(_mm512_castsi512_ps(key), _mm512_castsi512_ps(query), sum);
+  };
+  for (int64_t j = 0; j < words; j += 2) {
+#pragma GCC unroll 4
+    for (int m = 0; m < MT; m++) add(acc[m], j, m), add(other[m], j + 1, m);
+  }
+  for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], other[m]);
+}
+
+// o of queries i.., VT registers of it from element e on: the values of slots begin..end, weighted.
+template <class T, int MT, int VT>
+void weigh_values(const Attention<T>& a, const T* values, int64_t begin, int64_t end, const Workspace& w, int64_t i,
+                  int64_t e, float* o) {
+  __m512 acc[MT][VT];
+  for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
+  const __mmask16 there = first(a.E - e - (VT - 1) * LANES);  // in the last register
+  for (int64_t slot = begin; slot < end; slot++) {
+    __m512 v[VT];
+#pragma GCC unroll 4
+    for (int j = 0; j < VT; j++) v[j] = load(values + slot * a.E + e + j * LANES, j == VT - 1 ? there : 0xffff);
+#pragma GCC unroll 4
+    for (int m = 0; m < MT; m++) {
+      const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
+#pragma GCC unroll 4
+      for (int j = 0; j < VT; j++) acc[m][j] = _mm512_fmadd_ps(weight, v[j], acc[m][j]);
+    }
+  }
+  for (int m = 0; m < MT; m++)
+    for (int j = 0; j < VT; j++) store(o + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+}
+
+// Calls work(Int<n>(), i) for i = 0.. in steps of n, so that `count` is covered: by 4 as long as possible.
+template <class Work>
+void by_fours(int64_t count, const Work& work) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) work(Int<4>(), i);
+  if (count - i == 3) work(Int<3>(), i);
+  if (count - i == 2) work(Int<2>(), i);
+  if (count - i == 1) work(Int<1>(), i);
+}
+
+// One chunk for the `count` queries that the workspace holds, from query `begin` on of row b, key head k; o, m and l of
+// each go to found (count,stride).
+template <class T>
+void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, int64_t chunk,
+            const Workspace& w, float* found) {
+  const int64_t G = a.group(), P = a.stride(), base = chunk * CHUNK;
+  const auto [least, most] = a.seen(b, begin / G, (begin + count - 1) / G + 1);
+  const int64_t from = std::max(base, least), to = std::min(base + CHUNK, most + 1);
+  const int64_t low = from / LANES * LANES, high = (to + LANES - 1) / LANES * LANES;
+  const T *keys = a.row(a.k, b, k), *values = a.row(a.v, b, k);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(a.E)));
+  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  fetch(keys + low * a.E, (to - low) * a.E * sizeof(T));
+  for (int64_t slot = low; slot < to; slot += LANES) {
+    fetch(values + slot * a.E, LANES * a.E * sizeof(T));  // they will be here when all scores are
+    turn_keys(a, keys, slot, w);
+    by_fours(count, [&](auto queries, int64_t i) {
+      constexpr int MT = decltype(queries)::value;
+      __m512 acc[MT];
+      dot_keys<T, MT>(a, w, i, acc);
+      for (int m = 0; m < MT; m++) {
+        const int64_t query = begin + i + m, p = a.pos[b * a.S + query / G];
+        const __m512i back = _mm512_sub_epi32(_mm512_set1_epi32(p - slot), lanes);  // from the token to the slot
+        acc[m] = _mm512_mul_ps(acc[m], scale);
+        if (a.slopes) {
+          const __m512 slope = _mm512_set1_ps(a.slopes[k * G + query % G]);
+          acc[m] = _mm512_fnmadd_ps(slope, _mm512_cvtepi32_ps(back), acc[m]);
+        }
+        // As unsigned numbers, what is ahead is further back than anything.
+        const __mmask16 visible = _mm512_cmplt_epu32_mask(back, _mm512_set1_epi32(p < 0 ? 0 : a.window));
+        acc[m] = _mm512_mask_blend_ps(visible, nothing, acc[m]);
+        store(w.weights + (i + m) * CHUNK + slot - base, acc[m], 0xffff);
+      }
+    });
+  }
+  for (int64_t i = 0; i < count; i++) {
+    float* weights = w.weights + i * CHUNK;
+    __m512 most_of_lane = nothing, sum = _mm512_setzero_ps();
+    for (int64_t j = low - base; j < high - base; j += LANES) most_of_lane = _mm512_max_ps(most_of_lane, load(weights + j));
+    const float m = _mm512_reduce_max_ps(most_of_lane);
+    const __m512 shift = _mm512_set1_ps(m == -std::numeric_limits<float>::infinity() ? 0.0f : m);
+    for (int64_t j = low - base; j < high - base; j += LANES) {
+      const __m512 weight = exponential(_mm512_sub_ps(load(weights + j), shift));
+      sum = _mm512_add_ps(sum, weight);
+      store(weights + j, weight, 0xffff);
+    }
+    found[i * P + a.width()] = m;
+    found[i * P + a.width() + 1] = _mm512_reduce_add_ps(sum);
+  }
+  by_fours(a.width() / LANES, [&](auto registers, int64_t e) {
+    by_fours(count, [&](auto queries, int64_t i) {
+      constexpr int MT = decltype(queries)::value, VT = decltype(registers)::value;
+      weigh_values<T, MT, VT>(a, values, from, to, w, i, e * LANES, found);
+    });
+  });
+}
+
+inline void clear(float* state, int64_t width) {
+  std::fill(state, state + width + LANES, 0.0f);
+  state[width] = -std::numeric_limits<float>::infinity();
+}
+
+inline void join(float* state, const float* more, int64_t width) {
+  const float m = std::max(state[width], more[width]);
+  if (m == -std::numeric_limits<float>::infinity()) return;
+  const float a = exponential(state[width] - m), c = exponential(more[width] - m);
+  for (int64_t e = 0; e < width; e += LANES) {
+    const __m512 part = _mm512_mul_ps(load(more + e), _mm512_set1_ps(c));
+    store(state + e, _mm512_fmadd_ps(load(state + e), _mm512_set1_ps(a), part), 0xffff);
+  }
+  state[width] = m;
+  state[width + 1] = state[width + 1] * a + more[width + 1] * c;
+}
+
+template <class T>
+void finish(const float* state, int64_t width, T* out, int64_t E) {
+  const float l = state[width + 1];
+  const __m512 inverse = _mm512_set1_ps(l == 0 ? 0.0f : 1 / l);  // padding sees nothing
+  for (int64_t e = 0; e < E; e += LANES) store(out + e, _mm512_mul_ps(load(state + e), inverse), first(E - e));
+}
+
+// Many tokens: a thread takes a tile of queries through all of its chunks. Tiles are dealt out in turn, for the later
+// ones see more.
+template <class T>
+void attention_of_many(const Team& team, const Attention<T>& a, const Workspace& w) {
+  const int64_t G = a.group(), queries = a.S * G, tiles = (queries + TILE - 1) / TILE, P = a.stride();
+  for (int64_t item = team.thread; item < a.B * a.K * tiles; item += team.all) {
+    const int64_t b = item / (a.K * tiles), k = item / tiles % a.K, begin = item % tiles * TILE;
+    const int64_t count = std::min<int64_t>(TILE, queries - begin);
+    const auto [least, most] = a.seen(b, begin / G, (begin + count - 1) / G + 1);
+    take_queries(a, b, k, begin, count, w);
+    for (int64_t i = 0; i < count; i++) clear(w.state + i * P, a.width());
+    for (int64_t chunk = least / CHUNK; chunk * CHUNK <= most; chunk++) {
+      attend(a, b, k, begin, count, chunk, w, w.more);
+      for (int64_t i = 0; i < count; i++) join(w.state + i * P, w.more + i * P, a.width());
+    }
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t s = (begin + i) / G, h = k * G + (begin + i) % G;
+      finish(w.state + i * P, a.width(), a.out + ((b * a.S + s) * a.H + h) * a.E, a.E);
+    }
+  }
+}
+
+// Few tokens: threads share the chunks of all rows and heads (`attend_parts`), then join them (`join_parts`).
+struct Parts {
+  std::vector<int64_t> first_chunk, first_item;  // of each row; an item is a chunk of a key head of a row
+
+  template <class T>
+  explicit Parts(const Attention<T>& a) : first_item{0} {
+    for (int64_t b = 0; b < a.B; b++) {
+      const auto [least, most] = a.seen(b, 0, a.S);
+      first_chunk.push_back(least / CHUNK);
+      first_item.push_back(first_item.back() + (most < 0 ? 0 : most / CHUNK - least / CHUNK + 1) * a.K);
+    }
+  }
+};
+
+template <class T>
+void attend_parts(const Team& team, const Attention<T>& a, const Parts& parts, const Workspace& w, float* found) {
+  const int64_t queries = a.S * a.group();
+  const auto& first_item = parts.first_item;
+  team.split(first_item.back(), 1, [&](int64_t item, int64_t end) {
+    for (; item < end; item++) {
+      const int64_t b = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
+      const int64_t chunks = (first_item[b + 1] - first_item[b]) / a.K, i = item - first_item[b];
+      for (int64_t begin = 0; begin < queries; begin += TILE) {
+        const int64_t count = std::min<int64_t>(TILE, queries - begin);
+        take_queries(a, b, i / chunks, begin, count, w);
+        attend(a, b, i / chunks, begin, count, parts.first_chunk[b] + i % chunks, w,
+               found + (item * queries + begin) * a.stride());
+      }
+    }
+  });
+}
+
+template <class T>
+void join_parts(const Team& team, const Attention<T>& a, const Parts& parts, const Workspace& w, const float* found) {
+  const int64_t queries = a.S * a.group(), G = a.group();
+  team.split(a.B * a.S * a.H, 1, [&](int64_t at, int64_t end) {
+    for (; at < end; at++) {
+      const int64_t b = at / (a.S * a.H), s = at / a.H % a.S, h = at % a.H;
+      const int64_t first = parts.first_item[b], chunks = (parts.first_item[b + 1] - first) / a.K;
+      clear(w.state, a.width());
+      for (int64_t item = first + h / G * chunks, last = item + chunks; item < last; item++)
+        join(w.state, found + (item * queries + s * G + h % G) * a.stride(), a.width());
+      finish(w.state, a.width(), a.out + at * a.E, a.E);
+    }
+  });
+}
+
+// ---------------------------------------------------------------- a block
+//
+// Norm, attention and MLP of a few tokens as one operation, so that threads are woken once. What is kept between steps
+// is in x's dtype, as in model.py.
+
+template <class T>
+struct Block {
+  int64_t M, D, F;  // M = B S tokens
+  Attention<T> attention;  // with its q and out still to be laid out
+  Linear qkv, out, up, down;
+  bool gated, post_norm_residual;
+  float eps;
+  const T *x, *attention_norm[2], *mlp_norm[2], *q_norm, *k_norm;  // weight and, of a LayerNorm, bias
+  const float *cos, *sin;  // (M,E), or null
+  T *k, *v, *result;
+
+  struct Buffers {
+    T *h, *qkv, *y, *x, *h2, *up, *act;  // (M,D), (M,(H+2K)E), (M,H E), (M,D), (M,D), (M,F or 2F), (M,F)
+    Input to_qkv, to_out, to_up, to_down;
+    std::vector<Workspace> workspaces;
+    float* parts;
+  };
+
+  Buffers lay_out(Layout& layout, const Parts& parts) const {
+    Buffers b;
+    b.h = layout.take<T>(M * D), b.qkv = layout.take<T>(M * qkv.N), b.y = layout.take<T>(M * out.K);
+    b.x = layout.take<T>(M * D), b.h2 = layout.take<T>(M * D);
+    b.up = layout.take<T>(M * up.N), b.act = layout.take<T>(M * F);
+    b.to_qkv = lay_out_input(layout, qkv, b.h, M), b.to_out = lay_out_input(layout, out, b.y, M);
+    b.to_up = lay_out_input(layout, up, b.h2, M), b.to_down = lay_out_input(layout, down, b.act, M);
+    b.workspaces = Workspace::lay_out(layout, attention);
+    b.parts = layout.take<float>(parts.first_item.back() * attention.S * attention.group() * attention.stride());
+    return b;
+  }
+
+  void norm(const T* from, const T* const (&weights)[2], T* to) const {
+    weights[1] ? layer_norm_row(from, weights[0], weights[1], to, D, eps) : rms_norm_row(from, weights[0], to, D, eps);
+  }
+
+  void norm_and_prepare(const Team& team, const T* from, const T* const (&weights)[2], T* to, const Linear& l,
+                        const Input& in) const {
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) norm(from + m * D, weights, to + m * D), prepare<T>(l, in, m, 0, l.Kb);
+    });
+    team.wait();
+  }
+
+  // Queries and keys are normed and turned to their positions; keys and values go to the cache.
+  void place_heads(const Team& team, T* heads) const {
+    const auto& a = attention;
+    const int64_t E = a.E, per_token = a.H + 2 * a.K;
+    team.split(M * per_token, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / per_token, h = at % per_token, kv = (h - a.H) % a.K;
+        T* head = heads + at * E;
+        const T* weight = h < a.H ? q_norm : k_norm;
+        if (h < a.H + a.K) {
+          if (weight) rms_norm_row(head, weight, head, E, eps);
+          if (cos) rotate(head, cos + m * E, sin + m * E, E);
+        }
+        if (h < a.H) continue;
+        const int64_t b = m / a.S, row = a.rows ? a.rows[b] : b, slot = a.pos[m] < 0 ? a.slots - 1 : a.pos[m];
+        std::copy(head, head + E, (h < a.H + a.K ? k : v) + ((row * a.K + kv) * a.slots + slot) * E);
+      }
+    });
+    team.wait();
+  }
+
+  static void rotate(T* x, const float* cos, const float* sin, int64_t E) {
+    const int64_t half = E / 2;
+    for (int64_t e = 0; e < half; e += LANES) {
+      const __mmask16 m = first(half - e);
+      const __m512 a = load(x + e, m), b = load(x + half + e, m);
+      store(x + e, _mm512_fmadd_ps(a, load(cos + e, m), _mm512_mul_ps(b, load(sin + e, m))), m);
+      store(x + half + e, _mm512_fmadd_ps(b, load(cos + half + e, m), _mm512_mul_ps(a, load(sin + half + e, m))), m);
+    }
+  }
+
+  void prepare_rows(const Team& team, const Linear& l, const Input& in) const {
+    if (l.bits == 16) return;
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) prepare<T>(l, in, m, 0, l.Kb);
+    });
+    team.wait();
+  }
+
+  // SwiGLU or tanh-GELU of what the first product of the MLP gave.
+  void activate(const Team& team, const T* from, T* to, const Input& in) const {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const int64_t groups = (F + GROUP - 1) / GROUP;
+    team.split(M * groups, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / groups, group = at % groups;
+        for (int64_t f = group * GROUP; f < std::min(F, (group + 1) * GROUP); f += LANES) {
+          const __mmask16 there = first(F - f);
+          const __m512 x = load(from + m * up.N + f, there);
+          const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
+          const __m512 z = gated ? x : _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_add_ps(x, cube));
+          // x sigmoid(z), which tanh-GELU is as well, with z = 2 sqrt(2/pi) (x + 0.044715 x^3)
+          __m512 y = _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+          if (gated) y = _mm512_mul_ps(y, load(from + m * up.N + F + f, there));
+          store(to + m * F + f, y, there);
+        }
+        prepare<T>(down, in, m, group, group + 1);
+      }
+    });
+    team.wait();
+  }
+
+  void run() {
+    const Parts parts(attention);
+    auto [b, memory] = laid_out([&](Layout& layout) { return lay_out(layout, parts); });
+    attention.q = b.qkv, attention.q_stride = qkv.N, attention.out = b.y;
+    const bool alone = M * (qkv.N * D + out.K * D + up.N * D + F * D) < ALONE;
+    together(alone, [&, &b = b](const Team& team) {
+      const Workspace& w = b.workspaces[team.thread];
+      norm_and_prepare(team, x, attention_norm, b.h, qkv, b.to_qkv);
+      product<T>(team, qkv, b.to_qkv, M, nullptr, b.qkv), team.wait();
+      place_heads(team, b.qkv);
+      attend_parts(team, attention, parts, w, b.parts), team.wait();
+      join_parts(team, attention, parts, w, b.parts), team.wait();
+      prepare_rows(team, out, b.to_out);
+      product<T>(team, out, b.to_out, M, post_norm_residual ? b.h : x, b.x), team.wait();
+      norm_and_prepare(team, b.x, mlp_norm, b.h2, up, b.to_up);
+      product<T>(team, up, b.to_up, M, nullptr, b.up), team.wait();
+      activate(team, b.up, b.act, b.to_down);
+      product<T>(team, down, b.to_down, M, post_norm_residual ? b.h2 : b.x, result);
+    });
+  }
+};
+
 // ---------------------------------------------------------------- the operations
 
 template <class Work>
@@ -377,70 +919,87 @@ void by_dtype(const Tensor& x, const Work& work) {
   work(float());
 }
 
-Tensor empty_like_with(const Tensor& x, int64_t width) {
+using MaybeTensor = std::optional<Tensor>;
+
+template <class T>
+const T* data(const MaybeTensor& t) {
+  return t ? t->const_data_ptr<T>() : nullptr;
+}
+
+// What must be contiguous, of this dtype and these sizes (-1: any), so that it can be read by its pointer.
+const Tensor& checked(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
+  bool fits = t.scalar_type() == dtype && t.dim() == int64_t(sizes.size()) && t.is_contiguous();
+  for (size_t i = 0; fits && i < sizes.size(); i++) fits = sizes[i] == -1 || t.size(i) == sizes[i];
+  TORCH_CHECK(fits, name, ": expected ", sizes, " in ", dtype, ", contiguous; got ", t.sizes(), " in ", t.scalar_type(),
+              t.is_contiguous() ? "" : ", not contiguous");
+  return t;
+}
+
+const MaybeTensor& checked(const MaybeTensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
+  if (t) checked(*t, name, dtype, sizes);
+  return t;
+}
+
+// A layer of N outputs for x of K columns; weights without scales are plain, those with mins have 4 bits.
+Linear checked_layer(const Tensor& weight, const MaybeTensor& scales, const MaybeTensor& mins, const MaybeTensor& bias,
+                     at::ScalarType dtype, int64_t N, int64_t K, int64_t groupsize, bool exact) {
+  Linear l{N, K, !scales ? 16 : mins ? 4 : 8, exact || dtype == at::kFloat, weight.const_data_ptr()};
+  l.bias = checked(bias, "bias", dtype, {N}) ? bias->const_data_ptr() : nullptr;
+  if (!scales) {
+    checked(weight, "weight", dtype, {N, K});
+    return l;
+  }
+  const int64_t Nb = (N + LANES - 1) / LANES;
+  l.Kb = (K + GROUP - 1) / GROUP;
+  TORCH_CHECK(groupsize >= K || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
+              " columns are no multiple of 32");
+  l.per_group = groupsize >= K ? l.Kb : groupsize / GROUP;
+  l.G = (l.Kb + l.per_group - 1) / l.per_group;
+  checked(weight, "packed weight", at::kByte, {Nb, l.Kb, mins ? 4 : 8, LANES, 4});
+  l.scales = checked(*scales, "scales", at::kHalf, {Nb, l.G, LANES}).const_data_ptr<half>();
+  l.mins = data<half>(checked(mins, "mins", at::kHalf, {Nb, l.G, LANES}));
+  return l;
+}
+
+Tensor with_width(const Tensor& x, int64_t width) {
   auto sizes = x.sizes().vec();
   sizes.back() = width;
   return at::empty(sizes, x.options());
 }
 
-template <class T>
-const T* data(const std::optional<Tensor>& t) {
-  return t ? t->const_data_ptr<T>() : nullptr;
+Tensor run_layer(const Tensor& x, const Linear& l) {
+  const Tensor xs = x.contiguous(), out = with_width(x, l.N);
+  const int64_t M = l.K ? x.numel() / l.K : 0;
+  by_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    auto [in, memory] = laid_out([&](Layout& layout) { return lay_out_input(layout, l, xs.const_data_ptr<T>(), M); });
+    together(l.N * l.K * (l.bits == 16 ? 1 : M) < ALONE, [&, &in = in](const Team& team) {
+      if (l.bits < 16) {
+        team.split(M, 1, [&](int64_t m, int64_t end) {
+          for (; m < end; m++) prepare<T>(l, in, m, 0, l.Kb);
+        });
+        team.wait();
+      }
+      product<T>(team, l, in, M, nullptr, out.data_ptr<T>());
+    });
+  });
+  return out;
 }
 
-std::optional<Tensor> checked(const std::optional<Tensor>& t, const Tensor& x, int64_t size) {
-  if (!t) return t;
-  TORCH_CHECK(t->scalar_type() == x.scalar_type() && t->dim() == 1 && t->size(0) == size, "a vector of ", size, " in ",
-              x.scalar_type(), " was expected, got ", t->sizes(), " in ", t->scalar_type());
-  return t->contiguous();
-}
-
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   if (x.dim() > 2 && x.size(-2) > SMALL_S) return at::linear(x, weight, bias);  // bound by arithmetic
-  const int64_t N = weight.size(0), K = weight.size(1);
-  TORCH_CHECK(x.size(-1) == K && weight.scalar_type() == x.scalar_type(), "linear: x is ", x.sizes(), " in ",
-              x.scalar_type(), ", weight ", weight.sizes(), " in ", weight.scalar_type());
-  const Tensor xs = x.contiguous(), w = weight.contiguous(), out = empty_like_with(x, N);
-  const auto b = checked(bias, x, N);
-  by_dtype(x, [&](auto type) {
-    using T = decltype(type);
-    linear_small(w.const_data_ptr<T>(), xs.const_data_ptr<T>(), data<T>(b), out.data_ptr<T>(), x.numel() / K, N, K);
-  });
-  return out;
-}
-
-Tensor linear_packed(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& mins,
-                     int64_t groupsize, const std::optional<Tensor>& bias, int64_t N, bool exact) {
-  const int64_t K = x.size(-1), Kb = (K + GROUP - 1) / GROUP, Nb = (N + LANES - 1) / LANES, G = scales.size(1);
-  const int64_t bytes = mins ? 256 : 512;
-  TORCH_CHECK(weight.numel() == Nb * Kb * bytes && weight.scalar_type() == at::kByte && weight.is_contiguous(),
-              "packed weights of ", N, " rows and ", K, " columns were expected, got ", weight.sizes());
-  for (const Tensor* t : {&scales, mins ? &*mins : &scales})
-    TORCH_CHECK(t->dim() == 3 && t->size(0) == Nb && t->size(1) == G && t->size(2) == LANES && t->is_contiguous() &&
-                    t->scalar_type() == at::kHalf, "packed scales are ", t->sizes(), " in ", t->scalar_type());
-  TORCH_CHECK(groupsize >= K || groupsize % GROUP == 0, "groups of ", groupsize, " columns are no multiple of 32");
-  const int64_t per_group = groupsize >= K ? Kb : groupsize / GROUP;
-  TORCH_CHECK((Kb + per_group - 1) / per_group == G, "groups of ", groupsize, " of ", K, " columns are not ", G);
-  const Tensor xs = x.contiguous(), out = empty_like_with(x, N);
-  const auto b = checked(bias, x, N);
-  const Packed packed{weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<half>(), data<half>(mins),
-                      Kb, G, per_group};
-  by_dtype(x, [&](auto type) {
-    using T = decltype(type);
-    const bool in_full = exact || std::is_same_v<T, float>;
-    packed_linear(packed, xs.const_data_ptr<T>(), data<T>(b), out.data_ptr<T>(), x.numel() / K, N, K, in_full);
-  });
-  return out;
+  const Tensor w = weight.contiguous();
+  return run_layer(x, checked_layer(w, {}, {}, bias, x.scalar_type(), w.size(0), x.size(-1), 0, true));
 }
 
 Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t groupsize,
-                   const std::optional<Tensor>& bias, int64_t N, bool exact) {
-  return linear_packed(x, weight, scales, std::nullopt, groupsize, bias, N, exact);
+                   const MaybeTensor& bias, int64_t N, bool exact) {
+  return run_layer(x, checked_layer(weight, scales, {}, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
 }
 
 Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& mins, int64_t groupsize,
-                   const std::optional<Tensor>& bias, int64_t N, bool exact) {
-  return linear_packed(x, weight, scales, mins, groupsize, bias, N, exact);
+                   const MaybeTensor& bias, int64_t N, bool exact) {
+  return run_layer(x, checked_layer(weight, scales, mins, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
 }
 
 template <class Row>
@@ -451,25 +1010,111 @@ Tensor norm(const Tensor& x, const Row& row) {
     using T = decltype(type);
     const T* from = xs.const_data_ptr<T>();
     T* to = out.data_ptr<T>();
-    parallel(D ? x.numel() / D : 0, 1, x.numel() < ALONE, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; m++) row(from + m * D, to + m * D, D);
+    together(x.numel() < ALONE, [&](const Team& team) {
+      team.split(D ? x.numel() / D : 0, 1, [&](int64_t m, int64_t end) {
+        for (; m < end; m++) row(from + m * D, to + m * D, D);
+      });
     });
   });
   return out;
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  const Tensor w = *checked(weight, x, x.size(-1));
+  checked(weight, "weight", x.scalar_type(), {x.size(-1)});
   return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
-    rms_norm_row(from, w.const_data_ptr<T>(), to, D, float(eps));
+    rms_norm_row(from, weight.const_data_ptr<T>(), to, D, float(eps));
   });
 }
 
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
-  const Tensor w = *checked(weight, x, x.size(-1)), b = *checked(bias, x, x.size(-1));
+  checked(weight, "weight", x.scalar_type(), {x.size(-1)});
+  checked(bias, "bias", x.scalar_type(), {x.size(-1)});
   return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
-    layer_norm_row(from, w.const_data_ptr<T>(), b.const_data_ptr<T>(), to, D, float(eps));
+    layer_norm_row(from, weight.const_data_ptr<T>(), bias.const_data_ptr<T>(), to, D, float(eps));
   });
+}
+
+// Everything but q and out.
+template <class T>
+Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_cache, const Tensor& v_cache,
+                               const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& slopes,
+                               std::optional<int64_t> window) {
+  checked(k_cache, "k_cache", c10::CppTypeToScalarType<T>::value, {-1, -1, -1, -1});
+  checked(v_cache, "v_cache", k_cache.scalar_type(), k_cache.sizes());
+  checked(input_pos, "input_pos", at::kLong, {B, S});
+  checked(rows, "rows", at::kLong, {B});
+  checked(slopes, "slopes", at::kFloat, {H});
+  const int64_t R = k_cache.size(0), K = k_cache.size(1), slots = k_cache.size(2);
+  TORCH_CHECK(K > 0 && H % K == 0, H, " query heads are no multiple of ", K, " key heads");
+  TORCH_CHECK(slots < (1 << 30) && (rows || B <= R), "a cache of ", k_cache.sizes(), " for ", B, " rows");
+  const int64_t *pos = input_pos.const_data_ptr<int64_t>(), *row = data<int64_t>(rows);
+  for (int64_t i = 0; i < B * S; i++) TORCH_CHECK(pos[i] >= -1 && pos[i] < slots, "position ", pos[i], " of ", slots);
+  for (int64_t i = 0; row && i < B; i++) TORCH_CHECK(row[i] >= 0 && row[i] < R, "row ", row[i], " of ", R);
+  Attention<T> a{B, S, H, K, k_cache.size(3), slots};
+  a.k = k_cache.const_data_ptr<T>(), a.v = v_cache.const_data_ptr<T>();
+  a.pos = pos, a.rows = row, a.slopes = data<float>(slopes);
+  a.window = std::min(window.value_or(slots), slots);
+  return a;
+}
+
+Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& input_pos,
+                 const MaybeTensor& rows, const MaybeTensor& slopes, std::optional<int64_t> window) {
+  const Tensor qs = q.contiguous(), out = at::empty(q.sizes(), q.options());
+  by_dtype(q, [&](auto type) {
+    using T = decltype(type);
+    const Tensor at = input_pos.contiguous();
+    auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window);
+    TORCH_CHECK(q.size(3) == a.E, "queries of width ", q.size(3), ", keys of ", a.E);
+    a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
+    const bool many = a.S > SMALL_S;
+    const Parts parts(a);
+    const int64_t found = many ? 0 : parts.first_item.back() * a.S * a.group() * a.stride();
+    auto [b, memory] = laid_out([&](Layout& layout) {
+      return std::make_pair(Workspace::lay_out(layout, a), layout.take<float>(found));
+    });
+    together(parts.first_item.back() * CHUNK * a.S * a.group() * a.E < ALONE, [&, &b = b](const Team& team) {
+      const Workspace& w = b.first[team.thread];
+      if (many) return attention_of_many(team, a, w);
+      attend_parts(team, a, parts, w, b.second), team.wait();
+      join_parts(team, a, parts, w, b.second);
+    });
+  });
+  return out;
+}
+
+// weights: of the two norms weight and bias, then q_norm, k_norm, then of qkv, out, up (or gate and up), down each weight,
+// scales, mins, bias. sizes: H, F, and the four layers' groupsizes.
+Tensor block(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& cos,
+             const MaybeTensor& sin, const MaybeTensor& slopes, std::optional<int64_t> window, const Tensor& k_cache,
+             const Tensor& v_cache, const c10::List<MaybeTensor>& weights, at::IntArrayRef sizes, double eps,
+             bool gated, bool post_norm_residual, bool exact) {
+  TORCH_CHECK(weights.size() == 22 && sizes.size() == 6 && x.dim() == 3, "22 weights, 6 sizes, x (B,S,D)");
+  const auto dtype = x.scalar_type();
+  const int64_t B = x.size(0), S = x.size(1), D = x.size(2), H = sizes[0], F = sizes[1];
+  const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
+  std::vector<MaybeTensor> w(weights.begin(), weights.end());
+  by_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    Block<T> block{B * S, D, F, checked_attention<T>(B, S, H, k_cache, v_cache, at, rows, slopes, window)};
+    const int64_t K = block.attention.K, E = block.attention.E;
+    auto vector = [&](int i, int64_t size) { return data<T>(checked(w[i], "weight of a norm", dtype, {size})); };
+    auto layer = [&](int i, int64_t N, int64_t columns) {
+      const int at = 6 + 4 * i;
+      TORCH_CHECK(w[at], "a weight is missing");
+      return checked_layer(*w[at], w[at + 1], w[at + 2], w[at + 3], dtype, N, columns, sizes[2 + i], exact);
+    };
+    block.qkv = layer(0, (H + 2 * K) * E, D), block.out = layer(1, D, H * E);
+    block.up = layer(2, gated ? 2 * F : F, D), block.down = layer(3, D, F);
+    block.gated = gated, block.post_norm_residual = post_norm_residual, block.eps = eps;
+    block.x = xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
+    for (int i = 0; i < 2; i++) block.attention_norm[i] = vector(i, D), block.mlp_norm[i] = vector(2 + i, D);
+    block.q_norm = vector(4, E), block.k_norm = vector(5, E);
+    block.cos = data<float>(checked(cos, "cos", at::kFloat, {B, S, 1, E}));
+    block.sin = data<float>(checked(sin, "sin", at::kFloat, {B, S, 1, E}));
+    block.k = k_cache.data_ptr<T>(), block.v = v_cache.data_ptr<T>();
+    block.run();
+  });
+  return result;
 }
 
 }  // namespace
@@ -481,6 +1126,11 @@ TORCH_LIBRARY(fastpath, m) {
         " -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
+  m.def("attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
+        " -> Tensor");
+  m.def("block(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, int? window, "
+        "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor?[] weights, int[] sizes, float eps, bool gated, "
+        "bool post_norm_residual, bool exact) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
@@ -489,4 +1139,6 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("linear_int4", &linear_int4);
   m.impl("rms_norm", &rms_norm);
   m.impl("layer_norm", &layer_norm);
+  m.impl("attention", &attention);
+  m.impl("block", &block);
 }

@@ -26,13 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import unpack_levels, unpack_nibbles
-from model import Embedding, Transformer
+from model import Attention, Block, Embedding, Transformer
 from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from terminal import Waiting, say
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
 LANES, GROUP = 16, 32  # rows of a packed block; columns of a group
+SMALL_S = 16  # new tokens a row up to which reading the weights is what takes the time
 
 # ---------------------------------------------------------------- into a model
 
@@ -44,11 +45,44 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     """
     if model.norm.weight.device.type != "cpu" or not load_kernels():
         return False
-    for name in [name for name, module in model.named_modules() if type(module) in LAYERS]:
+    names = [name for name, module in model.named_modules() if type(module) in LAYERS]
+    for name in reversed(names):  # a block after what it consists of
         module = model.get_submodule(name)
         packed = [exact_activations] if isinstance(module, (Int8Linear, Int4Linear)) else []
         model.set_submodule(name, LAYERS[type(module)](module, *packed))
     return True
+
+
+class FastBlock(Block):
+    """A block; for up to 16 new tokens a row, one operation."""
+
+    def __init__(self, plain: Block):
+        nn.Module.__init__(self)
+        self.__dict__.update(plain.__dict__)  # its parts, under their names
+        attention, mlp, config = plain.attention, plain.mlp, plain.attention.config
+        layers = [attention.qkv, attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+        norms = [plain.attention_norm, plain.mlp_norm]
+        self.weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
+        self.weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
+        for layer in layers:
+            self.weights += [layer.weight, getattr(layer, "scales", None), getattr(layer, "mins", None), layer.bias]
+        self.sizes = [config.n_head, config.hidden_dim, *(getattr(layer, "groupsize", 0) for layer in layers)]
+        exact = any(getattr(layer, "exact", False) for layer in layers)
+        self.settings = (config.norm_eps, mlp.gated, plain.post_norm_residual, exact)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
+        if x.shape[1] > SMALL_S:
+            return super().forward(x, rope, input_pos, rows)
+        attention, (cos, sin) = self.attention, rope or (None, None)
+        places = (input_pos, rows, cos, sin, attention.slopes, attention.window, attention.k_cache, attention.v_cache)
+        return torch.ops.fastpath.block.default(x, *places, self.weights, self.sizes, *self.settings)
+
+
+class FastAttention(Attention):
+    def __init__(self, plain: Attention):
+        nn.Module.__init__(self)
+        self.__dict__.update(plain.__dict__)
+        self.attend = torch.ops.fastpath.attention.default
 
 
 class FastLinear(nn.Module):
@@ -109,6 +143,7 @@ class PackedLinear(nn.Module):
         self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
         # Looking buffers up takes nn.Module as long as a small product takes: the tensors are here as well.
         tensors = (self.weight, self.scales) if is_int8 else (self.weight, self.scales, self.mins)
+        self.exact = exact
         self.arguments = (*tensors, self.groupsize, self.bias, self.out_features, exact)
 
     def forward(self, x: Tensor):
@@ -132,7 +167,7 @@ class PackedEmbedding(PackedLinear):
 
 
 LAYERS = {nn.Linear: FastLinear, Embedding: FastEmbedding, nn.RMSNorm: FastRMSNorm, nn.LayerNorm: FastLayerNorm}
-LAYERS |= {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
+LAYERS |= {Block: FastBlock, Attention: FastAttention, Int8Linear: PackedLinear, Int4Linear: PackedLinear}
 LAYERS |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 # ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
@@ -234,3 +269,5 @@ def declare():
     fake("fastpath::linear_int4", lambda x, weight, scales, mins, groupsize, bias, N, exact: with_rows(x, N))
     fake("fastpath::rms_norm", shape_of_x)
     fake("fastpath::layer_norm", shape_of_x)
+    fake("fastpath::attention", shape_of_x)
+    fake("fastpath::block", shape_of_x)

@@ -219,6 +219,7 @@ class Attention(nn.Module):
     k_cache: Tensor  # (R,K,T,E), by Transformer.setup_caches
     v_cache: Tensor
     slopes: Tensor | None  # (H,) float32 with ALiBi, by the same
+    attend = staticmethod(attention)  # kernels_cpu.py puts its own here
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -243,7 +244,7 @@ class Attention(nn.Module):
         where = (where[:, None], slice(None), input_pos)  # position -1 is the last slot, the scratch one
         self.k_cache[where] = k
         self.v_cache[where] = v
-        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
+        y = self.attend(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
         return self.out(y.reshape(B, S, H * E))
 
 

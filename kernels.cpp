@@ -1,9 +1,9 @@
 // The CPU kernels: products of a few rows with bfloat16, 8-bit and 4-bit weights at the speed of memory, norms,
-// attention, and a whole transformer block of these in one operation.
+// attention, and all blocks of a transformer in one operation.
 //
 // kernels_cpu.py builds this file, packs the weights and declares the operations; kernels.py says what they compute.
-// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, the block, and at
-// the end the operations, which check what they are given.
+// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, blocks, and at the
+// end the operations, which check what they are given.
 //
 // A matrix has N rows (outputs) and K columns (inputs); x has M rows of K. Decoding is bound by reading weights, so each
 // is read once for a whole tile of rows of x, in long streams. Every output is summed in one fixed order, by one thread:
@@ -20,7 +20,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -356,6 +359,15 @@ void prepare(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t
       store(in.wide + at * GROUP + LANES, load(x + k + LANES, first(left - LANES)), 0xffff);
     }
   }
+}
+
+template <class T>
+void prepare_rows(const Team& team, const Linear& l, const Input& in, int64_t M) {
+  if (l.bits == 16) return;
+  team.split(M, 1, [&](int64_t m, int64_t end) {
+    for (; m < end; m++) prepare<T>(l, in, m, 0, l.Kb);
+  });
+  team.wait();
 }
 
 template <int MT, bool INT4, class T>
@@ -743,13 +755,15 @@ struct Parts {
       first_item.push_back(first_item.back() + (most < 0 ? 0 : most / CHUNK - least / CHUNK + 1) * a.K);
     }
   }
+
+  int64_t items() const { return first_item.back(); }
 };
 
 template <class T>
 void attend_parts(const Team& team, const Attention<T>& a, const Parts& parts, const Workspace& w, float* found) {
   const int64_t queries = a.S * a.group();
   const auto& first_item = parts.first_item;
-  team.split(first_item.back(), 1, [&](int64_t item, int64_t end) {
+  team.split(parts.items(), 1, [&](int64_t item, int64_t end) {
     for (; item < end; item++) {
       const int64_t b = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
       const int64_t chunks = (first_item[b + 1] - first_item[b]) / a.K, i = item - first_item[b];
@@ -778,69 +792,83 @@ void join_parts(const Team& team, const Attention<T>& a, const Parts& parts, con
   });
 }
 
-// ---------------------------------------------------------------- a block
+// ---------------------------------------------------------------- blocks
 //
-// Norm, attention and MLP of a few tokens as one operation, so that threads are woken once. What is kept between steps
-// is in x's dtype, as in model.py.
+// Norm, attention and MLP of a few tokens, for all blocks in one operation, so that threads are woken once for a model.
+// Between steps numbers are kept in x's dtype, as in model.py.
+
+// What stays the same from call to call: checked once, by prepare_block.
+struct Layer {
+  std::vector<std::optional<Tensor>> tensors;  // keep the memory that the pointers below show
+  at::ScalarType dtype;
+  int64_t H, K, E, D, F, window;
+  Linear qkv, out, up, down;
+  const void *attention_norm[2], *mlp_norm[2], *q_norm, *k_norm;  // weight and, of a LayerNorm, bias
+  float eps;
+  bool gated, post_norm_residual;
+};
 
 template <class T>
 struct Block {
-  int64_t M, D, F;  // M = B S tokens
-  Attention<T> attention;  // with its q and out still to be laid out
-  Linear qkv, out, up, down;
-  bool gated, post_norm_residual;
-  float eps;
-  const T *x, *attention_norm[2], *mlp_norm[2], *q_norm, *k_norm;  // weight and, of a LayerNorm, bias
+  const Layer& layer;
+  const Parts& parts;
+  Attention<T> attention;  // all but q and out
+  int64_t M;  // B S tokens
   const float *cos, *sin;  // (M,E), or null
-  T *k, *v, *result;
+  T *k, *v;  // the caches again, to be written
+  const T* x;  // (M,D)
+  T* result;  // (M,D), may be x
 
   struct Buffers {
     T *h, *qkv, *y, *x, *h2, *up, *act;  // (M,D), (M,(H+2K)E), (M,H E), (M,D), (M,D), (M,F or 2F), (M,F)
     Input to_qkv, to_out, to_up, to_down;
     std::vector<Workspace> workspaces;
-    float* parts;
-  };
+    float* found;
+  } b;
 
-  Buffers lay_out(Layout& layout, const Parts& parts) const {
-    Buffers b;
-    b.h = layout.take<T>(M * D), b.qkv = layout.take<T>(M * qkv.N), b.y = layout.take<T>(M * out.K);
-    b.x = layout.take<T>(M * D), b.h2 = layout.take<T>(M * D);
-    b.up = layout.take<T>(M * up.N), b.act = layout.take<T>(M * F);
-    b.to_qkv = lay_out_input(layout, qkv, b.h, M), b.to_out = lay_out_input(layout, out, b.y, M);
-    b.to_up = lay_out_input(layout, up, b.h2, M), b.to_down = lay_out_input(layout, down, b.act, M);
+  void lay_out(Layout& layout) {
+    const Layer& l = layer;
+    b.h = layout.take<T>(M * l.D), b.qkv = layout.take<T>(M * l.qkv.N), b.y = layout.take<T>(M * l.out.K);
+    b.x = layout.take<T>(M * l.D), b.h2 = layout.take<T>(M * l.D);
+    b.up = layout.take<T>(M * l.up.N), b.act = layout.take<T>(M * l.F);
+    b.to_qkv = lay_out_input(layout, l.qkv, b.h, M), b.to_out = lay_out_input(layout, l.out, b.y, M);
+    b.to_up = lay_out_input(layout, l.up, b.h2, M), b.to_down = lay_out_input(layout, l.down, b.act, M);
     b.workspaces = Workspace::lay_out(layout, attention);
-    b.parts = layout.take<float>(parts.first_item.back() * attention.S * attention.group() * attention.stride());
-    return b;
+    b.found = layout.take<float>(parts.items() * attention.S * attention.group() * attention.stride());
+    attention.q = b.qkv, attention.q_stride = l.qkv.N, attention.out = b.y;
   }
 
-  void norm(const T* from, const T* const (&weights)[2], T* to) const {
-    weights[1] ? layer_norm_row(from, weights[0], weights[1], to, D, eps) : rms_norm_row(from, weights[0], to, D, eps);
-  }
-
-  void norm_and_prepare(const Team& team, const T* from, const T* const (&weights)[2], T* to, const Linear& l,
+  void norm_and_prepare(const Team& team, const T* from, const void* const (&weights)[2], T* to, const Linear& l,
                         const Input& in) const {
+    const T *weight = (const T*)weights[0], *bias = (const T*)weights[1];
+    const int64_t D = layer.D;
     team.split(M, 1, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) norm(from + m * D, weights, to + m * D), prepare<T>(l, in, m, 0, l.Kb);
+      for (; m < end; m++) {
+        bias ? layer_norm_row(from + m * D, weight, bias, to + m * D, D, layer.eps)
+             : rms_norm_row(from + m * D, weight, to + m * D, D, layer.eps);
+        prepare<T>(l, in, m, 0, l.Kb);
+      }
     });
     team.wait();
   }
 
   // Queries and keys are normed and turned to their positions; keys and values go to the cache.
-  void place_heads(const Team& team, T* heads) const {
+  void place_heads(const Team& team) const {
     const auto& a = attention;
     const int64_t E = a.E, per_token = a.H + 2 * a.K;
     team.split(M * per_token, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
-        const int64_t m = at / per_token, h = at % per_token, kv = (h - a.H) % a.K;
-        T* head = heads + at * E;
-        const T* weight = h < a.H ? q_norm : k_norm;
+        const int64_t m = at / per_token, h = at % per_token;
+        T* head = b.qkv + at * E;
+        const T* weight = (const T*)(h < a.H ? layer.q_norm : layer.k_norm);
         if (h < a.H + a.K) {
-          if (weight) rms_norm_row(head, weight, head, E, eps);
+          if (weight) rms_norm_row(head, weight, head, E, layer.eps);
           if (cos) rotate(head, cos + m * E, sin + m * E, E);
         }
         if (h < a.H) continue;
-        const int64_t b = m / a.S, row = a.rows ? a.rows[b] : b, slot = a.pos[m] < 0 ? a.slots - 1 : a.pos[m];
-        std::copy(head, head + E, (h < a.H + a.K ? k : v) + ((row * a.K + kv) * a.slots + slot) * E);
+        const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S, slot = a.pos[m] < 0 ? a.slots - 1 : a.pos[m];
+        T* cache = h < a.H + a.K ? k : v;
+        std::copy(head, head + E, cache + ((row * a.K + (h - a.H) % a.K) * a.slots + slot) * E);
       }
     });
     team.wait();
@@ -856,56 +884,44 @@ struct Block {
     }
   }
 
-  void prepare_rows(const Team& team, const Linear& l, const Input& in) const {
-    if (l.bits == 16) return;
-    team.split(M, 1, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) prepare<T>(l, in, m, 0, l.Kb);
-    });
-    team.wait();
-  }
-
   // SwiGLU or tanh-GELU of what the first product of the MLP gave.
-  void activate(const Team& team, const T* from, T* to, const Input& in) const {
+  void activate(const Team& team) const {
     const __m512 one = _mm512_set1_ps(1.0f);
-    const int64_t groups = (F + GROUP - 1) / GROUP;
+    const int64_t F = layer.F, groups = (F + GROUP - 1) / GROUP;
     team.split(M * groups, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
         const int64_t m = at / groups, group = at % groups;
         for (int64_t f = group * GROUP; f < std::min(F, (group + 1) * GROUP); f += LANES) {
           const __mmask16 there = first(F - f);
-          const __m512 x = load(from + m * up.N + f, there);
+          const T* from = b.up + m * layer.up.N + f;
+          const __m512 x = load(from, there);
           const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
-          const __m512 z = gated ? x : _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_add_ps(x, cube));
           // x sigmoid(z), which tanh-GELU is as well, with z = 2 sqrt(2/pi) (x + 0.044715 x^3)
+          const __m512 z = layer.gated ? x : _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_add_ps(x, cube));
           __m512 y = _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
-          if (gated) y = _mm512_mul_ps(y, load(from + m * up.N + F + f, there));
-          store(to + m * F + f, y, there);
+          if (layer.gated) y = _mm512_mul_ps(y, load(from + F, there));
+          store(b.act + m * F + f, y, there);
         }
-        prepare<T>(down, in, m, group, group + 1);
+        prepare<T>(layer.down, b.to_down, m, group, group + 1);
       }
     });
     team.wait();
   }
 
-  void run() {
-    const Parts parts(attention);
-    auto [b, memory] = laid_out([&](Layout& layout) { return lay_out(layout, parts); });
-    attention.q = b.qkv, attention.q_stride = qkv.N, attention.out = b.y;
-    const bool alone = M * (qkv.N * D + out.K * D + up.N * D + F * D) < ALONE;
-    together(alone, [&, &b = b](const Team& team) {
-      const Workspace& w = b.workspaces[team.thread];
-      norm_and_prepare(team, x, attention_norm, b.h, qkv, b.to_qkv);
-      product<T>(team, qkv, b.to_qkv, M, nullptr, b.qkv), team.wait();
-      place_heads(team, b.qkv);
-      attend_parts(team, attention, parts, w, b.parts), team.wait();
-      join_parts(team, attention, parts, w, b.parts), team.wait();
-      prepare_rows(team, out, b.to_out);
-      product<T>(team, out, b.to_out, M, post_norm_residual ? b.h : x, b.x), team.wait();
-      norm_and_prepare(team, b.x, mlp_norm, b.h2, up, b.to_up);
-      product<T>(team, up, b.to_up, M, nullptr, b.up), team.wait();
-      activate(team, b.up, b.act, b.to_down);
-      product<T>(team, down, b.to_down, M, post_norm_residual ? b.h2 : b.x, result);
-    });
+  void run(const Team& team) const {
+    const Workspace& w = b.workspaces[team.thread];
+    const Layer& l = layer;
+    norm_and_prepare(team, x, l.attention_norm, b.h, l.qkv, b.to_qkv);
+    product<T>(team, l.qkv, b.to_qkv, M, nullptr, b.qkv), team.wait();
+    place_heads(team);
+    attend_parts(team, attention, parts, w, b.found), team.wait();
+    join_parts(team, attention, parts, w, b.found), team.wait();
+    prepare_rows<T>(team, l.out, b.to_out, M);
+    product<T>(team, l.out, b.to_out, M, l.post_norm_residual ? b.h : x, b.x), team.wait();
+    norm_and_prepare(team, b.x, l.mlp_norm, b.h2, l.up, b.to_up);
+    product<T>(team, l.up, b.to_up, M, nullptr, b.up), team.wait();
+    activate(team);
+    product<T>(team, l.down, b.to_down, M, l.post_norm_residual ? b.h2 : b.x, result), team.wait();
   }
 };
 
@@ -974,12 +990,7 @@ Tensor run_layer(const Tensor& x, const Linear& l) {
     using T = decltype(type);
     auto [in, memory] = laid_out([&](Layout& layout) { return lay_out_input(layout, l, xs.const_data_ptr<T>(), M); });
     together(l.N * l.K * (l.bits == 16 ? 1 : M) < ALONE, [&, &in = in](const Team& team) {
-      if (l.bits < 16) {
-        team.split(M, 1, [&](int64_t m, int64_t end) {
-          for (; m < end; m++) prepare<T>(l, in, m, 0, l.Kb);
-        });
-        team.wait();
-      }
+      prepare_rows<T>(team, l, in, M);
       product<T>(team, l, in, M, nullptr, out.data_ptr<T>());
     });
   });
@@ -1041,13 +1052,12 @@ Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_
                                std::optional<int64_t> window) {
   checked(k_cache, "k_cache", c10::CppTypeToScalarType<T>::value, {-1, -1, -1, -1});
   checked(v_cache, "v_cache", k_cache.scalar_type(), k_cache.sizes());
-  checked(input_pos, "input_pos", at::kLong, {B, S});
-  checked(rows, "rows", at::kLong, {B});
-  checked(slopes, "slopes", at::kFloat, {H});
   const int64_t R = k_cache.size(0), K = k_cache.size(1), slots = k_cache.size(2);
   TORCH_CHECK(K > 0 && H % K == 0, H, " query heads are no multiple of ", K, " key heads");
   TORCH_CHECK(slots < (1 << 30) && (rows || B <= R), "a cache of ", k_cache.sizes(), " for ", B, " rows");
-  const int64_t *pos = input_pos.const_data_ptr<int64_t>(), *row = data<int64_t>(rows);
+  const int64_t* pos = checked(input_pos, "input_pos", at::kLong, {B, S}).const_data_ptr<int64_t>();
+  const int64_t* row = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
+  checked(slopes, "slopes", at::kFloat, {H});
   for (int64_t i = 0; i < B * S; i++) TORCH_CHECK(pos[i] >= -1 && pos[i] < slots, "position ", pos[i], " of ", slots);
   for (int64_t i = 0; row && i < B; i++) TORCH_CHECK(row[i] >= 0 && row[i] < R, "row ", row[i], " of ", R);
   Attention<T> a{B, S, H, K, k_cache.size(3), slots};
@@ -1068,11 +1078,11 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
     a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
     const bool many = a.S > SMALL_S;
     const Parts parts(a);
-    const int64_t found = many ? 0 : parts.first_item.back() * a.S * a.group() * a.stride();
+    const int64_t found = many ? 0 : parts.items() * a.S * a.group() * a.stride();
     auto [b, memory] = laid_out([&](Layout& layout) {
       return std::make_pair(Workspace::lay_out(layout, a), layout.take<float>(found));
     });
-    together(parts.first_item.back() * CHUNK * a.S * a.group() * a.E < ALONE, [&, &b = b](const Team& team) {
+    together(parts.items() * CHUNK * a.S * a.group() * a.E < ALONE, [&, &b = b](const Team& team) {
       const Workspace& w = b.first[team.thread];
       if (many) return attention_of_many(team, a, w);
       attend_parts(team, a, parts, w, b.second), team.wait();
@@ -1082,37 +1092,94 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
-// weights: of the two norms weight and bias, then q_norm, k_norm, then of qkv, out, up (or gate and up), down each weight,
-// scales, mins, bias. sizes: H, F, and the four layers' groupsizes.
-Tensor block(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& cos,
-             const MaybeTensor& sin, const MaybeTensor& slopes, std::optional<int64_t> window, const Tensor& k_cache,
-             const Tensor& v_cache, const c10::List<MaybeTensor>& weights, at::IntArrayRef sizes, double eps,
-             bool gated, bool post_norm_residual, bool exact) {
-  TORCH_CHECK(weights.size() == 22 && sizes.size() == 6 && x.dim() == 3, "22 weights, 6 sizes, x (B,S,D)");
-  const auto dtype = x.scalar_type();
-  const int64_t B = x.size(0), S = x.size(1), D = x.size(2), H = sizes[0], F = sizes[1];
+std::mutex layers_lock;
+std::vector<std::shared_ptr<const Layer>> layers;  // by the numbers that prepare_block gave
+
+// Returns a number that stands for a block in `blocks`. weights: of the two norms weight and bias, then q_norm, k_norm,
+// then of qkv, out, up (or gate and up) and down each weight, scales, mins, bias. sizes: H, K, E, F, the four layers'
+// groupsizes.
+int64_t prepare_block(const c10::List<MaybeTensor>& weights, at::IntArrayRef sizes, std::optional<int64_t> window,
+                      double eps, bool gated, bool post_norm_residual, bool exact) {
+  TORCH_CHECK(weights.size() == 22 && sizes.size() == 8, "22 weights and 8 sizes were expected");
+  auto made = std::make_shared<Layer>();
+  Layer& l = *made;
+  auto& w = l.tensors;
+  w.assign(weights.begin(), weights.end());
+  for (int i : {0, 2, 6, 10, 14, 18}) TORCH_CHECK(w[i], "weight ", i, " is missing");
+  l.dtype = w[0]->scalar_type(), l.D = w[0]->numel();
+  l.H = sizes[0], l.K = sizes[1], l.E = sizes[2], l.F = sizes[3];
+  l.window = window.value_or(std::numeric_limits<int64_t>::max());
+  auto vector = [&](int i, int64_t size) {
+    return checked(w[i], "weight of a norm", l.dtype, {size}) ? w[i]->const_data_ptr() : nullptr;
+  };
+  auto linear = [&](int i, int64_t N, int64_t columns) {
+    const auto* t = &w[6 + 4 * i];
+    return checked_layer(*t[0], t[1], t[2], t[3], l.dtype, N, columns, sizes[4 + i], exact);
+  };
+  l.qkv = linear(0, (l.H + 2 * l.K) * l.E, l.D), l.out = linear(1, l.D, l.H * l.E);
+  l.up = linear(2, gated ? 2 * l.F : l.F, l.D), l.down = linear(3, l.D, l.F);
+  for (int i = 0; i < 2; i++) l.attention_norm[i] = vector(i, l.D), l.mlp_norm[i] = vector(2 + i, l.D);
+  l.q_norm = vector(4, l.E), l.k_norm = vector(5, l.E);
+  l.eps = eps, l.gated = gated, l.post_norm_residual = post_norm_residual;
+  const std::lock_guard lock(layers_lock);
+  layers.push_back(std::move(made));
+  return layers.size() - 1;
+}
+
+void release_blocks(at::IntArrayRef numbers) {
+  const std::lock_guard lock(layers_lock);
+  for (int64_t i : numbers) layers.at(i).reset();
+}
+
+Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& cos,
+              const MaybeTensor& sin, const MaybeTensor& slopes, at::TensorList k_caches, at::TensorList v_caches,
+              at::IntArrayRef numbers) {
+  TORCH_CHECK(x.dim() == 3 && k_caches.size() == numbers.size() && v_caches.size() == numbers.size(),
+              "x (B,S,D) and two caches a block were expected");
+  std::vector<std::shared_ptr<const Layer>> these;
+  {
+    const std::lock_guard lock(layers_lock);
+    for (int64_t i : numbers) {
+      TORCH_CHECK(i >= 0 && i < int64_t(layers.size()) && layers[i], "there is no block ", i);
+      these.push_back(layers[i]);
+    }
+  }
+  const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
   const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
-  std::vector<MaybeTensor> w(weights.begin(), weights.end());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    Block<T> block{B * S, D, F, checked_attention<T>(B, S, H, k_cache, v_cache, at, rows, slopes, window)};
-    const int64_t K = block.attention.K, E = block.attention.E;
-    auto vector = [&](int i, int64_t size) { return data<T>(checked(w[i], "weight of a norm", dtype, {size})); };
-    auto layer = [&](int i, int64_t N, int64_t columns) {
-      const int at = 6 + 4 * i;
-      TORCH_CHECK(w[at], "a weight is missing");
-      return checked_layer(*w[at], w[at + 1], w[at + 2], w[at + 3], dtype, N, columns, sizes[2 + i], exact);
+    std::vector<Block<T>> all;
+    std::deque<Parts> parts;  // of the blocks' windows
+    int64_t window = -1, work = 0;
+    for (size_t i = 0; i < these.size(); i++) {
+      const Layer& l = *these[i];
+      auto a = checked_attention<T>(B, S, l.H, k_caches[i], v_caches[i], at, rows, slopes, l.window);
+      TORCH_CHECK(l.dtype == x.scalar_type() && l.D == D && l.K == a.K && l.E == a.E, "block ", numbers[i], " has D ",
+                  l.D, ", K ", l.K, ", E ", l.E, " in ", l.dtype, ", not x ", x.sizes(), " in ", x.scalar_type(),
+                  ", k_cache ", k_caches[i].sizes());
+      if (l.window != window || a.slots != all.back().attention.slots) parts.emplace_back(a), window = l.window;
+      Block<T> block{l, parts.back(), a, B * S};
+      block.cos = data<float>(checked(cos, "cos", at::kFloat, {B, S, 1, l.E}));
+      block.sin = data<float>(checked(sin, "sin", at::kFloat, {B, S, 1, l.E}));
+      block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
+      block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
+      all.push_back(block);
+      work += B * S * (l.qkv.N * D + l.out.K * D + l.up.N * D + l.F * D);
+    }
+    // One piece of memory, that each block uses anew.
+    auto lay_out = [&](Layout from) {
+      Layout furthest = from;
+      for (auto& block : all) {
+        Layout layout = from;
+        block.lay_out(layout);
+        furthest.next = std::max(furthest.next, layout.next);
+      }
+      return furthest;
     };
-    block.qkv = layer(0, (H + 2 * K) * E, D), block.out = layer(1, D, H * E);
-    block.up = layer(2, gated ? 2 * F : F, D), block.down = layer(3, D, F);
-    block.gated = gated, block.post_norm_residual = post_norm_residual, block.eps = eps;
-    block.x = xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
-    for (int i = 0; i < 2; i++) block.attention_norm[i] = vector(i, D), block.mlp_norm[i] = vector(2 + i, D);
-    block.q_norm = vector(4, E), block.k_norm = vector(5, E);
-    block.cos = data<float>(checked(cos, "cos", at::kFloat, {B, S, 1, E}));
-    block.sin = data<float>(checked(sin, "sin", at::kFloat, {B, S, 1, E}));
-    block.k = k_cache.data_ptr<T>(), block.v = v_cache.data_ptr<T>();
-    block.run();
+    const auto [furthest, memory] = laid_out([&](Layout& layout) { return layout = lay_out(layout); });
+    together(work < ALONE, [&](const Team& team) {
+      for (const auto& block : all) block.run(team);
+    });
   });
   return result;
 }
@@ -1128,9 +1195,11 @@ TORCH_LIBRARY(fastpath, m) {
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   m.def("attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
         " -> Tensor");
-  m.def("block(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, int? window, "
-        "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor?[] weights, int[] sizes, float eps, bool gated, "
-        "bool post_norm_residual, bool exact) -> Tensor");
+  m.def("prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
+        "bool exact) -> int", &prepare_block);
+  m.def("release_blocks(int[] numbers) -> ()", &release_blocks);
+  m.def("blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
+        "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] numbers) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
@@ -1140,5 +1209,5 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("rms_norm", &rms_norm);
   m.impl("layer_norm", &layer_norm);
   m.impl("attention", &attention);
-  m.impl("block", &block);
+  m.impl("blocks", &blocks);
 }

@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import unpack_levels, unpack_nibbles
-from model import Attention, Block, Embedding, Transformer
+from model import Attention, Block, Blocks, Embedding, Transformer
 from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from terminal import Waiting, say
 
@@ -46,36 +47,46 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     if model.norm.weight.device.type != "cpu" or not load_kernels():
         return False
     names = [name for name, module in model.named_modules() if type(module) in LAYERS]
-    for name in reversed(names):  # a block after what it consists of
+    for name in reversed(names):  # blocks after what they consist of
         module = model.get_submodule(name)
         packed = [exact_activations] if isinstance(module, (Int8Linear, Int4Linear)) else []
         model.set_submodule(name, LAYERS[type(module)](module, *packed))
     return True
 
 
-class FastBlock(Block):
-    """A block; for up to 16 new tokens a row, one operation."""
+class FastBlocks(Blocks):
+    """All blocks; for up to 16 new tokens a row, one operation."""
 
-    def __init__(self, plain: Block):
+    def __init__(self, plain: Blocks):
         nn.Module.__init__(self)
-        self.__dict__.update(plain.__dict__)  # its parts, under their names
-        attention, mlp, config = plain.attention, plain.mlp, plain.attention.config
-        layers = [attention.qkv, attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
-        norms = [plain.attention_norm, plain.mlp_norm]
-        self.weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
-        self.weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
-        for layer in layers:
-            self.weights += [layer.weight, getattr(layer, "scales", None), getattr(layer, "mins", None), layer.bias]
-        self.sizes = [config.n_head, config.hidden_dim, *(getattr(layer, "groupsize", 0) for layer in layers)]
-        exact = any(getattr(layer, "exact", False) for layer in layers)
-        self.settings = (config.norm_eps, mlp.gated, plain.post_norm_residual, exact)
+        self.__dict__.update(plain.__dict__)  # the blocks, under their names
+        self.numbers = [prepare_block(block) for block in plain]
+        self.caches = [block.attention._buffers for block in plain]  # looked up as attributes they take 50 us
+        weakref.finalize(self, torch.ops.fastpath.release_blocks, self.numbers).atexit = False
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         if x.shape[1] > SMALL_S:
             return super().forward(x, rope, input_pos, rows)
-        attention, (cos, sin) = self.attention, rope or (None, None)
-        places = (input_pos, rows, cos, sin, attention.slopes, attention.window, attention.k_cache, attention.v_cache)
-        return torch.ops.fastpath.block.default(x, *places, self.weights, self.sizes, *self.settings)
+        cos, sin = rope or (None, None)
+        k_caches, v_caches = ([cache[name] for cache in self.caches] for name in ("k_cache", "v_cache"))
+        places = (input_pos, rows, cos, sin, self.caches[0]["slopes"])
+        return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.numbers)
+
+
+def prepare_block(block: Block) -> int:
+    """The number that the kernels know a block by; its layers are those of this file."""
+    attention, mlp, config = block.attention, block.mlp, block.attention.config
+    layers = [attention.qkv, attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+    norms = [block.attention_norm, block.mlp_norm]
+    weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
+    weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
+    for layer in layers:
+        weights += [layer.weight, getattr(layer, "scales", None), getattr(layer, "mins", None), layer.bias]
+    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim]
+    sizes += [getattr(layer, "groupsize", 0) for layer in layers]
+    exact = any(getattr(layer, "exact", False) for layer in layers)
+    settings = (attention.window, config.norm_eps, mlp.gated, block.post_norm_residual, exact)
+    return torch.ops.fastpath.prepare_block(weights, sizes, *settings)
 
 
 class FastAttention(Attention):
@@ -167,7 +178,7 @@ class PackedEmbedding(PackedLinear):
 
 
 LAYERS = {nn.Linear: FastLinear, Embedding: FastEmbedding, nn.RMSNorm: FastRMSNorm, nn.LayerNorm: FastLayerNorm}
-LAYERS |= {Block: FastBlock, Attention: FastAttention, Int8Linear: PackedLinear, Int4Linear: PackedLinear}
+LAYERS |= {Blocks: FastBlocks, Attention: FastAttention, Int8Linear: PackedLinear, Int4Linear: PackedLinear}
 LAYERS |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 # ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
@@ -270,4 +281,4 @@ def declare():
     fake("fastpath::rms_norm", shape_of_x)
     fake("fastpath::layer_norm", shape_of_x)
     fake("fastpath::attention", shape_of_x)
-    fake("fastpath::block", shape_of_x)
+    fake("fastpath::blocks", shape_of_x)

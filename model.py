@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.requires_grad_(False)
@@ -176,9 +176,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens).to(self.norm.weight.dtype)  # (B,S,D)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        for block in self.blocks:
-            x = block(x, rope, input_pos, rows)
-        return self.norm(x)
+        return self.norm(self.blocks(x, rope, input_pos, rows))
 
     def head(self, x: Tensor):
         """(...,D) to logits (...,V)."""
@@ -195,6 +193,15 @@ class Embedding(nn.Embedding):
 def make_norm(config: Config) -> nn.Module:
     kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
     return kind(config.dim, config.norm_eps)
+
+
+class Blocks(nn.ModuleList):
+    """One after another."""
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
+        for block in self:
+            x = block(x, rope, input_pos, rows)
+        return x
 
 
 class Block(nn.Module):

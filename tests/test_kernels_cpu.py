@@ -1,8 +1,11 @@
 """The C++ kernels: each against float32 arithmetic, to the bit the same for a row wherever it stands, and the build."""
 
+import gc
 import os
+import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,8 @@ import kernels_cpu
 import quantize
 from checkpoint import empty_model, load_model
 from generate import compiled_steps
-from kernels import unpack_int4, unpack_int8
-from model import Config
+from kernels import attention, unpack_int4, unpack_int8
+from model import Config, rope_table
 from quantize import Quantization, quantize_checkpoint
 
 if not kernels_cpu.load_kernels():
@@ -189,6 +192,18 @@ def test_opcheck(dtype):
         p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
         tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
         torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
+    torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
+
+
+def test_opcheck_of_blocks(tiny):
+    model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
+    model.setup_caches(2, 8)
+    input_pos = torch.tensor([[0, 1], [0, -1]])
+    rope = rope_table(model.rope_freqs, None, input_pos)
+    caches = [[block.attention.k_cache for block in model.blocks], [block.attention.v_cache for block in model.blocks]]
+    x = numbers(2, 2, model.config.dim)
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(ops.blocks, (x, input_pos, None, *rope, None, *caches, model.blocks.numbers))
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -202,6 +217,71 @@ def test_shapes_that_do_not_fit_are_refused():
         ops.linear_int4(x, p.weight, p.scales, p.mins, 32, None, 40, True)
     with pytest.raises(RuntimeError, match=r"scales: expected \[2, 1, 16\] .* got \[2, 2, 16\]"):
         ops.linear_int4(x, p.weight, p.scales, p.mins, 64, None, 21, True)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):
+    """Arguments of attention: NaN in every slot that no token sees, positions anywhere, the cache at times full."""
+    rng = random.Random(seed)
+    R, S = B + 1, min(S, T)
+    k_cache, v_cache = torch.full((2, R, K, T + 8, E), float("nan")).to(dtype)
+    where = torch.tensor(rng.sample(range(R), B)) if rows else None
+    input_pos = torch.full((B, S), -1)
+    for b in range(B):
+        start, new = rng.choice([0, T - S, rng.randint(0, T - S)]), rng.randint(0, S) if ragged else S
+        input_pos[b, :new] = torch.arange(start, start + new)
+        seen = slice(max(0, start - (window or T) + 1), start + new) if new else slice(0)
+        for cache in (k_cache, v_cache):
+            cache[where[b] if rows else b, :, seen] = numbers(K, T, E, seed=seed + b).to(dtype)[:, seen]
+    bias = torch.rand(K * group, generator=torch.Generator().manual_seed(seed)) if slopes else None
+    return numbers(B, S, K * group, E, seed=seed).to(dtype), k_cache, v_cache, input_pos, where, bias, window
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), dtype=st.sampled_from(list(DTYPES)), B=st.integers(1, 3), K=st.integers(1, 3),
+    S=st.sampled_from([1, 2, 5, 16, 17, 40, 75]), group=st.sampled_from([1, 3, 4, 8]), n=threads,
+    E=st.sampled_from([10, 16, 31, 64, 80, 128]), T=st.sampled_from([1, 5, 17, 64, 130, 300]),
+    window=st.sampled_from([None, 1, 7, 64, 140]), slopes=st.booleans(), rows=st.booleans(), ragged=st.booleans(),
+)  # fmt: skip
+def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged, n):
+    torch.set_num_threads(n)
+    q, k_cache, v_cache, *places = attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged)
+    found = ops.attention(q, k_cache, v_cache, *places)
+    close(found, attention(q.float(), k_cache.float(), v_cache.float(), *places), DTYPES[dtype])
+
+
+@pytest.mark.parametrize("window, slopes", [(None, False), (150, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(dtype, window, slopes):
+    """Among few or many tokens of its row, in any row beside others, with any number of threads."""
+    case = attention_case(3, dtype, 3, 45, 2, 3, 80, 330, window, slopes, False, False)
+    q, k_cache, v_cache, input_pos, _, bias, _ = case
+    together = ops.attention(*case)
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        assert torch.equal(ops.attention(*case), together)
+        for b in range(3):
+            for tokens in (slice(0, 1), slice(44, 45), slice(7, 23), slice(3, 45)):
+                rows = torch.tensor([b])
+                part = q[b : b + 1, tokens], k_cache, v_cache, input_pos[b : b + 1, tokens], rows, bias, window
+                assert torch.equal(ops.attention(*part), together[b : b + 1, tokens])
+
+
+def test_attention_refuses_what_lies_outside_the_cache():
+    case = attention_case(0, torch.float32, 2, 3, 1, 2, 16, 20, None, False, False, False)
+    q, k_cache, v_cache, input_pos, *rest = case
+    for bad, said in ((28, "position 28 of 28"), (-2, "position -2 of 28")):
+        with pytest.raises(RuntimeError, match=said):
+            ops.attention(q, k_cache, v_cache, torch.where(input_pos == input_pos[1, 2], bad, input_pos), *rest)
+    with pytest.raises(RuntimeError, match="row 3 of 3"):
+        ops.attention(q, k_cache, v_cache, input_pos, torch.tensor([0, 3]), None, None)
+    with pytest.raises(RuntimeError, match="a cache of .* for 2 rows"):
+        ops.attention(q, k_cache[:1], v_cache[:1], input_pos, None, None, None)
+    with pytest.raises(RuntimeError, match="v_cache: expected"):
+        ops.attention(q, k_cache, v_cache[:, :, 1:], input_pos, *rest)
 
 
 # ---------------------------------------------------------------- in models
@@ -228,6 +308,46 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     assert layers[0] & set(kernels_cpu.LAYERS.values()) and not layers[1] & set(kernels_cpu.LAYERS.values())
     assert not layers[0] & set(kernels_cpu.LAYERS)
     assert greedy(models[0], prompts, 24) == greedy(models[1], prompts, 24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, quantization", [*MODELS, ("mistral-window", None)])
+def test_all_blocks_at_once_are_the_blocks_one_by_one(checkpoint, name, quantization, dtype):
+    """Tokens, then others after them, in rows of different lengths, one of which has ended."""
+    model = load_model(checkpoint(name, quantization), dtype=dtype)
+    x, rows = numbers(3, 5, model.config.dim, dtype=dtype), torch.tensor([2, 0, 3])
+    found = []
+    for blocks in (model.blocks, super(kernels_cpu.FastBlocks, model.blocks)):
+        model.setup_caches(4, 40)
+        found.append([])
+        first, then = [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [-1] * 5], [[5, 6, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
+        for positions in (first, then):
+            input_pos = torch.tensor(positions)
+            alibi = model.config.alibi
+            rope = None if alibi else rope_table(model.rope_freqs, model.config.rope_scaling, input_pos)
+            y = blocks.forward(x, rope, input_pos, rows)
+            found[-1] += [y[input_pos >= 0], *(block.attention.k_cache[:, :, :40].clone() for block in model.blocks)]
+    for one, other in zip(*found):
+        close(one, other.float(), 1e-5 if dtype == torch.float32 else 0.05)
+        assert one[one != 0].numel()
+
+
+def test_blocks_of_another_model_are_refused(tiny):
+    model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
+    model.setup_caches(1, 8)
+    numbers_before = model.blocks.numbers
+    x = torch.zeros(1, 1, model.config.dim)
+    rope = rope_table(model.rope_freqs, None, torch.tensor([[0]]))
+    model.blocks.numbers = [10**6] * len(model.blocks)
+    with pytest.raises(RuntimeError, match="there is no block 1000000"):
+        model.blocks(x, rope, torch.tensor([[0]]), None)
+    model.blocks.numbers = numbers_before
+    with pytest.raises(RuntimeError, match="has D .* not x"):
+        model.blocks(x[..., 1:], rope, torch.tensor([[0]]), None)
+    weight = weakref.ref(model.blocks[0].attention.qkv.weight)
+    del model
+    gc.collect()
+    assert weight() is None, "the kernels hold what nobody else does"
 
 
 @pytest.mark.slow
@@ -352,13 +472,15 @@ def test_without_a_compiler_torch_serves(tiny, tmp_path, environment, why):
     assert out == "torch.Size([1, 131])\n" and why in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full  # a build with them takes a minute
 def test_under_sanitizers(tmp_path):
     """Every operation, at sizes whose tails end where their storage does, under ASan and UBSan."""
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
         import sys, torch
         import kernels_cpu, quantize
+        from checkpoint import empty_model
+        from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         assert kernels_cpu.load_kernels()
         ops = torch.ops.fastpath
@@ -377,6 +499,24 @@ def test_under_sanitizers(tmp_path):
                     ops.linear(x, w, b), ops.rms_norm(x, norm, 1e-5), ops.layer_norm(x, norm, norm, 1e-5)
                     for layer in layers:
                         layer(x)
+            for H, K, E, S, T in ((3, 1, 10, 1, 1), (4, 2, 33, 5, 70), (3, 3, 16, 17, 130), (8, 1, 96, 40, 64)):
+                q, k, v = (torch.randn(shape).to(dtype) for shape in ((2, S, H, E), (2, K, T + 1, E), (2, K, T + 1, E)))
+                for start in (0, max(0, T - S)):
+                    pos = torch.arange(start, start + S).clamp(max=T).expand(2, S)
+                    for window, slopes in ((None, None), (7, torch.rand(H))):
+                        ops.attention(q, k, v, pos, None, slopes, window)
+        for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
+            config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
+            for mode in (None, "int8", "int4"):
+                quantization = mode and quantize.Quantization(mode, 0 if mode == "int4" else 32, mode)
+                model = empty_model(config, quantization).to_empty(device="cpu")
+                for tensor in model.state_dict().values():
+                    tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)
+                assert kernels_cpu.install(model)
+                model.setup_caches(2, 20)
+                for S, start in ((3, 0), (1, 19), (16, 3)):
+                    pos = torch.arange(start, start + S).expand(2, S)
+                    model(torch.ones(2, S, dtype=torch.int64), pos, torch.tensor([1, 0]))
         print("clean")"""
     libraries = [
         subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()

@@ -560,6 +560,13 @@ inline void transpose(__m512i (&r)[16]) {
   }
 }
 
+// Indices that take 16-bit numbers from..from+16 of two registers in turn.
+inline __m512i interleave(int from) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i one = _mm512_add_epi32(lanes, _mm512_set1_epi32(from));
+  return _mm512_or_si512(one, _mm512_slli_epi32(_mm512_add_epi32(one, _mm512_set1_epi32(32)), 16));
+}
+
 // Query i of row b and key head k is head k * group + i % group of token i / group.
 template <class T>
 void take_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
@@ -577,11 +584,17 @@ inline void fetch(const void* begin, int64_t bytes) {
 // Keys of 16 slots from `slot` on, turned; beyond the last slot that one again, which nothing sees.
 template <class T>
 void turn_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
-  for (int64_t j = 0; j < a.words(); j += LANES) {
+  const T* rows[LANES];
+  for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
+  const int64_t words = a.words(), E = a.E;
+  uint32_t* to = w.keys;
+  for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
     __m512i r[LANES];
-    for (int i = 0; i < LANES; i++) r[i] = words_of(keys + std::min(slot + i, a.slots - 1) * a.E, j, a.E);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) r[i] = words_of(rows[i], j, E);
     transpose(r);
-    for (int i = 0; i < LANES; i++) _mm512_store_si512(w.keys + (j + i) * LANES, r[i]);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * LANES, r[i]);
   }
 }
 
@@ -607,22 +620,46 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc
   for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], other[m]);
 }
 
-// o of queries i.., VT registers of it from element e on: the values of slots begin..end, weighted.
+// o of queries i.., VT registers of it from element e on: the values of slots begin..end, weighted. In bfloat16 by pairs
+// of slots, whose weights are bfloat16 as well.
 template <class T, int MT, int VT>
-void weigh_values(const Attention<T>& a, const T* values, int64_t begin, int64_t end, const Workspace& w, int64_t i,
-                  int64_t e, float* o) {
+void weigh_values(const Attention<T>& a, const T* values, int64_t begin, int64_t end, int64_t ahead,
+                  const Workspace& w, int64_t i, int64_t e, float* o) {
   __m512 acc[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
-  const __mmask16 there = first(a.E - e - (VT - 1) * LANES);  // in the last register
-  for (int64_t slot = begin; slot < end; slot++) {
-    __m512 v[VT];
+  if constexpr (a.PAIRS == 2) {
+    for (int64_t slot = begin / 2 * 2; slot < end; slot += 2) {
+      if (i == 0) fetch(values + (slot + ahead) * a.E + e, 2 * VT * LANES * sizeof(T));
+      __m512i v[VT + 1];
 #pragma GCC unroll 4
-    for (int j = 0; j < VT; j++) v[j] = load(values + slot * a.E + e + j * LANES, j == VT - 1 ? there : 0xffff);
+      for (int j = 0; j < VT; j += 2) {
+        const int64_t word = e / 2 + j * LANES / 2;
+        const __m512i zero = _mm512_setzero_si512();  // of what is not seen, not even that may be NaN
+        const __m512i one = slot < begin ? zero : words_of(values + slot * a.E, word, a.E);
+        const __m512i two = slot + 1 < end ? words_of(values + (slot + 1) * a.E, word, a.E) : zero;
+        v[j] = _mm512_permutex2var_epi16(one, interleave(0), two);
+        v[j + 1] = _mm512_permutex2var_epi16(one, interleave(LANES), two);
+      }
 #pragma GCC unroll 4
-    for (int m = 0; m < MT; m++) {
-      const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
+      for (int m = 0; m < MT; m++) {
+        const __m512i weight = _mm512_set1_epi32(((const uint32_t*)(w.weights + (i + m) * CHUNK))[slot % CHUNK / 2]);
 #pragma GCC unroll 4
-      for (int j = 0; j < VT; j++) acc[m][j] = _mm512_fmadd_ps(weight, v[j], acc[m][j]);
+        for (int j = 0; j < VT; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], (__m512bh)v[j], (__m512bh)weight);
+      }
+    }
+  } else {
+    const __mmask16 there = first(a.E - e - (VT - 1) * LANES);  // in the last register
+    for (int64_t slot = begin; slot < end; slot++) {
+      if (i == 0) fetch(values + (slot + ahead) * a.E + e, VT * LANES * sizeof(T));
+      __m512 v[VT];
+#pragma GCC unroll 4
+      for (int j = 0; j < VT; j++) v[j] = load(values + slot * a.E + e + j * LANES, j == VT - 1 ? there : 0xffff);
+#pragma GCC unroll 4
+      for (int m = 0; m < MT; m++) {
+        const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
+#pragma GCC unroll 4
+        for (int j = 0; j < VT; j++) acc[m][j] = _mm512_fmadd_ps(weight, v[j], acc[m][j]);
+      }
     }
   }
   for (int m = 0; m < MT; m++)
@@ -652,9 +689,12 @@ void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t 
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(a.E)));
   const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  fetch(keys + low * a.E, (to - low) * a.E * sizeof(T));
+  // Memory is asked for a chunk ahead, or for the first chunk at once: without that this takes three times as long.
+  const int64_t bytes = LANES * a.E * sizeof(T), ahead = base + CHUNK <= most ? CHUNK : 0;
+  if (base <= least) fetch(keys + low * a.E, (to - low) * a.E * sizeof(T));
   for (int64_t slot = low; slot < to; slot += LANES) {
-    fetch(values + slot * a.E, LANES * a.E * sizeof(T));  // they will be here when all scores are
+    if (ahead) fetch(keys + (slot + ahead) * a.E, bytes);
+    if (base <= least) fetch(values + slot * a.E, bytes);
     turn_keys(a, keys, slot, w);
     by_fours(count, [&](auto queries, int64_t i) {
       constexpr int MT = decltype(queries)::value;
@@ -684,7 +724,10 @@ void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t 
     for (int64_t j = low - base; j < high - base; j += LANES) {
       const __m512 weight = exponential(_mm512_sub_ps(load(weights + j), shift));
       sum = _mm512_add_ps(sum, weight);
-      store(weights + j, weight, 0xffff);
+      if constexpr (a.PAIRS == 2)
+        store((bf16*)weights + j, weight, 0xffff);  // behind what is still to be read
+      else
+        store(weights + j, weight, 0xffff);
     }
     found[i * P + a.width()] = m;
     found[i * P + a.width() + 1] = _mm512_reduce_add_ps(sum);
@@ -692,7 +735,7 @@ void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t 
   by_fours(a.width() / LANES, [&](auto registers, int64_t e) {
     by_fours(count, [&](auto queries, int64_t i) {
       constexpr int MT = decltype(queries)::value, VT = decltype(registers)::value;
-      weigh_values<T, MT, VT>(a, values, from, to, w, i, e * LANES, found);
+      weigh_values<T, MT, VT>(a, values, from, to, ahead, w, i, e * LANES, found);
     });
   });
 }

@@ -1,7 +1,8 @@
 """Speed of one row: ours beside its peers on a real checkpoint, or alone at the sizes of well-known models.
 
-With a checkpoint (--checkpoint_path; without it the embedded default, except on CUDA): fastpath in bf16, eager and with
---compile compiled too, against `transformers` in bf16 on the same weights and llama.cpp's `llama-bench` on GGUF files.
+With a checkpoint (--checkpoint_path; without it the embedded default, except on CUDA): fastpath in the formats that
+--formats names, eager and with --compile compiled too, against `transformers` in bf16 on the same weights and
+llama.cpp's `llama-bench` on GGUF files.
 They run in turns, on the same number of threads (OMP_NUM_THREADS sets it): a round runs every contestant once, and each
 round begins with another. A first round is warm-up and does not count. Rates are medians over rounds; the ratio of ours
 to a peer is the median of the rounds' own ratios. On a machine that does anything else besides they mean nothing: two
@@ -44,10 +45,20 @@ import torch
 
 import generate
 import kernels_cpu
-from checkpoint import ArgumentParser, UserError, check_memory, empty_model, is_ours, load_model, run_command
+from checkpoint import (
+    ArgumentParser,
+    UserError,
+    check_memory,
+    empty_model,
+    is_ours,
+    load_model,
+    read_config,
+    run_command,
+)
 from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
 from generate import Steps, compiled_steps
 from model import Config, RopeScaling
+from quantize import Quantization, quantize_checkpoint
 from report import Timing, compile_counts, kv_bytes, synchronize, weight_bytes
 from sampling import Sampling
 from terminal import say
@@ -188,23 +199,33 @@ def make_random(config: Path, folder: Path) -> tuple[Path, Path]:
     return folder / "hf", convert(hf_source(folder / "hf"), folder / "ours", BF16)
 
 
+def quantized(directory: Path, mode: str) -> Path:
+    """The checkpoint in groups of 32 with an int8 head, made beside it where it is not there."""
+    if not (out := directory.with_name(f"{directory.name}-{mode}-g32")).exists():
+        quantize_checkpoint(directory, out, Quantization(mode, 32, "int8"))
+    return out
+
+
 def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Contestant]]:
     """Ours and the peers, with everything loaded."""
     files = args.gguf
     if args.llama_bench and not files:
         files = [Path(args.checkpoint_path).expanduser() if args.checkpoint_path else default_gguf()]
     directory = args.directory or ensure_checkpoint(args.checkpoint_path)
-    model = load_model(directory, device, BF16)
-    config, needed = model.config, max(args.prompt_tokens, SHORT_PROMPT + args.new_tokens)
+    config, needed = read_config(directory), max(args.prompt_tokens, SHORT_PROMPT + args.new_tokens)
     if needed > config.max_seq_length:
         raise UserError(f"{needed} tokens are more than the model's context of {config.max_seq_length}")
-    model.setup_caches(1, generate.cache_length(config, needed, None))
-    ours = [Contestant("fastpath eager bf16", fastpath_run(args, model, Steps()))]
+    steps = {"eager": Steps()} | ({"compiled": compiled_steps(True, True)} if args.compile else {})
+    ours = []
+    for format in args.formats:
+        model = load_model(directory if format == "bf16" else quantized(directory, format), device, BF16)
+        model.setup_caches(1, generate.cache_length(config, needed, None))
+        for kind, taken in steps.items():
+            ours.append(Contestant(f"fastpath {kind} {format}", fastpath_run(args, model, taken)))
     if args.compile:
         cases = {"--compile": (SHORT_PROMPT, args.new_tokens), "--compile_prefill": (args.prompt_tokens, 1)}
         facts = {flag: compile_seconds(args, directory, device, flag, *case) for flag, case in cases.items()}
-        run = fastpath_run(args, model, compiled_steps(decoding=True, prefilling=True))
-        ours.append(Contestant("fastpath compiled bf16", run, {"compile": facts}))
+        ours[1].facts["compile"] = facts
     peers = []
     try:
         peers.append(Contestant("transformers bf16", transformers_run(args, device, config.vocab_size)))
@@ -394,6 +415,8 @@ def parse_arguments():
     add("--rounds", type=count, default=5, help="that count (5)")
     add("--prompt_tokens", type=count, default=512, help="of prefill (512)")
     add("--new_tokens", type=count, default=64, help="of decode (64)")
+    formats = ("bf16", "int8", "int4")
+    add("--formats", nargs="+", choices=formats, default=formats[:1], help="of ours: bf16, int8, int4 (bf16)")
     add("--compile", action="store_true", help="ours compiled, too (as the shapes always are)")
     add("--shapes", nargs="+", choices=SHAPES, help="without a checkpoint: these only")
     add("--smoke", action="store_true", help="a tiny shape, to see that this works; compiled with --compile")

@@ -1135,6 +1135,46 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
+// As kernels.py's, by 11, 11 and 10 bits. order and mass (B,C), target (B,1); rows are shared among threads.
+Tensor nucleus(const Tensor& order, const Tensor& mass, const Tensor& target) {
+  const int64_t B = order.size(0), C = order.size(1);
+  const Tensor orders = order.contiguous(), masses = mass.contiguous(), targets = target.contiguous();
+  checked(orders, "order", at::kLong, {-1, -1}), checked(masses, "mass", at::kLong, {B, C});
+  checked(targets, "target", at::kLong, {B, 1});
+  const Tensor out = at::empty({B, C}, order.options().dtype(at::kBool));
+  auto row = [&](const int64_t* order, const int64_t* mass, int64_t target, bool* kept) {
+    std::vector<int32_t> inside(C);  // those that are equal to the lowest in the bits looked at so far; at first all are
+    int64_t left = C, above = 0;  // how many that are; the mass of those that are larger
+    for (const auto [shift, size] : {std::pair(21, 2048), std::pair(10, 2048), std::pair(0, 1024)}) {
+      auto entry = [&, all = shift == 21](int64_t n) { return all ? n : inside[n]; };
+      auto bucket_of = [&, shift = shift, size = size](int64_t i) { return (order[i] >> shift) & (size - 1); };
+      int64_t histogram[4][2048] = {};  // of every fourth, so that one sum need not wait for the last
+      for (int64_t n = 0; n < left; n++) histogram[n % 4][bucket_of(entry(n))] += mass[entry(n)];
+      int64_t edge = size - 1;  // the bucket in which target is reached
+      auto total = [&] { return histogram[0][edge] + histogram[1][edge] + histogram[2][edge] + histogram[3][edge]; };
+      for (; edge > 0 && above + total() < target; edge--) above += total();
+      int64_t kept_inside = 0;
+      for (int64_t n = 0; n < left; n++) {
+        const int64_t i = entry(n), bucket = bucket_of(i);
+        kept[i] = bucket > edge;
+        inside[kept_inside] = i;
+        kept_inside += bucket == edge;
+      }
+      left = kept_inside;
+    }
+    inside.resize(left);
+    for (int32_t i : inside) kept[i] = above < target, above += mass[i];
+  };
+  together(B == 1, [&](const Team& team) {
+    team.split(B, 1, [&](int64_t b, int64_t end) {
+      for (; b < end; b++)
+        row(orders.const_data_ptr<int64_t>() + b * C, masses.const_data_ptr<int64_t>() + b * C,
+            targets.const_data_ptr<int64_t>()[b], out.data_ptr<bool>() + b * C);
+    });
+  });
+  return out;
+}
+
 std::mutex layers_lock;
 std::vector<std::shared_ptr<const Layer>> layers;  // by the numbers that prepare_block gave
 
@@ -1238,6 +1278,7 @@ TORCH_LIBRARY(fastpath, m) {
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   m.def("attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
         " -> Tensor");
+  m.def("nucleus(Tensor order, Tensor mass, Tensor target) -> Tensor");
   m.def("prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
         "bool exact) -> int", &prepare_block);
   m.def("release_blocks(int[] numbers) -> ()", &release_blocks);
@@ -1252,5 +1293,6 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("rms_norm", &rms_norm);
   m.impl("layer_norm", &layer_norm);
   m.impl("attention", &attention);
+  m.impl("nucleus", &nucleus);
   m.impl("blocks", &blocks);
 }

@@ -1,6 +1,6 @@
 """The operations worth writing by hand: each a plain torch reference, which is its specification.
 
-`attention`, and products with quantized weights. Knows nothing of models or files.
+`attention`, products with quantized weights, `nucleus` of top-p. Knows nothing of models or files.
 Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of
 a matrix N rows (outputs), K columns (inputs), G groups of columns.
 
@@ -149,6 +149,33 @@ def in_blocks(part, N, K, bias):
     step = N if torch.compiler.is_compiling() else max(1, BLOCK // K)
     y = torch.cat([part(slice(start, start + step)) for start in range(0, N, step)], dim=-1)
     return y if bias is None else y + bias
+
+
+# ---------------------------------------------------------------- top-p
+
+fast_nucleus = None  # kernels_cpu.py puts its own here; it gives the same result, in a tenth of the time
+
+
+def nucleus(order, mass, target):
+    """The shortest run of the largest entries whose masses reach target; of equals the first come first; (B,C) bool.
+
+    order (B,C) int64 in [0,2^32), mass (B,C) int64 >= 0, target (B,1) int64 >= 1. Sums of integers are the same in any
+    order, so every path agrees. The lowest entry of the run is found by its bits, 8 at a time, in a histogram of mass
+    over them: never a sort.
+    """
+    if fast_nucleus is not None and order.device.type == "cpu":
+        return fast_nucleus(order, mass, target)
+    inside, above = torch.ones_like(order, dtype=torch.bool), torch.zeros_like(target)
+    for bits in (24, 16, 8, 0):
+        bucket = (order >> bits) & 0xFF
+        histogram = mass.new_zeros(len(order), 256).scatter_add(1, bucket, mass * inside)
+        higher = above + histogram.flip(1).cumsum(1).flip(1) - histogram  # (B,256), the mass above each bucket
+        edge = 256 - (higher < target).sum(1, keepdim=True)  # the bucket in which target is reached
+        above = higher.gather(1, edge)
+        inside = inside & (bucket == edge)
+    lowest = order.masked_fill(~inside, -1).amax(1, keepdim=True)  # all that is inside is equal by now
+    ties = mass * inside
+    return (order > lowest) | (inside & (above + ties.cumsum(1) - ties < target))
 
 
 # ---------------------------------------------------------------- the AMX guard

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 from kernels import unpack_levels, unpack_nibbles
 from model import Attention, Block, Blocks, Embedding, Transformer
 from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
@@ -281,4 +282,6 @@ def declare():
     fake("fastpath::rms_norm", shape_of_x)
     fake("fastpath::layer_norm", shape_of_x)
     fake("fastpath::attention", shape_of_x)
+    fake("fastpath::nucleus", lambda order, mass, target: torch.empty_like(order, dtype=torch.bool))
+    kernels.fast_nucleus = torch.ops.fastpath.nucleus.default
     fake("fastpath::blocks", shape_of_x)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import nucleus
+
 # ---------------------------------------------------------------- settings
 
 
@@ -130,25 +132,13 @@ def in_top_p(x: Tensor, top_p: Tensor, falling: bool = False) -> Tensor:
     """Which entries of x (B,C), unnormalized log-probabilities with maximum 0, are in the nucleus; (B,C) bool.
 
     The nucleus (arXiv:1904.09751) is the shortest run of the likeliest tokens whose probability reaches top_p (B,1);
-    of equals the first come first. `falling` says that x is sorted; else the lowest logit in the nucleus is found by
-    its bits, 8 at a time, in a histogram of probability over them.
+    of equals the first come first. `falling` says that x is sorted.
     """
     mass = (x.exp() * 2.0**40).long()  # fixed point: these sums are exact
     target = (mass.sum(1, keepdim=True).float() * top_p).long().clamp(min=1)  # (B,1)
     if falling:
         return mass.cumsum(1) - mass < target
-    order = ordered(x) + 2**31  # 32 bits
-    inside, above = torch.ones_like(x, dtype=torch.bool), torch.zeros_like(target)
-    for bits in (24, 16, 8, 0):
-        bucket = (order >> bits) & 0xFF
-        histogram = mass.new_zeros(len(x), 256).scatter_add(1, bucket, mass * inside)
-        higher = above + histogram.flip(1).cumsum(1).flip(1) - histogram  # (B,256), the mass above each bucket
-        edge = 256 - (higher < target).sum(1, keepdim=True)  # the bucket in which target is reached
-        above = higher.gather(1, edge)
-        inside = inside & (bucket == edge)
-    lowest = order.masked_fill(~inside, -1).amax(1, keepdim=True)  # all that is inside is equal by now
-    ties = mass * inside
-    return (order > lowest) | (inside & (above + ties.cumsum(1) - ties < target))
+    return nucleus(ordered(x) + 2**31, mass, target)
 
 
 def ordered(x: Tensor) -> Tensor:

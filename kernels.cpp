@@ -66,7 +66,8 @@ inline __m512 exponential(__m512 x) {
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);  // ln(2) in two parts
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
   __m512 y = _mm512_set1_ps(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
   return _mm512_scalef_ps(y, n);
 }
 
@@ -515,7 +516,8 @@ struct Workspace {
     std::vector<Workspace> all(omp_get_max_threads());
     for (auto& w : all)
       w = {layout.take<uint32_t>(TILE * a.words()), layout.take<uint32_t>(a.words() * LANES),
-           layout.take<float>(TILE * CHUNK), layout.take<float>(TILE * a.stride()), layout.take<float>(TILE * a.stride())};
+           layout.take<float>(TILE * CHUNK), layout.take<float>(TILE * a.stride()),
+           layout.take<float>(TILE * a.stride())};
     return all;
   }
 };
@@ -718,7 +720,8 @@ void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t 
   for (int64_t i = 0; i < count; i++) {
     float* weights = w.weights + i * CHUNK;
     __m512 most_of_lane = nothing, sum = _mm512_setzero_ps();
-    for (int64_t j = low - base; j < high - base; j += LANES) most_of_lane = _mm512_max_ps(most_of_lane, load(weights + j));
+    for (int64_t j = low - base; j < high - base; j += LANES)
+      most_of_lane = _mm512_max_ps(most_of_lane, load(weights + j));
     const float m = _mm512_reduce_max_ps(most_of_lane);
     const __m512 shift = _mm512_set1_ps(m == -std::numeric_limits<float>::infinity() ? 0.0f : m);
     for (int64_t j = low - base; j < high - base; j += LANES) {
@@ -786,13 +789,16 @@ void attention_of_many(const Team& team, const Attention<T>& a, const Workspace&
   }
 }
 
-// Few tokens: threads share the chunks of all rows and heads (`attend_parts`), then join them (`join_parts`).
+// Few tokens of few rows: threads share the chunks of all rows and heads (`attend_parts`), then join them (`join_parts`).
 struct Parts {
+  bool few;  // else there are none
   std::vector<int64_t> first_chunk, first_item;  // of each row; an item is a chunk of a key head of a row
 
   template <class T>
   explicit Parts(const Attention<T>& a) : first_item{0} {
-    for (int64_t b = 0; b < a.B; b++) {
+    const int64_t tiles = (a.S * a.group() + TILE - 1) / TILE;
+    few = a.S <= SMALL_S && a.B * a.K * tiles < 8 * omp_get_max_threads();
+    for (int64_t b = 0; b < a.B && few; b++) {
       const auto [least, most] = a.seen(b, 0, a.S);
       first_chunk.push_back(least / CHUNK);
       first_item.push_back(first_item.back() + (most < 0 ? 0 : most / CHUNK - least / CHUNK + 1) * a.K);
@@ -800,6 +806,11 @@ struct Parts {
   }
 
   int64_t items() const { return first_item.back(); }
+
+  template <class T>
+  float* lay_out(Layout& layout, const Attention<T>& a) const {
+    return layout.take<float>(items() * a.S * a.group() * a.stride());
+  }
 };
 
 template <class T>
@@ -833,6 +844,17 @@ void join_parts(const Team& team, const Attention<T>& a, const Parts& parts, con
       finish(w.state, a.width(), a.out + at * a.E, a.E);
     }
   });
+}
+
+template <class T>
+void attend_all(const Team& team, const Attention<T>& a, const Parts& parts, const Workspace& w, float* found) {
+  if (parts.few) {
+    attend_parts(team, a, parts, w, found), team.wait();
+    join_parts(team, a, parts, w, found);
+  } else {
+    attention_of_many(team, a, w);
+  }
+  team.wait();
 }
 
 // ---------------------------------------------------------------- blocks
@@ -877,7 +899,7 @@ struct Block {
     b.to_qkv = lay_out_input(layout, l.qkv, b.h, M), b.to_out = lay_out_input(layout, l.out, b.y, M);
     b.to_up = lay_out_input(layout, l.up, b.h2, M), b.to_down = lay_out_input(layout, l.down, b.act, M);
     b.workspaces = Workspace::lay_out(layout, attention);
-    b.found = layout.take<float>(parts.items() * attention.S * attention.group() * attention.stride());
+    b.found = parts.lay_out(layout, attention);
     attention.q = b.qkv, attention.q_stride = l.qkv.N, attention.out = b.y;
   }
 
@@ -957,8 +979,7 @@ struct Block {
     norm_and_prepare(team, x, l.attention_norm, b.h, l.qkv, b.to_qkv);
     product<T>(team, l.qkv, b.to_qkv, M, nullptr, b.qkv), team.wait();
     place_heads(team);
-    attend_parts(team, attention, parts, w, b.found), team.wait();
-    join_parts(team, attention, parts, w, b.found), team.wait();
+    attend_all(team, attention, parts, w, b.found);
     prepare_rows<T>(team, l.out, b.to_out, M);
     product<T>(team, l.out, b.to_out, M, l.post_norm_residual ? b.h : x, b.x), team.wait();
     norm_and_prepare(team, b.x, l.mlp_norm, b.h2, l.up, b.to_up);
@@ -1119,17 +1140,12 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
     auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window);
     TORCH_CHECK(q.size(3) == a.E, "queries of width ", q.size(3), ", keys of ", a.E);
     a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
-    const bool many = a.S > SMALL_S;
     const Parts parts(a);
-    const int64_t found = many ? 0 : parts.items() * a.S * a.group() * a.stride();
     auto [b, memory] = laid_out([&](Layout& layout) {
-      return std::make_pair(Workspace::lay_out(layout, a), layout.take<float>(found));
+      return std::make_pair(Workspace::lay_out(layout, a), parts.lay_out(layout, a));
     });
-    together(parts.items() * CHUNK * a.S * a.group() * a.E < ALONE, [&, &b = b](const Team& team) {
-      const Workspace& w = b.first[team.thread];
-      if (many) return attention_of_many(team, a, w);
-      attend_parts(team, a, parts, w, b.second), team.wait();
-      join_parts(team, a, parts, w, b.second);
+    together(a.B * a.S * a.H * a.E < ALONE / CHUNK, [&, &b = b](const Team& team) {
+      attend_all(team, a, parts, b.first[team.thread], b.second);
     });
   });
   return out;

@@ -56,7 +56,7 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
 
 
 class FastBlocks(Blocks):
-    """All blocks; for up to 16 new tokens a row, one operation."""
+    """All blocks; for up to 16 new tokens a row, one operation, in which no hook of a block or its parts is called."""
 
     def __init__(self, plain: Blocks):
         nn.Module.__init__(self)

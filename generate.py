@@ -315,7 +315,11 @@ def parse_arguments(argv=None):
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
-    args = parser.parse_args(argv)
+    return checked(parser.parse_args(argv))
+
+
+def checked(args):
+    """The arguments, with what follows from them; UserError where they contradict each other."""
     args.chat = args.chat or args.system is not None
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):

@@ -202,6 +202,7 @@ def make_random(config: Path, folder: Path) -> tuple[Path, Path]:
 def quantized(directory: Path, mode: str) -> Path:
     """The checkpoint in groups of 32 with an int8 head, made beside it where it is not there."""
     if not (out := directory.with_name(f"{directory.name}-{mode}-g32")).exists():
+        say(f"quantizing to {out.name}")
         quantize_checkpoint(directory, out, Quantization(mode, 32, "int8"))
     return out
 

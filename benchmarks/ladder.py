@@ -26,12 +26,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decode import ROOT, SHORT_PROMPT, circumstances
+from decode import ROOT, SHORT_PROMPT, circumstances, quantized
 
 from checkpoint import ArgumentParser, UserError, read_json, run_command
 from convert_hf_checkpoint import DEFAULT_NAME, ensure_checkpoint
 from generate import choose_device, number
-from quantize import Quantization, quantize_checkpoint
 from terminal import say
 
 STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkpoint
@@ -72,21 +71,13 @@ def run_generate(args, flags: str, prompt: int, new: int) -> dict:
     return result
 
 
-def quantized(checkpoint_path: str | None, flags: str) -> str:
-    """The checkpoint of which `flags` name a quantized twin, which is made where it is missing (quantize.py)."""
-    source = ensure_checkpoint(checkpoint_path)
-    mode = re.search(r"\{\}-(\w+)-g32", flags)[1]
-    if not (out := source.with_name(f"{source.name}-{mode}-g32")).exists():
-        say(f"quantizing to {out.name}")
-        quantize_checkpoint(source, out, Quantization(mode, 32, "int8"))
-    return str(source)
-
-
 def run_step(args, name: str) -> dict:
     """One round of a step: both of its runs."""
     _, flags = STEPS[name]
     if "{}" in flags:
-        flags = flags.format(shlex.quote(quantized(args.checkpoint_path, flags)))
+        source = ensure_checkpoint(args.checkpoint_path)
+        quantized(source, re.search(r"\{\}-(\w+)-g32", flags)[1])
+        flags = flags.format(shlex.quote(str(source)))
     decode = run_generate(args, flags, SHORT_PROMPT, args.new_tokens + 1)  # prefill makes one of them
     prefill = run_generate(args, flags, args.prompt_tokens, 1)
     all_s = SAMPLES * args.prompt_tokens / prefill["prefill_tokens_per_s"]

@@ -306,6 +306,16 @@ def test_nucleus(seed, B, C, spread, top_p, n):
     assert kernels.fast_nucleus is not None
 
 
+def test_nucleus_ends_where_the_target_is_met():
+    """Of equals exactly as many as it takes, the first ones; and of levels whose mass is just the target no further."""
+    order = torch.tensor([[5] * 6, [9, 7, 7, 8, 1, 7]]) << 20
+    mass, target = torch.full((2, 6), 3), torch.tensor([[9], [12]])
+    expected = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]).bool()
+    with mock.patch.object(kernels, "fast_nucleus", None):
+        assert torch.equal(kernels.nucleus(order, mass, target), expected)
+    assert torch.equal(ops.nucleus(order, mass, target), expected)
+
+
 # ---------------------------------------------------------------- in models
 
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]

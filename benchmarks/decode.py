@@ -12,6 +12,9 @@ busy thread pools on the same cores slow each other down a hundredfold.
 transformers' decode is its time for --new_tokens + 1 tokens less that for 1. Of llama-bench with and without flash
 attention the better counts, for each rate by itself. Compilation is in no rate: processes of its own measure it, cold
 (an empty cache) and warm (the cache of the cold one).
+Each round also reads memory and does nothing else: 256 MB, which come from DRAM, and 1 MB again and again, which the
+cores' caches hold. What a token reads of weights, at DRAM's rate, is the roofline: a dashed line in the chart that is
+drawn beside the JSON (--draw JSON only draws).
 
 Without a checkpoint (on CUDA, or with --shapes or --smoke): random bf16 weights in the shapes of Llama models, decoding
 at 0, 8k and 32k tokens of context, which are random numbers written into the caches. A context beyond what a model was
@@ -41,6 +44,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import chart
 import torch
 
 import generate
@@ -53,6 +57,7 @@ from checkpoint import (
     is_ours,
     load_model,
     read_config,
+    read_json,
     run_command,
 )
 from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
@@ -98,6 +103,15 @@ class Contestant:
     run: Callable[[], tuple[float, float]]
     facts: dict = field(default_factory=dict)  # for its row of the JSON
     rounds: list[tuple[float, float]] = field(default_factory=list)
+
+
+def read_rates(device: torch.device) -> dict[str, float]:
+    """Bytes a second of plain sums, the best of several: over what lies in DRAM and what lies in the caches."""
+    found = {}
+    for name, size, times in (("dram", 2**28, 3), ("cache", 2**20, 300)):
+        numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
+        found[name] = size / min(seconds(device, numbers.sum) for _ in range(times))
+    return found
 
 
 def prompts(args, V: int) -> list[list[int]]:
@@ -222,7 +236,8 @@ def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Cont
         model = load_model(directory if format == "bf16" else quantized(directory, format), device, BF16)
         model.setup_caches(1, generate.cache_length(config, needed, None))
         for kind, taken in steps.items():
-            ours.append(Contestant(f"fastpath {kind} {format}", fastpath_run(args, model, taken)))
+            facts = {"weight_bytes": weight_bytes(model, 1)}
+            ours.append(Contestant(f"fastpath {kind} {format}", fastpath_run(args, model, taken), facts))
     if args.compile:
         cases = {"--compile": (SHORT_PROMPT, args.new_tokens), "--compile_prefill": (args.prompt_tokens, 1)}
         facts = {flag: compile_seconds(args, directory, device, flag, *case) for flag, case in cases.items()}
@@ -238,8 +253,9 @@ def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Cont
     return ours, peers
 
 
-def take_turns(everyone: list[Contestant], rounds: int):
-    """Fill in the contestants' rounds, after one that does not count."""
+def take_turns(everyone: list[Contestant], rounds: int, device: torch.device) -> dict[str, float]:
+    """Fill in the contestants' rounds, after one that does not count; returns the rounds' medians of read_rates."""
+    reading = []
     for i in range(rounds + 1):
         say(f"round {i} of {rounds}" if i else "warm-up")
         first = i % len(everyone)
@@ -251,11 +267,13 @@ def take_turns(everyone: list[Contestant], rounds: int):
                 contestant.rounds.append(rates)
                 if compile_counts() != before:
                     say(f"{contestant.name} was compiling in this round: its rates are too low")
+        reading.append(read_rates(device))
+    return {name: median(rates[name] for rates in reading) for name in reading[0]}
 
 
 def compare(args, device: torch.device) -> dict:
     ours, peers = contestants(args, device)
-    take_turns(ours + peers, args.rounds)
+    reading = take_turns(ours + peers, args.rounds, device)
     rows, ratios = [], []
     for one in ours + peers:
         decode, prefill = (list(rates) for rates in zip(*one.rounds))
@@ -264,7 +282,8 @@ def compare(args, device: torch.device) -> dict:
     for our, peer in ((our, peer) for our in ours for peer in peers):
         decode, prefill = (median(a[i] / b[i] for a, b in zip(our.rounds, peer.rounds)) for i in (0, 1))
         ratios.append({"ours": our.name, "peer": peer.name, "decode": decode, "prefill": prefill})
-    return {"rows": rows, "ratios": ratios}
+    counts = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+    return counts | {"read_bytes_per_s": reading, "rows": rows, "ratios": ratios}
 
 
 # ---------------------------------------------------------------- the shapes
@@ -394,12 +413,36 @@ def print_report(result: dict):
     for row in result["rows"]:
         for flag, took in row.get("compile", {}).items():
             print(f"generate.py {flag} compiles in {took['cold_s']:.1f} s cold, {took['warm_s']:.1f} s warm")
+    if "read_bytes_per_s" in result:
+        dram, cache = (result["read_bytes_per_s"][name] / 1e9 for name in ("dram", "cache"))
+        print(f"plain reads: {dram:.0f} GB/s from DRAM, {cache:.0f} from the caches")
     if "copy_bytes_per_s" in result:
         print(f"copy bandwidth {result['copy_bytes_per_s'] / 1e9:.1f} GB/s")
     for ratio in result["ratios"]:
         where = f" at {ratio['context']}" if "context" in ratio else ""
         values = ", ".join(f"{key} {ratio[key]:.2f}x" for key in ("decode", "prefill") if key in ratio)
         print(f"{ratio['ours']} to {ratio['peer']}{where}: {values}")
+
+
+def draw(result: dict, path: Path):
+    """Decode beside prefill, by width of the weights, and how fast decode could be at DRAM's bandwidth."""
+
+    def width(row: dict) -> int:
+        name = row["name"].lower()
+        return next((i for i, marks in enumerate((("bf16",), ("8",), ("4",))) if any(m in name for m in marks)), 3)
+
+    rows, machine = sorted(result["rows"], key=width), result["machine"]
+    dram = result["read_bytes_per_s"]["dram"]
+    bounds = [dram / row["weight_bytes"] if "weight_bytes" in row else None for row in rows]
+    colours = [chart.BLUE if row["name"].startswith("fastpath") else chart.GREY for row in rows]
+    panels = []
+    for kind, title, marks in (("decode", "decode", bounds), ("prefill", f"prefill of {result['prompt_tokens']}", None)):
+        rates = [row[f"{kind}_tokens_per_s"] for row in rows]
+        labels = [f"{rate:.0f}" for rate in rates]
+        panels.append(chart.Panel(f"{title}, tokens/s", rates, labels, colours, marks))
+    footnote = f"dashed: the weights of a token at the {dram / 1e9:.0f} GB/s of a plain read, measured in the same rounds"
+    title = f"One row, {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
+    chart.draw(path, title, [row["name"] for row in rows], panels, footnote)
 
 
 # ---------------------------------------------------------------- command line
@@ -423,6 +466,7 @@ def parse_arguments():
     add("--smoke", action="store_true", help="a tiny shape, to see that this works; compiled with --compile")
     add("--device", help="cpu, cuda ...; without it the fastest there is")
     add("--out", type=Path, help="the JSON (benchmarks/results/decode_DEVICE.json; none with --smoke)")
+    add("--draw", type=Path, metavar="JSON", help="only draw what was measured, beside it")
     args = parser.parse_args()
     args.directory = None  # of our checkpoint, where it is not checkpoint_path's
     if args.random and (args.checkpoint_path or args.shapes or args.smoke):
@@ -434,6 +478,11 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
+    if args.draw:
+        result = read_json(args.draw)
+        if "read_bytes_per_s" not in result:
+            raise UserError(f"{args.draw} was not written by a comparison of this program")
+        return draw(result, args.draw.with_suffix(".png"))
     device = generate.choose_device(args.device)
     if device.type == "cpu":
         generate.keep_freed_memory()  # as the program does; transformers, in this process, has it too
@@ -456,6 +505,11 @@ def main():
     if out is not None:
         out.write_text(json.dumps(circumstances(device, result["rows"]) | result, indent=2) + "\n")
         say(f"written to {out}")
+        if "read_bytes_per_s" in result:
+            try:
+                draw(result, out.with_suffix(".png"))
+            except UserError as error:
+                say(str(error))
 
 
 if __name__ == "__main__":

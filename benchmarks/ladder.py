@@ -26,6 +26,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import chart
 from decode import ROOT, SHORT_PROMPT, circumstances, quantized
 
 from checkpoint import ArgumentParser, UserError, read_json, run_command
@@ -43,7 +44,6 @@ STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkp
     "int4": ("half a byte a weight, 1 in the head", "--checkpoint_path {}-int4-g32 --compile --compile_prefill"),
 }
 SAMPLES = 4  # in each run of generate.py
-NO_CHART = "the chart needs matplotlib: pip install -r requirements-bench.txt; then --draw JSON makes it"
 
 
 # ---------------------------------------------------------------- measuring
@@ -166,29 +166,18 @@ def print_table(result: dict):
 
 def draw(result: dict, path: Path):
     """The rates as horizontal bars, decode beside prefill, into a PNG; UserError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(NO_CHART) from None
     rows, machine = result["steps"], result["machine"]
-    figure = Figure(figsize=(9, 1.5 + 0.42 * len(rows)), dpi=200, layout="constrained", facecolor="white")
     where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
-    figure.suptitle(f"{result['model']}\n{where}, {result['date']}", fontsize=11)
     titles = {"decode": "decode, tokens/s", "prefill": f"prefill of {result['prompt_tokens']}, tokens/s"}
-    for axes, kind, colour in zip(figure.subplots(1, 2, sharey=True), titles, ("#0072B2", "#E69F00")):  # Okabe and Ito
+    panels = []
+    for kind, colour in zip(titles, (chart.BLUE, chart.ORANGE)):
         rates = [row[f"{kind}_tokens_per_s"] for row in rows]
-        bars = axes.barh([row["name"] for row in rows], rates, color=colour, height=0.65)
         gains = [gain(row[f"{kind}_over_before"]) for row in rows]
         labels = [f"{rate:.{1 if rate < 100 else 0}f}  {times}" for rate, times in zip(rates, gains)]
-        axes.bar_label(bars, labels, padding=4, fontsize=10)
-        axes.set_title(titles[kind], fontsize=10, loc="left")
-        axes.set_xlim(0, 1.45 * max(rates))  # room for the labels
-        axes.set_xticks([])  # they say more
-        axes.tick_params(length=0, labelsize=10)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.invert_yaxis()  # both panels': the first step on top
-    figure.supxlabel("x: times the step before, the median of the rounds' own ratios", fontsize=8, color="0.35")
-    figure.savefig(path, format="png")
+        panels.append(chart.Panel(titles[kind], rates, labels, [colour] * len(rows)))
+    footnote = "x: times the step before, the median of the rounds' own ratios"
+    names = [row["name"] for row in rows]
+    chart.draw(path, f"{result['model']}\n{where}, {result['date']}", names, panels, footnote)
 
 
 # ---------------------------------------------------------------- command line

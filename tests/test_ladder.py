@@ -79,7 +79,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     if find_spec("matplotlib"):
         assert out.with_suffix(".png").read_bytes().startswith(PNG)
     else:
-        assert ladder.NO_CHART in stderr
+        assert ladder.chart.NO_CHART in stderr
 
 
 @pytest.mark.slow
@@ -205,14 +205,14 @@ def test_draw_from_the_json(tmp_path, monkeypatch, capsys):
         assert main(monkeypatch, "--draw", path, "--png", tmp_path / "other") == 0
         assert (tmp_path / "other").read_bytes() == png.read_bytes()
     else:
-        assert code == 2 and capsys.readouterr().err == f"ladder.py: error: {ladder.NO_CHART}\n"
+        assert code == 2 and capsys.readouterr().err == f"ladder.py: error: {ladder.chart.NO_CHART}\n"
 
 
 def test_draw_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # which makes importing it fail
     assert main(monkeypatch, "--draw", measured(tmp_path)) == 2
     err = capsys.readouterr().err
-    assert err == f"ladder.py: error: {ladder.NO_CHART}\n" and "requirements-bench.txt" in err
+    assert err == f"ladder.py: error: {ladder.chart.NO_CHART}\n" and "requirements-bench.txt" in err
     assert (ROOT / "requirements-bench.txt").read_text().count("matplotlib==") == 2  # one for Python 3.10
 
 

@@ -241,11 +241,16 @@ def load_model(
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
     del weights
+    return install_kernels(model.eval(), kernels, exact_activations)
+
+
+def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
+    """The model with our own kernels where they can run, if kernels is "auto"."""
     if kernels == "auto":
         from kernels_cpu import install
 
         install(model, exact_activations)
-    return model.eval()
+    return model
 
 
 def available_memory(device) -> int:

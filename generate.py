@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,12 +34,14 @@ from checkpoint import (
     UserError,
     check_memory,
     first_line,
+    install_kernels,
     load_model,
     read_config,
     read_quantization,
     run_command,
 )
 from model import Config, Transformer
+from quantize import Quantization, quantize_model
 from report import (
     Timing,
     compile_counts,
@@ -49,7 +52,8 @@ from report import (
     roofline_text,
     rooflines,
 )
-from sampling import Sampling, sample
+from sampling import Sampling, known, sample
+from speculative import AUTO_K, MOST_K, Lookup, ModelDraft, Speculation
 from terminal import Waiting, say
 from tokenizer import TextStream, Tokenizer
 
@@ -68,37 +72,35 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor 
 
 def decode(model, token: Tensor, input_pos: Tensor, rows: Tensor | None, settings: Sampling, seen: Tensor | None):
     """One step for every row: its token (B,) at position (B,), -1 where the row has ended -> the next token (B,)."""
-    logits = model(token[:, None], input_pos[:, None], rows)
-    return choose(model, logits, settings, input_pos + 1, seen)
-
-
-def choose(model, logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None) -> Tensor:
-    """The next token (B,) by logits (B,V), but none that only pads the table."""
-    if model.config.n_token is not None:
-        logits[:, model.config.n_token :] = float("-inf")
-    return sample(logits, settings, position, seen)
+    logits = known(model(token[:, None], input_pos[:, None], rows), model.config.n_token)
+    return sample(logits, settings, input_pos + 1, seen)
 
 
 @dataclass
 class Steps:
-    """The two steps, plain or compiled. With fixed shapes a row that has ended stays in the batch, as padding."""
+    """The two steps, plain or compiled. With fixed shapes a row that has ended stays in the batch, as padding.
+
+    compiled(function) does to a function (model, ...) of fixed shapes what was done to decode.
+    """
 
     prefill: Callable = prefill
     decode: Callable = decode
     fixed_shapes: bool = False
+    compiled: Callable = lambda function: function
 
 
 def compiled_steps(decoding: bool, prefilling: bool) -> Steps:
     warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16; torch 2.13 remarks on it
     return Steps(
         torch.compile(prefill, dynamic=True, fullgraph=True) if prefilling else prefill,
-        compiled_decode() if decoding else decode,
-        fixed_shapes=decoding,
+        one_graph_each(decode) if decoding else decode,
+        decoding,
+        one_graph_each if decoding else Steps.compiled,
     )
 
 
-def compiled_decode() -> Callable:
-    """`decode` as one graph for each model and size of cache.
+def one_graph_each(function: Callable) -> Callable:
+    """function(model, ...) as one graph for each model, size of cache and shapes of its arguments.
 
     What a graph takes for granted of the model is not checked again at every step: some 2,000 guards, which take a
     fifth of a step of the default model in int4. So a model must not be changed between steps, but for its caches.
@@ -106,11 +108,13 @@ def compiled_decode() -> Callable:
     graphs = {}
 
     def step(model, *arguments):
-        case = model, model.blocks[0].attention.k_cache.shape
+        shapes = (x.shape if isinstance(x, Tensor) else None for x in arguments)
+        case = model, model.blocks[0].attention.k_cache.shape, *shapes
         if case not in graphs:
-            own = types.FunctionType(decode.__code__.replace(), globals(), "decode")  # graphs belong to code objects
+            # Graphs belong to code objects: each case has its own.
+            own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
             options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # reduce-overhead, and ours
-            graphs[case] = torch.compile(own, fullgraph=True, options=options)
+            graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
 
     return step
@@ -123,87 +127,145 @@ def guards_on_arguments(guards) -> list[bool]:
 # ---------------------------------------------------------------- generation
 
 
+@dataclass
+class Batch:
+    """The rows that are being continued, B of them, before a step."""
+
+    numbers: list[int]  # the cache row of each
+    live: list[int]  # those that go on; with fixed shapes the others stay, as padding
+    slots: int  # places in a cache row
+    rows: Tensor | None  # (B,) int64, numbers as model.forward takes them
+    before: Tensor  # (B,) int64, the last token that the cache holds
+    token: Tensor  # (B,) int64, the one after it, which the step reads
+    position: Tensor  # (B,) int64, its place; -1 where the row has ended
+    settings: Sampling
+    seen: Tensor | None  # (B,V) bool, what the repetition penalty counts
+
+    def keep(self, live: list[int], fixed_shapes: bool):
+        """The other rows have ended."""
+        if len(live) == len(self.live):
+            return
+        keep = torch.tensor([self.numbers.index(row) for row in live], device=self.token.device)
+        self.live = live
+        if fixed_shapes:
+            self.position = torch.full_like(self.position, -1).index_put((keep,), self.position[keep])
+            return
+        self.numbers, self.rows = live, torch.tensor(live, device=self.token.device)
+        self.before, self.token, self.position = self.before[keep], self.token[keep], self.position[keep]
+        self.settings, self.seen = self.settings.rows(keep), None if self.seen is None else self.seen[keep]
+
+    def advance(self, found: Tensor):
+        """The step found these tokens (B,n), of each row a few and then -1."""
+        count = 1
+        if found.shape[1] == 1:
+            self.before, self.token = self.token, found[:, 0]
+        else:
+            count = (found >= 0).sum(1)  # (B,)
+            both = torch.cat([self.token[:, None], found], 1).gather(1, torch.stack([count - 1, count], 1))
+            self.before, self.token = both.unbind(1)
+        self.position = torch.where(self.position < 0, -1, self.position + count)
+        if self.seen is not None:
+            self.seen.scatter_(1, torch.where(found < 0, self.token[:, None], found), True)
+
+
+class Output:
+    """What each row says, and when it has said enough."""
+
+    def __init__(self, prompts: list[list[int]], limits: list[int], stop_ids, on_token: Callable | None):
+        self.texts = [list(prompt) for prompt in prompts]  # with what is new
+        self.new: list[list[int]] = [[] for _ in prompts]
+        self.limits, self.stop_ids, self.on_token = limits, stop_ids, on_token
+        self.stopped: set[int] = set()  # the rows that ended before their limit
+
+    def take(self, row: int, tokens: list[int]) -> bool:
+        """Note a row's new tokens, as far as it wants them; True if it goes on."""
+        for token in tokens:
+            self.texts[row].append(token)
+            self.new[row].append(token)
+            if token in self.stop_ids:
+                self.stopped.add(row)
+            last = row in self.stopped or len(self.new[row]) == self.limits[row]
+            if self.on_token is not None and self.on_token(row, token, last):
+                self.stopped.add(row)
+            if last or row in self.stopped:
+                return False
+        return True
+
+    def results(self) -> list[tuple[list[int], str]]:
+        return [(ids, "stop" if row in self.stopped else "length") for row, ids in enumerate(self.new)]
+
+
 @torch.no_grad()  # not inference_mode, which is 4 % faster eager on CPU: compiled graphs still trip over it
 def generate(
-    model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None, cached=None
-):
+    model, prompts, settings, max_new_tokens, stop_ids=(), steps=None, timing=None, on_token=None, cached=None,
+    speculation=None,
+):  # fmt: skip
     """Continue prompts (lists of token ids), each in a cache row of its own; setup_caches has made that many.
 
     settings: the Sampling of these rows. A row whose cache is full ends before max_new_tokens; the last token needs
     no slot. on_token(row, id, last) hears of every token as it is decided, and ends the row where it answers True.
     timing: a Timing to add to. cached: of each row, how many tokens of its prompt the cache holds already, from
-    earlier calls (fewer than all: the last one's logits are wanted).
-    Returns of each row (new token ids, "stop" or "length"); the stop token, if there was one, is the last id.
+    earlier calls (fewer than all: the last one's logits are wanted). speculation: a Speculation, which may find several
+    tokens in a step. Returns of each row (new token ids, "stop" or "length"); the stop token, if there was one, is the
+    last id.
     """
     steps, timing = steps or Steps(), timing or Timing()
-    device = model.norm.weight.device
     slots = model.blocks[0].attention.k_cache.shape[2] - 8
     limits = [min(max_new_tokens, slots - len(prompt) + 1) for prompt in prompts]
-    new: list[list[int]] = [[] for _ in prompts]
-    cached = cached or [0] * len(prompts)
-    stopped = set()  # the rows that ended before their limit
-
-    def take(rows: list[int], tokens: list[int]) -> list[int]:
-        """Note a new token for each of these rows; returns the rows that go on."""
-        going = []
-        for row, token in zip(rows, tokens):
-            new[row].append(token)
-            if token in stop_ids:
-                stopped.add(row)
-            last = row in stopped or len(new[row]) == limits[row]
-            if on_token is not None and on_token(row, token, last):
-                stopped.add(row)
-            if not last and row not in stopped:
-                going.append(row)
-        return going
-
+    output = Output(prompts, limits, stop_ids, on_token)
     start = time.perf_counter()
-    seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
-    position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
-    logits = prefill_prompts(model, prompts, steps.prefill, cached)
-    token = choose(model, logits, settings, position, seen)  # (B,)
-    ids = token.tolist()
-    elapsed = time.perf_counter() - start
-    timing.first_token_s = elapsed if timing.first_token_s is None else timing.first_token_s
-    timing.prefill_s += elapsed
-    timing.prefill_tokens += sum(map(len, prompts)) - sum(cached)
+    batch = prefilled(model, prompts, settings, steps, cached or [0] * len(prompts), slots)
+    ids = batch.token[:, None].tolist()
+    timing.add_prefill(time.perf_counter() - start, sum(map(len, prompts)) - sum(cached or ()))
+    live = [row for row in batch.live if output.take(row, ids[row])]
+    if speculation is not None and live:
+        start = time.perf_counter()
+        speculation.begin(output.texts)  # a draft model reads the prompts as well
+        timing.prefill_s += time.perf_counter() - start
 
-    batch, rows = list(range(len(prompts))), None  # the cache row of each batch row: a list, and the model's argument
-    live = take(batch, ids)
     start = time.perf_counter()
     while live:
-        if len(live) < len(batch):
-            keep = torch.tensor([batch.index(row) for row in live], device=device)
-            if steps.fixed_shapes:  # what has ended becomes padding
-                position = torch.full_like(position, -1).index_put((keep,), position[keep])
-            else:  # what has ended leaves
-                batch, rows = live, torch.tensor(live, device=device)
-                token, position, settings = token[keep], position[keep], settings.rows(keep)
-                seen = None if seen is None else seen[keep]
-        if seen is not None:
-            seen.scatter_(1, token[:, None], True)
-        token = steps.decode(model, token, position, rows, settings, seen).clone()  # a CUDA graph reuses its output
-        position = torch.where(position < 0, -1, position + 1)
-        ids = token.tolist()
-        timing.decode_steps += 1
-        timing.decode_tokens += len(live)
-        timing.kv_bytes += kv_bytes(model, [len(prompts[row]) + len(new[row]) for row in live])
-        live = take(live, [ids[batch.index(row)] for row in live])
+        batch.keep(live, steps.fixed_shapes)
+        if speculation is None:
+            arguments = (batch.token, batch.position, batch.rows, batch.settings, batch.seen)
+            found = steps.decode(model, *arguments).clone()[:, None]  # a CUDA graph reuses its output
+            ids = found.tolist()
+        else:
+            found, ids = speculation.step(batch, output.texts, timing)
+        batch.advance(found)
+        before = sum(map(len, output.new))
+        kv = kv_bytes(model, [len(output.texts[row]) for row in live])
+        live = [row for row in live if output.take(row, ids[batch.numbers.index(row)])]
         now = time.perf_counter()
-        timing.decode_s, start = timing.decode_s + now - start, now
-    return [(ids, "stop" if row in stopped else "length") for row, ids in enumerate(new)]
+        timing.add_step(now - start, sum(map(len, output.new)) - before, kv)
+        start = now
+    return output.results()
 
 
-def prefill_prompts(model: Transformer, prompts: list[list[int]], step: Callable, cached: list[int]) -> Tensor:
-    """Fill cache row i with prompt i, in passes of at most PREFILL_TOKENS; the logits (B,V) after each prompt.
+def prefilled(model: Transformer, prompts, settings: Sampling, steps: Steps, cached: list[int], slots: int) -> Batch:
+    """The rows after their prompts, with the first new token of each."""
+    device, numbers = model.norm.weight.device, list(range(len(prompts)))
+    seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
+    position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
+    logits = prefill_rows(steps.prefill, model, dict(enumerate(prompts)), cached)
+    logits = known(torch.stack([logits[row] for row in numbers]), model.config.n_token)  # (B,V)
+    token = sample(logits, settings, position, seen)  # (B,)
+    if seen is not None:
+        seen.scatter_(1, token[:, None], True)
+    last = torch.tensor([prompt[-1] for prompt in prompts], device=device)
+    return Batch(numbers, numbers, slots, None, last, token, position, settings, seen)
 
-    cached: how many tokens of each prompt are there already. A pass holds only the rows that still have tokens, so
-    that a long prompt does not pad the short ones.
+
+def prefill_rows(step: Callable, model: Transformer, prompts: dict[int, list[int]], cached: list[int]) -> dict:
+    """Fill cache row i with prompts[i], in passes of at most PREFILL_TOKENS; the logits (V,) after each prompt.
+
+    cached: how many tokens of each row are there already. A pass holds only the rows that still have tokens, so that a
+    long prompt does not pad the short ones.
     """
     device = model.norm.weight.device
     logits: dict[int, Tensor] = {}
-    done = list(cached)  # tokens of each prompt that are in the cache by now
-    while active := [row for row, prompt in enumerate(prompts) if len(prompt) > done[row]]:
+    done = list(cached)  # tokens of each row that are in the cache by now
+    while active := [row for row, prompt in prompts.items() if len(prompt) > done[row]]:
         width = min(max(1, PREFILL_TOKENS // len(active)), max(len(prompts[row]) - done[row] for row in active))
         tokens = torch.zeros(len(active), width, dtype=torch.int64)
         input_pos = torch.full((len(active), width), -1)
@@ -212,10 +274,10 @@ def prefill_prompts(model: Transformer, prompts: list[list[int]], step: Callable
             tokens[i, : len(part)] = torch.tensor(part)
             input_pos[i, : len(part)] = torch.arange(done[row], done[row] + len(part))
             done[row] += len(part)
-        rows = None if len(active) == len(prompts) else torch.tensor(active, device=device)
+        rows = None if active == list(range(len(cached))) else torch.tensor(active, device=device)
         out = step(model, tokens.to(device), input_pos.to(device), rows).clone()
         logits |= {row: out[i] for i, row in enumerate(active) if len(prompts[row]) == done[row]}
-    return torch.stack([logits[row] for row in range(len(prompts))])
+    return logits
 
 
 def seen_tokens(prompts: list[list[int]], V: int, device) -> Tensor:
@@ -309,6 +371,16 @@ def parse_arguments(argv=None):
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
+    add = parser.add_argument_group("speculation: several tokens for one reading of the weights").add_argument
+    add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
+    drafts = (
+        "prompt-lookup: what followed the same words before; lookup:FILE: in a text file, too; int4-self: the model"
+    )
+    add("--draft", metavar="KIND", type=draft_kind, help=f"{drafts} itself in 4 bits (or the checkpoint just named)")
+    most = number(int, f"auto, or between 1 and {MOST_K}", lambda k: 1 <= k <= MOST_K)
+    how_many = "tokens to propose at a time; auto: as many as pay, by what is measured meanwhile (auto)"
+    add("--speculate_k", metavar="N", type=lambda text: text if text == "auto" else most(text), help=how_many)
+
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
     bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
@@ -324,6 +396,10 @@ def checked(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
+    if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
+        raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
+    if args.draft_checkpoint_path and args.draft not in (None, "int4-self"):
+        raise UserError(f"--draft {args.draft} and --draft_checkpoint_path are two drafts; give one of them")
     if args.roofline is not None and (args.profile or args.interactive):
         raise UserError("--roofline runs nothing: no --profile, no --interactive")
     if args.interactive:
@@ -396,6 +472,62 @@ def read_prompts(args, tokenizer: Tokenizer, template: ChatTemplate | None, conf
     return prompts
 
 
+def draft_kind(text: str) -> str:
+    if text in ("prompt-lookup", "int4-self") or text.startswith("lookup:"):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
+
+
+def make_speculation(args, directory: Path, model: Transformer, tokenizer: Tokenizer, steps: Steps):
+    """What the arguments ask for, or None."""
+    if not (args.draft or args.draft_checkpoint_path):
+        return None
+    if args.draft and "lookup" in args.draft:
+        _, _, path = args.draft.partition(":")
+        draft = Lookup([read_source(Path(path), tokenizer, model.config)] if path else [])
+    else:
+        other = load_draft(args, directory, model, tokenizer)
+        read = None if args.draft == "int4-self" else partial(prefill_rows, steps.prefill)
+        draft = ModelDraft(model, other, steps.compiled, read)
+    automatic = args.speculate_k in (None, "auto")
+    k = AUTO_K if automatic else args.speculate_k
+    return Speculation(model, draft, steps, k, automatic)
+
+
+def read_source(path: Path, tokenizer: Tokenizer, config: Config) -> list[int]:
+    """The tokens of the file of --draft lookup:FILE."""
+    if tokenizer.vocabulary is None:
+        raise UserError("--draft lookup:FILE is about text, and the checkpoint has no tokenizer")
+    try:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
+    check_ids(ids, config)
+    return ids
+
+
+def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer) -> Transformer:
+    """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32."""
+    from convert_hf_checkpoint import ensure_checkpoint
+
+    config, device, dtype = model.config, model.norm.weight.device, model.norm.weight.dtype
+    if args.draft_checkpoint_path is None:
+        quantization = read_quantization(directory)
+        if quantization is not None and quantization.mode != "int8":
+            raise UserError(f"--draft int4-self: {directory} has 4 bits already; what proposes should be smaller")
+        draft = quantize_model(load_model(directory, device, dtype, "torch"), Quantization("int4", 32, "int8"))
+        return install_kernels(draft, args.kernels, args.exact_activations)
+    path = ensure_checkpoint(args.draft_checkpoint_path, args.dtype)
+    other = read_config(path)
+    if args.draft == "int4-self" and other != config:
+        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave --draft away")
+    if difference := Tokenizer(path).difference(tokenizer):
+        raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
+    if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
+        raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
+    return load_model(path, device, dtype, args.kernels, args.exact_activations)
+
+
 def check_ids(ids: list[int], config: Config):
     if outside := [token for token in ids if not 0 <= token < config.vocab_size]:
         raise UserError(
@@ -426,7 +558,7 @@ def make_settings(args, sample_number: int, B: int, device: torch.device) -> Sam
     return Sampling.make(B, seeds, *filters, device=device)
 
 
-def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) -> float:
+def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps, speculation=None) -> float:
     """Compile by running what will be run, shortly; returns the seconds it took, which no rate includes."""
     parts = ["decode"] * args.compile + ["prefill"] * args.compile_prefill
     if not parts:
@@ -437,7 +569,12 @@ def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) ->
     first = "a minute or more the first time; torch keeps the result on disk"
     try:
         with Waiting(f"compiling {' and '.join(parts)}", key, first) as waiting:
-            generate(model, prompts, settings, min(args.max_new_tokens or 4, 4), steps=steps)
+            few = min(args.max_new_tokens or 4, 4)
+            generate(model, prompts, settings, few, steps=steps)
+            if speculation is not None:
+                speculation.rehearsing = True
+                generate(model, prompts, settings, few, steps=steps, speculation=speculation)
+                speculation.rehearsing = False
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if "InvalidCxxCompiler" not in repr(error):
             raise
@@ -445,7 +582,7 @@ def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps) ->
     return waiting.seconds
 
 
-def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids) -> list[dict]:
+def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids, speculation) -> list[dict]:
     """Continue the prompts once and print the texts; their entries in --json."""
     streaming = len(prompts) == 1 and not args.json  # one row can be shown as it comes
     streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
@@ -463,7 +600,8 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_id
 
     if streaming:
         print(shown[0], end="", flush=True)
-    results = generate(model, prompts, settings, args.max_new_tokens, stop_ids, steps, timing, take)
+    most = args.max_new_tokens
+    results = generate(model, prompts, settings, most, stop_ids, steps, timing, take, speculation=speculation)
     if streaming:
         print()
     elif not args.json:
@@ -475,7 +613,7 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_id
     ]
 
 
-def open_session(args, model, tokenizer, template, length: int, steps: Steps, stop_ids):
+def open_session(args, model, tokenizer, template, length: int, steps: Steps, stop_ids, speculation):
     """The conversation of --interactive, which is answered by this model."""
     from chat import Session
 
@@ -483,7 +621,8 @@ def open_session(args, model, tokenizer, template, length: int, steps: Steps, st
 
     def answer(prompt, kept, limit, timing, on_token):
         check_ids(prompt, model.config)
-        [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, steps, timing, on_token, [kept])
+        ways = (steps, timing, on_token, [kept], speculation)
+        [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, *ways)
         return reason
 
     session = Session(answer, tokenizer, template, length, stop_ids, args.stop, args.max_new_tokens)
@@ -530,20 +669,21 @@ def main():
         table = rooflines(config, bandwidth, dtype, args.batch_size, quantization)
         return print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
     steps = compiled_steps(args.compile, args.compile_prefill)
+    speculation = make_speculation(args, directory, model, tokenizer, steps)
     if args.interactive:
         from chat import converse
 
-        session = open_session(args, model, tokenizer, template, length, steps, stop_ids)
+        session = open_session(args, model, tokenizer, template, length, steps, stop_ids, speculation)
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
-            warm_up(args, model, [[0] * min(n, length)], steps)
+            warm_up(args, model, [[0] * min(n, length)], steps, speculation)
         return converse(session, args.prompt)
-    compile_s = warm_up(args, model, prompts, steps)
+    compile_s = warm_up(args, model, prompts, steps, speculation)
 
     timing, samples, before = Timing(), [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             settings = make_settings(args, n, len(prompts), device)
-            samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids)
+            samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids, speculation)
     after = compile_counts()
     if args.profile:
         with suppress(TypeError):  # a name that is not UTF-8
@@ -554,6 +694,8 @@ def main():
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))
+    if speculation is not None:
+        result |= speculation.report.numbers(0 if args.profile else timing.decode_s)
     print_report(result, timing)
     if args.json:
         print(json.dumps(result))

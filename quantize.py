@@ -318,6 +318,24 @@ def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
     return model
 
 
+def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
+    """Quantize a loaded model of plain torch, layer by layer, 8-bit layers too; returns the model."""
+    for name, module in list(model.named_modules()):
+        eight = isinstance(module, Int8Linear)
+        format = quantization.format(name)
+        if format == "none" or not (eight or isinstance(module, (nn.Linear, Embedding))):
+            continue
+        is_table = isinstance(module, (Embedding, Int8Embedding))
+        w = unpack_int8(module.weight, module.scales, module.groupsize) if eight else module.weight
+        N, K = w.shape
+        bias = getattr(module, "bias", None)
+        layer = (EMBEDDING if is_table else LINEAR)[format](K, N, False, quantization.groupsize)
+        layer.load_state_dict(pack(w, format, quantization.groupsize), assign=True)
+        layer.bias = bias
+        model.set_submodule(name, layer)
+    return model
+
+
 # ---------------------------------------------------------------- the command
 
 

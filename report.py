@@ -28,6 +28,18 @@ class Timing:
     decode_tokens: int = 0
     decode_steps: int = 0
     kv_bytes: int = 0
+    draft_bytes: float = 0.0  # of weights that a draft model read
+
+    def add_prefill(self, seconds: float, tokens: int):
+        self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
+        self.prefill_s += seconds
+        self.prefill_tokens += tokens
+
+    def add_step(self, seconds: float, tokens: int, kv_bytes: int):
+        self.decode_s += seconds
+        self.decode_tokens += tokens
+        self.decode_steps += 1
+        self.kv_bytes += kv_bytes
 
 
 def weight_bytes(model: Transformer, rows: float) -> float:
@@ -138,7 +150,8 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
     found |= dict.fromkeys(names)
     tokens, steps = timing.decode_tokens, timing.decode_steps
     if tokens:
-        found["weight_bytes_per_token"] = weight_bytes(model, tokens / steps) * steps / tokens
+        read = weight_bytes(model, tokens / steps) * steps + timing.draft_bytes
+        found["weight_bytes_per_token"] = read / tokens
         found["kv_bytes_per_token"] = timing.kv_bytes / tokens
     if not profiled:
         found["time_to_first_token_s"] = timing.first_token_s
@@ -169,6 +182,13 @@ def print_report(result: dict, timing: Timing):
         lines.append(
             f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights and "
             f"{kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} GB/s measured here"
+        )
+    if (about := result.get("speculation")) is not None:
+        kept = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"])
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
+        lines.append(
+            f"speculation: {about['steps']} steps, of each proposal {result['mean_accepted_tokens']:.2f} tokens kept "
+            f"({kept} by place), {about['plain_steps']} steps without; {shares}"
         )
     recompiles, breaks = result["recompiles"], result["graph_breaks"]
     lines.append(

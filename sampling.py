@@ -84,6 +84,13 @@ def sample(logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | 
     return ids.gather(1, race.argmax(1, keepdim=True)).squeeze(1)
 
 
+def known(logits: Tensor, n_token: int | None) -> Tensor:
+    """Logits (...,V), -inf for the ids that only pad the table."""
+    if n_token is None:
+        return logits
+    return torch.where(torch.arange(logits.shape[-1], device=logits.device) < n_token, logits, float("-inf"))
+
+
 def probabilities(logits: Tensor, settings: Sampling, seen: Tensor | None = None) -> Tensor:
     """The law that `sample` draws from: (B,V) float32, zero for what the filters drop; one-hot for greedy rows."""
     if settings.temperature is None:

@@ -13,6 +13,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 from checkpoint import UserError, read_json
@@ -66,6 +67,16 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens left out; each sequence of bytes that is not UTF-8 becomes one U+FFFD."""
         return TextStream(self).add(ids, last=True)
+
+    def difference(self, other: "Tokenizer") -> str | None:
+        """The first token that is not the same in both, as a reason not to use them together; None: they are alike."""
+        if self.vocabulary is None or other.vocabulary is None:
+            both = self.vocabulary is other.vocabulary
+            return None if both else "one of them has no tokenizer, so nothing says that their tokens are the same"
+        for i, (mine, theirs) in enumerate(zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
+            if mine != theirs:
+                return f"token {i} is {mine!r} there and {theirs!r} here"
+        return None
 
 
 class TextStream:
@@ -134,6 +145,9 @@ class JsonVocabulary:
     def encode(self, text: str) -> list[int]:
         return self.library.encode(text, add_special_tokens=False).ids
 
+    def tokens(self) -> list[str | None]:
+        return [self.library.id_to_token(i) for i in range(self.library.get_vocab_size())]
+
     def token_bytes(self, i: int) -> bytes:
         """What a token that is not the first adds to the text."""
         token = self.library.id_to_token(i) if 0 <= i < 2**32 else None
@@ -190,6 +204,12 @@ class SentencePieceVocabulary:
             elif part:
                 ids += self.library.encode(part) if self.legacy or not ids else self._encode_inside(part)
         return ids
+
+    def tokens(self) -> list[str | None]:
+        names = {i: self.library.id_to_piece(i) for i in range(self.size)} | {
+            i: text for text, i in self.special.items()
+        }
+        return [names.get(i) for i in range(max(names) + 1)]
 
     def _encode_inside(self, text: str) -> list[int]:
         """Ids of text that does not open the prompt: no space is put before it. A line break joins no piece, so it

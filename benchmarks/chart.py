@@ -30,7 +30,8 @@ def draw(path: Path, title: str, names: list[str], panels: list[Panel], footnote
     figure.suptitle(title, fontsize=11)
     for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
         bars = axes.barh(names, panel.values, color=panel.colours, height=0.65)
-        axes.bar_label(bars, panel.labels, padding=4, fontsize=10)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # a mark
+        axes.bar_label(bars, panel.labels, padding=4, fontsize=10, bbox=behind)
         marks = panel.marks or [None] * len(names)
         for y, mark in enumerate(marks):
             if mark is not None:

@@ -32,6 +32,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -408,7 +409,7 @@ def print_report(result: dict):
     width = max(len(row["name"]) for row in result["rows"])
     print(" " * width + "".join(f"{titles[key]:>14}" for key in keys))
     for row in result["rows"]:
-        cells = ["" if row[key] is None else f"{row[key] * scales.get(key, 1):.5g}" for key in keys]
+        cells = ["" if row.get(key) is None else f"{row[key] * scales.get(key, 1):.5g}" for key in keys]
         print(f"{row['name']:{width}}" + "".join(f"{cell:>14}" for cell in cells))
     for row in result["rows"]:
         for flag, took in row.get("compile", {}).items():
@@ -436,13 +437,15 @@ def draw(result: dict, path: Path):
     bounds = [dram / row["weight_bytes"] if "weight_bytes" in row else None for row in rows]
     colours = [chart.BLUE if row["name"].startswith("fastpath") else chart.GREY for row in rows]
     panels = []
-    for kind, title, marks in (("decode", "decode", bounds), ("prefill", f"prefill of {result['prompt_tokens']}", None)):
+    titles = {"decode": ("decode", bounds), "prefill": (f"prefill of {result['prompt_tokens']}", None)}
+    for kind, (title, marks) in titles.items():
         rates = [row[f"{kind}_tokens_per_s"] for row in rows]
         labels = [f"{rate:.0f}" for rate in rates]
         panels.append(chart.Panel(f"{title}, tokens/s", rates, labels, colours, marks))
-    footnote = f"dashed: the weights of a token at the {dram / 1e9:.0f} GB/s of a plain read, measured in the same rounds"
+    footnote = f"dashed: a token's weights at the {dram / 1e9:.0f} GB/s of a plain read, measured in the same rounds"
     title = f"One row, {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
-    chart.draw(path, title, [row["name"] for row in rows], panels, footnote)
+    names = [re.sub(r"^(llama.cpp) .*\.(\w+)\.gguf$", r"\1 \2", row["name"]) for row in rows]
+    chart.draw(path, title, names, panels, footnote)
 
 
 # ---------------------------------------------------------------- command line
@@ -503,7 +506,8 @@ def main():
             result = compare(args, device)
     print_report(result)
     if out is not None:
-        out.write_text(json.dumps(circumstances(device, result["rows"]) | result, indent=2) + "\n")
+        result = circumstances(device, result["rows"]) | result
+        out.write_text(json.dumps(result, indent=2) + "\n")
         say(f"written to {out}")
         if "read_bytes_per_s" in result:
             try:

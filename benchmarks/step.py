@@ -1,4 +1,4 @@
-"""What a decode step costs beside the weights that it reads: context, cache, further rows, what is no product, the draw.
+"""What a decode step costs beside the weights that it reads: context, cache, rows, what is no product, the draw.
 
 Compiled, greedy, on the default checkpoint or another. A round measures every case, and each number is the median of
 the rounds' own differences or ratios; a time is the median of 40 in a row. A step is the body of generate()'s loop, the
@@ -127,7 +127,8 @@ def measure(args, directory: Path) -> dict:
 
 
 def print_result(args, format: str, found: dict):
-    print(f"{format}: a step {found['step_s'] * 1e3:.2f} ms, its products by themselves {found['products_s'] * 1e3:.2f}")
+    step_ms, products_ms = found["step_s"] * 1e3, found["products_s"] * 1e3
+    print(f"{format}: a step {step_ms:.2f} ms, its products by themselves {products_ms:.2f}")
     print(f"  at {args.context} tokens {found['context']:.2f}x what the further keys and values take to read")
     print(f"  with a cache of {args.cache} slots {found['cache']:.3f}x, with {ROWS} rows {found['rows']:.2f}x the time")
     for row in found["draws"]:

@@ -1,0 +1,466 @@
+"""Speculative decoding: several tokens for one reading of the weights, and the same text law as without it.
+
+A draft proposes k tokens a row; the model looks at all of them in one pass, which costs little more than that of one
+token, for both are bound by reading the weights. Of each proposal the model keeps as long a beginning as its own law
+allows and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
+
+Read down: verify and accept (exactness lives there), the drafts, Pace (how far to look ahead), Speculation (a step).
+Knows models and sampling, nothing of text or of the command line.
+
+Why it is exact. Token x was drawn from p_draft and is kept with probability min(1, p_target(x) / p_draft(x)); if not,
+one is drawn from max(0, p_target - p_draft), made to sum to 1. Then x comes out with probability
+  p_draft(x) min(1, p_target(x)/p_draft(x)) + P(rejected) max(0, p_target(x) - p_draft(x)) / sum = p_target(x),
+for the first term is min(p_draft, p_target)(x), and P(rejected) is just the sum that the second is divided by. A draft
+without chance (a token found in a text) is p_draft = 1 at its token. Temperature 0 is p_target = 1 at the likeliest: a
+token is kept where it is that one. Nothing is divided by a probability anywhere.
+
+What it is worth. If each proposed token is kept with probability a, a step gives 1 + a + ... + a^k =
+(1 - a^(k+1)) / (1 - a) tokens, and takes k c + v times as long as a plain one: c is what the draft costs for a token, v
+the pass over k + 1 tokens. `Pace` measures a, c and v while it runs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Transformer
+from report import weight_bytes
+from sampling import Sampling, exponential_noise, known, penalized, probabilities
+
+MOST_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
+AUTO_K = 7  # the most that --speculate_k auto proposes
+DRAFT, ACCEPT = 1, 2  # streams of noise; what the model itself draws has plain decoding's, 0
+
+# ---------------------------------------------------------------- the one verification
+
+
+def verify(model, token, position, rows, settings: Sampling, seen, drafted, lengths, p_draft):
+    """The model's pass over each row's token and the tokens drafted after it.
+
+    token (B,) at position (B,), -1 where the row has ended; rows (B,) or None; drafted (B,k), of which the first
+    lengths (B,) count; p_draft (B,k,V) float32, the laws they were drawn from, or None where there was no chance in it.
+    seen (B,V) bool as `sample` takes it. Returns the tokens found, (B,k+1), -1 after the last; and the hidden state
+    from which the last came, (B,D).
+    """
+    k = drafted.shape[1]
+    ahead = torch.arange(k + 1, device=token.device)
+    there = (position >= 0)[:, None] & (ahead <= lengths[:, None])
+    x = model.hidden(torch.cat([token[:, None], drafted], 1), torch.where(there, position[:, None] + ahead, -1), rows)
+    found = accept(known(model.head(x), model.config.n_token), position + 1, settings, seen, drafted, lengths, p_draft)
+    last = (found >= 0).sum(1) - 1
+    return found, x[torch.arange(len(x), device=x.device), last]
+
+
+def accept(logits, position, settings: Sampling, seen, drafted, lengths, p_draft) -> Tensor:
+    """The tokens (B,k+1), -1 after the last: those of drafted (B,k) that are kept and one of the model's own.
+
+    logits (B,k+1,V), for what comes at position (B,) and after it. The others as in verify.
+    """
+    B, k = drafted.shape
+    ahead = torch.arange(k + 1, device=logits.device)
+    seen = None if seen is None else seen_along(seen, drafted)
+    every = settings.rows(torch.arange(B, device=logits.device).repeat_interleave(k + 1))  # B (k+1) rows
+    if settings.temperature is None:
+        own = penalized(logits.flatten(0, 1), every, seen).argmax(1).view(B, k + 1)
+        kept = leading(drafted == own[:, :k], lengths)
+        last = own.gather(1, kept[:, None])
+    else:
+        p_target = probabilities(logits.flatten(0, 1), every, seen).view(B, k + 1, -1)
+        if p_draft is None:
+            p_draft = torch.zeros_like(p_target[:, :k]).scatter(2, drafted[..., None], 1.0)
+        p, q = (law[:, :k].gather(2, drafted[..., None])[..., 0] for law in (p_target, p_draft))  # (B,k)
+        places = (position[:, None] + ahead[:k]).flatten()
+        one = torch.zeros(B * k, 1, dtype=torch.int64, device=logits.device)
+        seeds = settings.seed.repeat_interleave(k)
+        chance = torch.exp(-exponential_noise(seeds, places, one, ACCEPT)).view(B, k)  # uniform in (0,1)
+        kept = leading(chance * q < p, lengths)
+        p_draft = F.pad(p_draft, (0, 0, 0, 1)) * (ahead < lengths[:, None])[..., None]  # 0 where nothing was proposed
+        row = torch.arange(B, device=logits.device)
+        p, q = p_target[row, kept], p_draft[row, kept]  # (B,V)
+        rest = (p - q).clamp(min=0)
+        rest = torch.where(rest.amax(1, keepdim=True) > 0, rest, p)  # the two are equal but for rounding
+        ids = torch.arange(p.shape[1], device=logits.device).expand_as(p)
+        last = (rest / exponential_noise(settings.seed, position + kept, ids)).argmax(1, keepdim=True)
+    kept = kept[:, None]
+    return torch.where(ahead < kept, F.pad(drafted, (0, 1)), torch.where(ahead == kept, last, -1))
+
+
+def leading(right: Tensor, lengths: Tensor) -> Tensor:
+    """How many of the first lengths (B,) are right (B,k) before the first that is not, (B,)."""
+    ahead = torch.arange(right.shape[1], device=right.device)
+    return (right & (ahead < lengths[:, None])).long().cumprod(1).sum(1)
+
+
+def seen_along(seen: Tensor, drafted: Tensor) -> Tensor:
+    """seen (B,V) as it is at each of the k + 1 places: with the tokens drafted before it; (B (k+1),V)."""
+    along = [seen]
+    for i in range(drafted.shape[1]):
+        along.append(along[-1].scatter(1, drafted[:, i : i + 1], True))
+    return torch.stack(along, 1).flatten(0, 1)
+
+
+# ---------------------------------------------------------------- drafts
+#
+# A draft has `begin(texts)`, which hears of the texts that are to be continued, by cache row, and
+#   propose(batch, texts, k, hidden) -> (drafted (B,k), lengths (B,), p_draft (B,k,V) or None), as `verify` takes them,
+# or None where it has nothing to propose for any row; `kept` tells it what became of that. batch is generate.py's
+# Batch; texts grow as tokens are found; hidden (B,D) is the state that the last token came from, where there is one.
+
+
+class ModelDraft:
+    """A smaller model with the same vocabulary and KV caches of its own, filled by read(draft, texts by row, how many
+    tokens of each row they hold). Or with read=None the same model in fewer bits, which works in the model's own
+    caches: it has no prompt to read and nothing to catch up with, and what it writes the model's pass writes anew.
+    """
+
+    def __init__(self, model: Transformer, draft: Transformer, compiled: Callable, read: Callable | None):
+        self.model, self.draft, self.read, self.shares_caches = model, draft, read, read is None
+        self.draw = compiled(draw)
+        self.texts: list[list[int]] = []  # of the last generation
+        self.cached: list[int] = []  # of each row's text, how many tokens its own caches hold
+
+    def begin(self, texts: list[list[int]]):
+        theirs = self.model.blocks[0].attention.k_cache
+        mine = self.draft.blocks[0].attention._buffers.get("k_cache")
+        if self.shares_caches:
+            if mine is not theirs:
+                share_caches(self.model, self.draft)
+            return
+        if mine is None or (len(mine), mine.shape[2]) != (len(theirs), theirs.shape[2]):
+            self.draft.setup_caches(len(theirs), theirs.shape[2] - 8)
+            self.texts = []
+        held = [text[:n] for text, n in zip(self.texts, self.cached)] + [[]] * len(texts)  # by rows
+        self.cached = [in_common(a, b) for a, b in zip(held, texts)]
+        self.texts = texts
+        self.catch_up(list(range(len(texts))), texts)
+
+    def propose(self, batch, texts: list[list[int]], k: int, hidden: Tensor | None):
+        """k tokens a row, each from the draft's law after those before it.
+
+        Its first pass in caches of its own reads two tokens: of those that the last step found it has seen all but the
+        last, or where all were accepted all but the last two, and to read one again changes nothing.
+        """
+        token, position, seen, settings = batch.token, batch.position, batch.seen, batch.settings
+        lengths = torch.where(position < 0, 0, (batch.slots - 1 - position).clamp(max=k))  # as far as the cache goes
+        tokens, places = token[:, None], position[:, None]
+        if not self.shares_caches:
+            self.catch_up(batch.numbers, texts)
+            tokens, places = torch.stack([batch.before, token], 1), torch.stack([position - 1, position], 1)
+            places = torch.where(position[:, None] < 0, -1, places)
+        drafted, laws, V = [], [], self.model.config.vocab_size
+        for i in range(k):
+            at = position + 1 + i  # of the token to be drawn
+            new, law = self.draw(self.draft, tokens, places, batch.rows, settings, seen, at, V)
+            drafted.append(new.clone())  # a CUDA graph reuses its outputs
+            laws.append(law if law is None else law.clone())
+            seen = None if seen is None else seen.scatter(1, drafted[-1][:, None], True)
+            tokens, places = drafted[-1][:, None], torch.where(i + 1 < lengths, at, -1)[:, None]
+        return torch.stack(drafted, 1), lengths, None if laws[0] is None else torch.stack(laws, 1)
+
+    def catch_up(self, rows: list[int], texts: list[list[int]]):
+        """Read what its caches lack of these rows, but for the last two tokens."""
+        lacking = {row: texts[row][:-1] for row in rows if self.cached[row] < len(texts[row]) - 2}
+        if lacking:
+            self.read(self.draft, lacking, self.cached)
+        for row in rows:
+            self.cached[row] = len(texts[row])  # once its first pass has read the last two
+
+    def kept(self, rows: list[int], counts: list[int], k: int):
+        """Of its proposals this many were kept, and with them what it wrote for them: for all but the last of k."""
+        for row, n in zip(rows, counts) if not self.shares_caches else ():
+            self.cached[row] += min(n, k - 1)
+
+    def weight_bytes(self, k: int) -> float:
+        return k * weight_bytes(self.draft, 1)
+
+
+def in_common(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def share_caches(model: Transformer, draft: Transformer):
+    draft.register_buffer("rope_freqs", model.rope_freqs, persistent=False)
+    for mine, theirs in zip(draft.blocks, model.blocks):
+        for name in ("k_cache", "v_cache", "slopes"):
+            mine.attention.register_buffer(name, getattr(theirs.attention, name), persistent=False)
+
+
+def draw(draft, tokens, places, rows, settings: Sampling, seen, at, V: int):
+    """One token (B,) for place `at` (B,) after tokens (B,S) at places (B,S), and the law (B,V) that it was drawn from;
+    None for the law where all rows are greedy. V is the model's: a draft's table may be padded otherwise."""
+    logits = known(draft(tokens, places, rows), draft.config.n_token)[:, :V]
+    logits = F.pad(logits, (0, V - logits.shape[1]), value=-torch.inf)
+    if settings.temperature is None:
+        return penalized(logits, settings, seen).argmax(1), None
+    law = probabilities(logits, settings, seen)
+    ids = torch.arange(V, device=law.device).expand_as(law)
+    return (law / exponential_noise(settings.seed, at, ids, DRAFT)).argmax(1), law
+
+
+class Lookup:
+    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
+    texts (retrieval). The longest match counts, of equals the latest. No second model, and no chance in it."""
+
+    def __init__(self, sources: list[list[int]] = ()):
+        self.sources = [Index(tokens) for tokens in sources]
+        self.rows: list[Index] = []
+
+    def begin(self, texts: list[list[int]]):
+        self.rows = [Index(text) for text in texts]
+
+    def propose(self, batch, texts: list[list[int]], k: int, hidden: Tensor | None):
+        found = []
+        for row in batch.numbers:
+            room = min(k, batch.slots - len(texts[row]))
+            matches = [index.match(texts[row], room) for index in (self.rows[row], *self.sources)]
+            found.append(max(matches, key=lambda match: match[0])[1] if row in batch.live else [])
+        if not any(found):
+            return None
+        device = batch.token.device
+        drafted = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found], device=device)
+        return drafted, torch.tensor([len(tokens) for tokens in found], device=device), None
+
+    def kept(self, rows: list[int], counts: list[int], k: int):
+        pass
+
+    def weight_bytes(self, k: int) -> float:
+        return 0.0
+
+
+class Index:
+    """Where each run of SHORTEST tokens of a growing text stands."""
+
+    SHORTEST, LONGEST, LATEST = 2, 8, 32  # tokens that match; of the places that do, how many are looked at
+
+    def __init__(self, text: list[int]):
+        self.text, self.done, self.ends = text, 0, {}  # tokens that are in it; run -> where it ends, rising
+
+    def match(self, tail: list[int], most: int) -> tuple[int, list[int]]:
+        """(how many tokens match the end of tail, at most this many that follow): (0, []) where fewer than SHORTEST do.
+
+        Within its own text what follows may reach beyond the end: it then goes on with itself, as a loop does.
+        """
+        n = self.SHORTEST
+        own = tail is self.text
+        while self.done < len(self.text) - own:  # the end of tail is not to be found in itself
+            self.done += 1
+            if self.done >= n:
+                self.ends.setdefault(tuple(self.text[self.done - n : self.done]), []).append(self.done)
+        best, where = 0, 0
+        for end in reversed(self.ends.get(tuple(tail[-n:]), ())[-self.LATEST :]) if most > 0 else ():
+            limit, size = min(self.LONGEST, end, len(tail)), n
+            while size < limit and self.text[end - size - 1] == tail[-size - 1]:
+                size += 1
+            if size > best:
+                best, where = size, end
+        if best == 0:
+            return 0, []
+        following = self.text[where : where + most]
+        while own and len(following) < most:
+            following.append(following[len(following) - (len(self.text) - where)])
+        return best, following
+
+
+# ---------------------------------------------------------------- how far to look ahead
+
+
+@dataclass
+class Pace:
+    """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
+
+    A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives more tokens a
+    second than plain steps do, it tries again only as long as all that was lost so far is within 1 % of the time.
+    """
+
+    k: int
+    automatic: bool
+    fixed_width: bool  # verify's cost does not depend on k
+    kept: float = 0.0  # tokens proposed and kept, and proposed and looked at; older steps count less
+    looked_at: float = 0.0
+    lost_s: float = 0.0
+    all_s: float = 0.0
+    plain: deque = field(default_factory=lambda: deque(maxlen=8))  # seconds of the latest plain steps
+    draft: deque = field(default_factory=lambda: deque(maxlen=8))  # of a drafted token
+    verify: deque = field(default_factory=lambda: deque(maxlen=8))  # (k, seconds)
+
+    def choose(self) -> int:
+        """The number of tokens to propose in the next step; 0: none."""
+        if not self.automatic:
+            return self.k
+        if len(self.plain) < 3:
+            return 0
+        if len(self.verify) < 2:
+            return 1 if self.may_try() else 0
+        rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
+        best = max(rates, key=rates.get)
+        if rates[best] * median(self.plain) > 1:
+            return best
+        return 1 if self.may_try() else 0
+
+    def may_try(self) -> bool:
+        return self.lost_s <= 0.01 * self.all_s
+
+    @property
+    def acceptance(self) -> float:
+        return min(0.99, (self.kept + 1) / (self.looked_at + 1.5))
+
+    def step_s(self, k: int) -> float:
+        plain_s, measured = median(self.plain), median(s for _, s in self.verify)
+        if not self.fixed_width:  # between a plain step and what was measured, in proportion
+            width = median(width for width, _ in self.verify)
+            measured = plain_s + (measured - plain_s) * k / width
+        return k * median(self.draft) + max(measured, plain_s)
+
+    def note_plain(self, seconds: float):
+        self.plain.append(seconds)
+        self.all_s += seconds
+
+    def note(self, k: int, draft_s: float, verify_s: float, kept: list[int], lengths: list[int]):
+        """Of a step: what it took, and of each row how many tokens were kept of how many."""
+        looked_at = sum(min(n + 1, length) for n, length in zip(kept, lengths))
+        self.kept, self.looked_at = 0.8 * self.kept + sum(kept), 0.8 * self.looked_at + looked_at
+        self.draft.append(draft_s / k)
+        self.verify.append((k, verify_s))
+        self.all_s += draft_s + verify_s
+        if self.plain:
+            tokens = sum(n + 1 for n in kept) / len(kept)
+            self.lost_s = max(0.0, self.lost_s + draft_s + verify_s - tokens * median(self.plain))
+
+
+def expected_tokens(a: float, k: int) -> float:
+    """Of a step, where each proposed token is kept with probability a < 1."""
+    return (1 - a ** (k + 1)) / (1 - a)
+
+
+# ---------------------------------------------------------------- a step
+
+
+class Clock:
+    """Seconds between marks, by the device's own clock where it runs ahead of the program."""
+
+    def __init__(self, device: torch.device):
+        self.on_device, self.marks = device.type == "cuda", []
+
+    def mark(self):
+        if self.on_device:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self, i: int) -> float:
+        """From mark i to the next; the device must have come so far."""
+        a, b = self.marks[i : i + 2]
+        return a.elapsed_time(b) * 1e-3 if self.on_device else b - a
+
+
+@dataclass
+class Report:
+    """Counts and seconds over all steps."""
+
+    steps: int = 0  # with a proposal
+    plain_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0  # and of plain steps
+    kept: list[int] = field(default_factory=list)  # by place in the proposal
+    looked_at: list[int] = field(default_factory=list)
+    rows: int = 0  # with a proposal, over all steps
+
+    def note(self, kept: list[int], lengths: list[int]):
+        most = max(lengths)
+        for counts in (self.kept, self.looked_at):
+            counts += [0] * (most - len(counts))
+        self.steps += 1
+        for n, length in zip(kept, lengths):
+            self.rows += length > 0
+            for i in range(min(n + 1, length)):
+                self.looked_at[i] += 1
+                self.kept[i] += i < n
+
+    def numbers(self, decode_s: float) -> dict:
+        """For --json: tokens kept a proposal, the share kept at each place of those that came to it, shares of time."""
+        rows = max(1, self.rows)
+        shares = {"draft": self.draft_s / decode_s, "verify": self.verify_s / decode_s} if decode_s else {}
+        return {
+            "mean_accepted_tokens": sum(self.kept) / rows,
+            "speculation": {
+                "steps": self.steps,
+                "plain_steps": self.plain_steps,
+                "acceptance_by_place": [a / b for a, b in zip(self.kept, self.looked_at)],
+                "share_of_time": shares | ({"rest": 1 - sum(shares.values())} if shares else {}),
+            },
+        }
+
+
+class Speculation:
+    """What generate() calls in the place of a plain step."""
+
+    def __init__(self, model: Transformer, draft, steps, k: int, automatic: bool):
+        assert 1 <= k <= MOST_K, k
+        self.model, self.draft, self.steps = model, draft, steps
+        self.verify = steps.compiled(verify)
+        self.pace = Pace(k, automatic, steps.fixed_shapes)
+        self.report, self.hidden = Report(), None
+        self.rehearsing = False  # every path is taken, so that all is compiled, and nothing is measured
+
+    def begin(self, texts: list[list[int]]):
+        self.hidden = None
+        self.draft.begin(texts)
+
+    def step(self, batch, texts: list[list[int]], timing) -> tuple[Tensor, list[list[int]]]:
+        """The next tokens of every row, (B,n) with -1 after the last of each, and the same as lists without these."""
+        clock = Clock(batch.token.device)
+        clock.mark()
+        k = self.pace.k if self.rehearsing else self.pace.choose()
+        proposal = self.draft.propose(batch, texts, k, self.hidden) if k else None
+        clock.mark()
+        if self.rehearsing and proposal is None:
+            proposal = torch.zeros_like(batch.token)[:, None].expand(-1, k).contiguous(), batch.position * 0, None
+        if proposal is None:
+            found = self.plain_step(batch)
+        else:
+            found, lengths = self.look(batch, *proposal)
+        clock.mark()
+        ids = [[token for token in row if token >= 0] for row in found.tolist()]
+        if self.rehearsing:
+            self.plain_step(batch)  # the tokens that follow are any
+            return found, ids
+        timing.draft_bytes += self.draft.weight_bytes(k) if proposal is not None else 0
+        self.note(batch, ids, k, clock, None if proposal is None else lengths.tolist())
+        return found, ids
+
+    def plain_step(self, batch) -> Tensor:
+        self.hidden = None
+        arguments = (batch.token, batch.position, batch.rows, batch.settings, batch.seen)
+        return self.steps.decode(self.model, *arguments).clone()[:, None]  # a CUDA graph reuses its output
+
+    def look(self, batch, drafted: Tensor, lengths: Tensor, p_draft: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The model's verdict (B,n) on a proposal, and the proposal's lengths."""
+        if self.steps.fixed_shapes:  # one graph for proposals of any length
+            missing = self.pace.k - drafted.shape[1]
+            drafted = F.pad(drafted, (0, missing))
+            p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
+        arguments = (batch.token, batch.position, batch.rows, batch.settings, batch.seen, drafted, lengths, p_draft)
+        found, hidden = self.verify(self.model, *arguments)
+        self.hidden = hidden.clone()
+        return found.clone(), lengths
+
+    def note(self, batch, ids: list[list[int]], k: int, clock: Clock, lengths: list[int] | None):
+        draft_s, verify_s = clock.seconds(0), clock.seconds(1)
+        self.report.draft_s += draft_s
+        self.report.verify_s += verify_s
+        if lengths is None:
+            self.report.plain_steps += 1
+            return self.pace.note_plain(draft_s + verify_s)
+        self.draft.kept(batch.numbers, [len(row) - 1 for row in ids], k)
+        live = [i for i, row in enumerate(batch.numbers) if row in batch.live]
+        kept, lengths = [len(ids[i]) - 1 for i in live], [lengths[i] for i in live]
+        self.pace.note(k, draft_s, verify_s, kept, lengths)
+        self.report.note(kept, lengths)

@@ -151,6 +151,8 @@ class ModelDraft:
         tokens, places = token[:, None], position[:, None]
         if not self.shares_caches:
             self.catch_up(batch.numbers, texts)
+            for row in batch.numbers:
+                self.cached[row] = len(texts[row])  # after the first pass
             tokens, places = torch.stack([batch.before, token], 1), torch.stack([position - 1, position], 1)
             places = torch.where(position[:, None] < 0, -1, places)
         drafted, laws, V = [], [], self.model.config.vocab_size
@@ -168,8 +170,8 @@ class ModelDraft:
         lacking = {row: texts[row][:-1] for row in rows if self.cached[row] < len(texts[row]) - 2}
         if lacking:
             self.read(self.draft, lacking, self.cached)
-        for row in rows:
-            self.cached[row] = len(texts[row])  # once its first pass has read the last two
+        for row, text in lacking.items():
+            self.cached[row] = len(text)
 
     def kept(self, rows: list[int], counts: list[int], k: int):
         """Of its proposals this many were kept, and with them what it wrote for them: for all but the last of k."""
@@ -393,7 +395,7 @@ class Report:
             "speculation": {
                 "steps": self.steps,
                 "plain_steps": self.plain_steps,
-                "acceptance_by_place": [a / b for a, b in zip(self.kept, self.looked_at)],
+                "acceptance_by_place": [a / b for a, b in zip(self.kept, self.looked_at) if b],
                 "share_of_time": shares | ({"rest": 1 - sum(shares.values())} if shares else {}),
             },
         }

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -273,12 +272,21 @@ class Index:
 # ---------------------------------------------------------------- how far to look ahead
 
 
+def typical(seconds) -> float:
+    """The lower quartile: what a step takes when nothing else disturbs it."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def recent():
+    return field(default_factory=lambda: deque(maxlen=8))
+
+
 @dataclass
 class Pace:
     """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
 
     A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives more tokens a
-    second than plain steps do, it tries again only as long as all that was lost so far is within 1 % of the time.
+    second than plain steps do, it tries again as long as what was lost by that is within 2 % of the time.
     """
 
     k: int
@@ -286,54 +294,55 @@ class Pace:
     fixed_width: bool  # verify's cost does not depend on k
     kept: float = 0.0  # tokens proposed and kept, and proposed and looked at; older steps count less
     looked_at: float = 0.0
-    lost_s: float = 0.0
+    lost_s: float = 0.0  # and all of it, in the last hundred steps or so
     all_s: float = 0.0
-    plain: deque = field(default_factory=lambda: deque(maxlen=8))  # seconds of the latest plain steps
-    draft: deque = field(default_factory=lambda: deque(maxlen=8))  # of a drafted token
-    verify: deque = field(default_factory=lambda: deque(maxlen=8))  # (k, seconds)
+    plain: deque = recent()  # seconds of the latest plain steps
+    draft: deque = recent()  # of a drafted token
+    verify: deque = recent()  # of a pass over k + 1 tokens
+    widths: deque = recent()  # their k
 
     def choose(self) -> int:
         """The number of tokens to propose in the next step; 0: none."""
         if not self.automatic:
             return self.k
-        if len(self.plain) < 3:
+        if len(self.plain) < 4:
             return 0
-        if len(self.verify) < 2:
-            return 1 if self.may_try() else 0
-        rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
-        best = max(rates, key=rates.get)
-        if rates[best] * median(self.plain) > 1:
-            return best
-        return 1 if self.may_try() else 0
-
-    def may_try(self) -> bool:
-        return self.lost_s <= 0.01 * self.all_s
+        if len(self.verify) >= 2:
+            rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
+            best = max(rates, key=rates.get)
+            if rates[best] * typical(self.plain) > 1:
+                return best
+        return 1 if self.lost_s <= 0.02 * self.all_s else 0
 
     @property
     def acceptance(self) -> float:
         return min(0.99, (self.kept + 1) / (self.looked_at + 1.5))
 
     def step_s(self, k: int) -> float:
-        plain_s, measured = median(self.plain), median(s for _, s in self.verify)
+        plain_s, verify_s = typical(self.plain), typical(self.verify)
         if not self.fixed_width:  # between a plain step and what was measured, in proportion
-            width = median(width for width, _ in self.verify)
-            measured = plain_s + (measured - plain_s) * k / width
-        return k * median(self.draft) + max(measured, plain_s)
+            verify_s = plain_s + max(0.0, verify_s - plain_s) * k / sorted(self.widths)[len(self.widths) // 2]
+        return k * typical(self.draft) + max(verify_s, plain_s)
 
     def note_plain(self, seconds: float):
         self.plain.append(seconds)
-        self.all_s += seconds
+        self.pass_time(seconds, 0.0)
 
     def note(self, k: int, draft_s: float, verify_s: float, kept: list[int], lengths: list[int]):
         """Of a step: what it took, and of each row how many tokens were kept of how many."""
         looked_at = sum(min(n + 1, length) for n, length in zip(kept, lengths))
         self.kept, self.looked_at = 0.8 * self.kept + sum(kept), 0.8 * self.looked_at + looked_at
         self.draft.append(draft_s / k)
-        self.verify.append((k, verify_s))
-        self.all_s += draft_s + verify_s
+        self.verify.append(verify_s)
+        self.widths.append(k)
         if self.plain:
             tokens = sum(n + 1 for n in kept) / len(kept)
-            self.lost_s = max(0.0, self.lost_s + draft_s + verify_s - tokens * median(self.plain))
+            took = min(draft_s + verify_s, 40 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
+            self.pass_time(took, took - tokens * typical(self.plain))
+
+    def pass_time(self, seconds: float, lost_s: float):
+        self.all_s = 0.99 * self.all_s + seconds
+        self.lost_s = max(0.0, 0.99 * self.lost_s + lost_s)
 
 
 def expected_tokens(a: float, k: int) -> float:

@@ -150,9 +150,13 @@ class Transformer(nn.Module):
         shape = (max_batch_size, self.config.n_kv_head, max_seq_length + 8, self.config.head_dim)  # (R,K,T,E)
         # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
         alibi = self.config.alibi
-        freqs = None if alibi else rope_frequencies(self.config).to(weight.device)
+        rope = None, None
+        if not alibi:  # looked up, not computed in each step: the compiler's cosine is another one in its last bit
+            freqs = rope_frequencies(self.config).to(weight.device)
+            rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
         slopes = alibi_slopes(self.config.n_head).to(weight.device) if alibi else None  # one tensor for all layers
-        self.register_buffer("rope_freqs", freqs, persistent=False)
+        for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
+            self.register_buffer(name, table, persistent=False)
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
                 block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
@@ -172,11 +176,16 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
-        rope = None if self.config.alibi else rope_table(self.rope_freqs, self.config.rope_scaling, input_pos)
         x = self.embedding(tokens).to(self.norm.weight.dtype)  # (B,S,D)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return self.norm(self.blocks(x, rope, input_pos, rows))
+        return self.norm(self.blocks(x, self.rope(input_pos), input_pos, rows))
+
+    def rope(self, input_pos: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of positions (B,S), as `rotate` takes them: (B,S,1,E) float32 each. None with ALiBi."""
+        if self.config.alibi:
+            return None
+        return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
 
     def head(self, x: Tensor):
         """(...,D) to logits (...,V)."""

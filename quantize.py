@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
-from model import Embedding, Transformer, rope_table
+from model import Embedding, Transformer
 
 MODES = ("int8", "int4", "int4-gptq")
 FORMATS = ("int8", "int4", "none")
@@ -177,7 +177,7 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats
     tokens = torch.tensor(sequences)  # (n,S)
     model.setup_caches(1, tokens.shape[1])
     at = torch.arange(tokens.shape[1])[None]
-    rope = None if model.config.alibi else rope_table(model.rope_freqs, model.config.rope_scaling, at)
+    rope = model.rope(at)
     states = [model.embedding(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
     if model.embedding_norm is not None:
         states = [model.embedding_norm(x) for x in states]

@@ -187,7 +187,8 @@ def in_common(a: list[int], b: list[int]) -> int:
 
 
 def share_caches(model: Transformer, draft: Transformer):
-    draft.register_buffer("rope_freqs", model.rope_freqs, persistent=False)
+    for name in ("rope_cos", "rope_sin"):
+        draft.register_buffer(name, getattr(model, name), persistent=False)
     for mine, theirs in zip(draft.blocks, model.blocks):
         for name in ("k_cache", "v_cache", "slopes"):
             mine.attention.register_buffer(name, getattr(theirs.attention, name), persistent=False)

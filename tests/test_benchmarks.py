@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from importlib.util import find_spec
 from statistics import median
 
 import pytest
@@ -65,6 +66,8 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
     result, done = run_decode(python, tmp_path / "out.json", *arguments)
     assert "without transformers" in done.stderr  # a converted checkpoint is nothing that it could load
 
+    assert {"dram", "cache"} == result["read_bytes_per_s"].keys() and "plain reads" in done.stdout
+    assert find_spec("matplotlib") is None or (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     ours, llama = result["rows"]
     assert (ours["name"], llama["name"]) == ("fastpath eager bf16", "llama.cpp some.gguf")
     assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of each
@@ -74,3 +77,34 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
         assert len(ours[f"{kind}_rounds"]) == 3
         assert ours[f"{kind}_tokens_per_s"] == median(ours[f"{kind}_rounds"])
         assert ratio[kind] == pytest.approx(median(rate / peer for rate in ours[f"{kind}_rounds"]))
+
+
+@pytest.mark.full  # nine graphs are compiled
+def test_what_a_step_costs(python, tiny, tmp_path):
+    """Differences and ratios are the medians of the rounds' own."""
+    program, out = str(ROOT / "benchmarks" / "step.py"), tmp_path / "out.json"
+    arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--formats", "bf16", "--context", "90", "--cache", "128"]
+    command = [*python, program, *map(str, arguments), "--rounds", "3", "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["bf16"]
+    rounds = found["rounds"]
+    assert len(rounds) == 3 and found["cache"] == median(t["short, long cache"] / t["short"] for t in rounds)
+    assert found["further_kv_bytes"] == 2 * 2 * 6 * 10 * 2 * (90 - 20)  # 2 layers, 6 heads of width 10
+    for t in rounds:
+        t["growth"] = (t["long"] - t["short, long cache"]) / t["short, long cache"]
+    growth = median(t["growth"] for t in rounds) * found["weight_bytes"] / found["further_kv_bytes"]
+    assert found["context"] == pytest.approx(growth)
+    assert "8 rows" in done.stdout and "top-p 0.9, rows: 8" in done.stdout
+    done = subprocess.run([*command, "--cache", "50"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "below --cache 50" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_speculation_is_worth(python, tiny, tmp_path):
+    program = str(ROOT / "benchmarks" / "speculation.py")
+    command = [*python, program, "--checkpoint_path", str(tiny("llama-mha")[2]), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "has no chat template" in done.stderr

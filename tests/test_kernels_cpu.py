@@ -23,7 +23,7 @@ import quantize
 from checkpoint import empty_model, load_model
 from generate import compiled_steps
 from kernels import attention, unpack_int4, unpack_int8
-from model import Config, rope_table
+from model import Config
 from quantize import Quantization, quantize_checkpoint
 from sampling import ordered
 
@@ -209,7 +209,7 @@ def test_opcheck_of_blocks(tiny):
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
-    rope = rope_table(model.rope_freqs, None, input_pos)
+    rope = model.rope(input_pos)
     caches = [[block.attention.k_cache for block in model.blocks], [block.attention.v_cache for block in model.blocks]]
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
@@ -360,8 +360,7 @@ def test_all_blocks_at_once_are_the_blocks_one_by_one(checkpoint, name, quantiza
         first, then = [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [-1] * 5], [[5, 6, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
         for positions in (first, then):
             input_pos = torch.tensor(positions)
-            alibi = model.config.alibi
-            rope = None if alibi else rope_table(model.rope_freqs, model.config.rope_scaling, input_pos)
+            rope = model.rope(input_pos)
             y = blocks.forward(x, rope, input_pos, rows)
             found[-1] += [y[input_pos >= 0], *(block.attention.k_cache[:, :, :40].clone() for block in model.blocks)]
     for one, other in zip(*found):
@@ -374,7 +373,7 @@ def test_blocks_of_another_model_are_refused(tiny):
     model.setup_caches(1, 8)
     numbers_before = model.blocks.numbers
     x = torch.zeros(1, 1, model.config.dim)
-    rope = rope_table(model.rope_freqs, None, torch.tensor([[0]]))
+    rope = model.rope(torch.tensor([[0]]))
     model.blocks.numbers = [10**6] * len(model.blocks)
     with pytest.raises(RuntimeError, match="there is no block 1000000"):
         model.blocks(x, rope, torch.tensor([[0]]), None)
@@ -455,6 +454,25 @@ def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_
     prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=4)
     for start in range(0, 32, 8):
         assert greedy(models[0], prompts[start : start + 8], 64) == greedy(models[1], prompts[start : start + 8], 64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
+def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoint, tmp_path, format):
+    """In bfloat16, 64 tokens, the same four ways. Prompts have up to 16 tokens: a longer one goes through torch's
+    operations too, of which some round by where a row stands."""
+    directory = default_checkpoint
+    if format != "bf16":
+        directory = tmp_path / "q"
+        quantize_checkpoint(default_checkpoint, directory, Quantization(format, 32, "int8"))
+    model, compiled = load_model(directory), compiled_steps(True, False)
+    prompts = random_prompts(
+        [1, 16, 7, 3, 11, 2, 13, 5] if format == "bf16" else [1, 60, 7, 33, 11, 2, 150, 5], V=49152
+    )
+    together = greedy(model, prompts, 64)
+    assert greedy(model, prompts, 64, compiled) == together
+    for steps in (None, compiled):
+        assert [greedy(model, [prompt], 64, steps)[0] for prompt in prompts] == together
 
 
 # ---------------------------------------------------------------- the build

@@ -56,17 +56,21 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
 
 
 class FastBlocks(Blocks):
-    """All blocks; for up to 16 new tokens a row, one operation, in which no hook of a block or its parts is called."""
+    """All blocks as one operation, in which no hook of a block or its parts is called.
+
+    More than 16 new tokens a row are bound by arithmetic: plain weights then go block by block, through torch's products.
+    """
 
     def __init__(self, plain: Blocks):
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)  # the blocks, under their names
+        self.packed = all(isinstance(layer, PackedLinear) for block in plain for layer in layers_of(block))
         self.numbers = [prepare_block(block) for block in plain]
         self.caches = [block.attention._buffers for block in plain]  # looked up as attributes they take 50 us
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.numbers).atexit = False
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
-        if x.shape[1] > SMALL_S:
+        if x.shape[1] > SMALL_S and not self.packed:
             return super().forward(x, rope, input_pos, rows)
         cos, sin = rope or (None, None)
         k_caches, v_caches = ([cache[name] for cache in self.caches] for name in ("k_cache", "v_cache"))
@@ -74,10 +78,15 @@ class FastBlocks(Blocks):
         return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.numbers)
 
 
+def layers_of(block: Block) -> list[nn.Module]:
+    mlp = block.mlp
+    return [block.attention.qkv, block.attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+
+
 def prepare_block(block: Block) -> int:
     """The number that the kernels know a block by; its layers are those of this file."""
     attention, mlp, config = block.attention, block.mlp, block.attention.config
-    layers = [attention.qkv, attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+    layers = layers_of(block)
     norms = [block.attention_norm, block.mlp_norm]
     weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
     weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]

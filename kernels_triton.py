@@ -50,7 +50,7 @@ from terminal import say
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 SMALL_S = 16  # new tokens a row up to which reading is what takes the time
-TILE_M = tl.constexpr(16)  # rows of activations in a tile: what a tensor core takes, fewer are filled up with zeros
+TILE_M = tl.constexpr(8)  # rows of activations in a tile: what a tensor core takes, fewer are filled up with zeros
 QUERIES = tl.constexpr(32)  # queries in a tile of decode: heads of a group times tokens
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
 SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c is of split c % SPLITS
@@ -221,8 +221,8 @@ def prefill_kernel(
 #
 # Quantized weights are packed into 32-bit words, 32 of them (128 bytes) a row and tile: words (tiles,N,32). Word i of a
 # tile holds column 32 j + i in its field j (of 4 or 8 bits): a field of all words is 32 columns of one group, an operand
-# for the tensor cores without anything being moved about. Scales and mins are (groups,N), so that those of neighbouring
-# outputs lie together. Other weights stay as they are, (N,K), in tiles of 128 bytes.
+# for the tensor cores without anything being moved about. Scales are (tiles,N,groups of a tile), of 4 bits each in a word
+# with its min above it; one a row are (N,). Other weights stay as they are, (N,K), in tiles of 128 bytes.
 
 TILE_BITS = tl.constexpr(1024)
 
@@ -265,16 +265,16 @@ def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
-    """From sums to results: the norm's division, bias, SwiGLU, residual; y, up (TILE_M,BLOCK_N), squares (TILE_M,)."""
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    """From sums to results: the norm's division, bias, SwiGLU, residual; y, up (BLOCK_N,TILE_M), squares (TILE_M,)."""
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    place = m.to(tl.int64)[None, :] * N + n[:, None]
     if squares is not None:
-        inverse = tl.rsqrt(squares / K + eps)[:, None]
+        inverse = tl.rsqrt(squares / K + eps)[None, :]
         y, up = y * inverse, up * inverse
     if bias is not None:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         y = y / (1 + tl.exp2(-y * LOG2E)) * up
     if residual is not None:
@@ -283,18 +283,21 @@ def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.co
 
 
 @triton.jit
-def scaled(y, sum_x, scales, mins, group, row, N, OFFSET: tl.constexpr):
-    """sum x (q * scale + min) of y = sum x (q + OFFSET) and of sum x."""
-    scale = tl.load(scales + group * N + row).to(tl.float32)
-    y *= scale[None, :]
-    if mins is not None:
-        y += sum_x[:, None] * (tl.load(mins + group * N + row).to(tl.float32) - OFFSET * scale)[None, :]
+def scaled(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """sum x (q * scale + min) of y = sum x (q + OFFSET) and of sum x, all (BLOCK_N,TILE_M); scales: BLOCK_N pointers."""
+    numbers = tl.load(scales)
+    if BITS == 4:
+        scale = numbers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = y * scale[:, None] + sum_x * (least - OFFSET * scale)[:, None]
+    else:
+        y = y * numbers.to(tl.float32)[:, None]
     return y
 
 
 @triton.jit
 def linear_kernel(
-    x, weight, scales, mins, bias, norm, residual, out, parts, squares, M, N, K, eps,
+    x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, CUTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -302,6 +305,7 @@ def linear_kernel(
 
     GROUP: columns of a group, 0 where a row has one scale or none. CUTS > 1: along K; then parts (CUTS,1 or 2,M,N) and
     squares (CUTS,M) get float32 sums, which reduce_kernel adds up. EVEN: K is a multiple of a tile's columns.
+    The weights are the left operand, BLOCK_N rows of them: so a tensor core is filled by 8 rows of x, not by 16.
     """
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)  # tiles of M first: those that share weights run together
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -316,51 +320,50 @@ def linear_kernel(
     row = tl.where(n < N, n, 0)
     tiles = tl.cdiv(K, COLUMNS)
     each = tl.cdiv(tiles, CUTS)
-    total = tl.zeros((TILE_M, BLOCK_N), tl.float32)
-    total_up = total
-    square, sum_x = tl.zeros((TILE_M, WIDTH), tl.float32), tl.zeros((TILE_M, WIDTH), tl.float32)
+    ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
+    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
+    total_up, sum_x, square = total, total, tl.zeros((WIDTH, TILE_M), tl.float32)
     for t in range(cut * each, tl.minimum(cut * each + each, tiles)):
         words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
         words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
         for g in tl.static_range(GROUPS):  # fields g * EACH + i
-            y = tl.zeros((TILE_M, BLOCK_N), tl.float32) if GROUP else total
-            up = tl.zeros((TILE_M, BLOCK_N), tl.float32) if GROUP else total_up
-            sum_x = tl.zeros((TILE_M, WIDTH), tl.float32) if GROUP else sum_x
+            y = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total
+            up = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total_up
+            sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else sum_x
             for i in tl.static_range(EACH):
                 k = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
-                inside = (m < M)[:, None] if EVEN else (m < M)[:, None] & (k < K)[None, :]
-                part = tl.load(x + m[:, None] * K + k[None, :], mask=inside, other=0.0)  # (TILE_M,WIDTH)
+                inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
+                part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)  # (WIDTH,TILE_M)
                 if norm is not None:
                     number = part.to(tl.float32)
                     square += number * number
                     factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
-                    part = (number * factor.to(tl.float32)[None, :]).to(part.dtype)
-                if mins is not None:
-                    sum_x += part.to(tl.float32)
-                y = product(part, tl.trans(unpack(words, g * EACH + i, BITS, part.dtype)), y)
+                    part = (number * factor.to(tl.float32)[:, None]).to(part.dtype)
+                if BITS == 4:  # the tensor cores have time left, and so every thread has the sums where it needs them
+                    sum_x = product(ones, part, sum_x)
+                y = product(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
                 if GATED:
-                    up = product(part, tl.trans(unpack(words_up, g * EACH + i, BITS, part.dtype)), up)
+                    up = product(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
             if GROUP:
-                sums = tl.sum(sum_x, 1) if mins is not None else None
-                total += scaled(y, sums, scales, mins, t * GROUPS + g, row, ROWS, OFFSET)
+                place = scales + (row.to(tl.int64) + t * ROWS) * GROUPS
+                total += scaled(y, sum_x, place + g, BITS, OFFSET)
                 if GATED:
-                    total_up += scaled(up, sums, scales, mins, t * GROUPS + g, row + N, ROWS, OFFSET)
+                    total_up += scaled(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
             else:
                 total, total_up = y, up
     if scales is not None and GROUP == 0:
-        sums = tl.sum(sum_x, 1) if mins is not None else None
-        total = scaled(total, sums, scales, mins, 0, row, ROWS, OFFSET)
+        total = scaled(total, sum_x, scales + row, BITS, OFFSET)
         if GATED:
-            total_up = scaled(total_up, sums, scales, mins, 0, row + N, ROWS, OFFSET)
-    square_sum = tl.sum(square, 1) if norm is not None else None
+            total_up = scaled(total_up, sum_x, scales + row + N, BITS, OFFSET)
+    square_sum = tl.sum(square, 0) if norm is not None else None
     if CUTS == 1:
         finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
     else:
-        inside = (m < M)[:, None] & (n < N)[None, :]
+        inside = (n < N)[:, None] & (m < M)[None, :]
         at = cut * M + m if not GATED else cut * 2 * M + m
-        tl.store(parts + at.to(tl.int64)[:, None] * N + n[None, :], total, mask=inside)
+        tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], total, mask=inside)
         if GATED:
-            tl.store(parts + (at + M).to(tl.int64)[:, None] * N + n[None, :], total_up, mask=inside)
+            tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], total_up, mask=inside)
         if norm is not None:  # every tile of N has the same sum, and writes it
             tl.store(squares + cut * M + m, square_sum, mask=m < M)
 
@@ -373,14 +376,14 @@ def reduce_kernel(
     """Add up what the cuts along K made, in their order: grid (tiles of M, tiles of N)."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    total = tl.zeros((TILE_M, BLOCK_N), tl.float32)
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
     total_up, square = total, tl.zeros((TILE_M,), tl.float32)
     for cut in tl.static_range(CUTS):
         at = cut * M + m if not GATED else cut * 2 * M + m
-        total += tl.load(parts + at.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
+        total += tl.load(parts + at.to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
         if GATED:
-            total_up += tl.load(parts + (at + M).to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
+            total_up += tl.load(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
         if squares is not None:
             square += tl.load(squares + cut * M + m, mask=m < M, other=0.0)
     square_sum = square if squares is not None else None
@@ -389,7 +392,7 @@ def reduce_kernel(
 
 @triton.jit
 def matmul_kernel(
-    x, weight, scales, mins, bias, out, M, N, K,
+    x, weight, scales, bias, out, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Many rows times quantized weights, which become numbers of x's type tile by tile: grid (tiles of M, of N).
@@ -400,16 +403,18 @@ def matmul_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.where(n < N, n, 0)
     FIELDS: tl.constexpr = 32 // BITS
+    GROUPS: tl.constexpr = 32 * FIELDS // GROUP if GROUP else 1
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for t in range(0, tl.cdiv(K, 32 * FIELDS)):
         words = load_tile(weight, t, row, N, K, BITS, True)
         for j in tl.static_range(FIELDS):
             k = (t * FIELDS + j) * 32 + tl.arange(0, 32)
-            part = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-            group = (t * FIELDS + j) * 32 // GROUP if GROUP else 0
-            w = (unpack(words, j, BITS, part.dtype).to(tl.float32) - OFFSET) * tl.load(scales + group * N + row)[:, None]
-            w = w + tl.load(mins + group * N + row)[:, None] if mins is not None else w
+            inside = (m < M)[:, None] & (k < K)[None, :]
+            part = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
+            place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUP else scales + row
+            one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
+            w = scaled(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
             total = product(part, tl.trans(w.to(part.dtype)), total)
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -527,10 +532,9 @@ LIBRARY = torch.library.Library("fastpath_gpu", "DEF")  # torch.library.custom_o
 SCHEMAS = {
     "attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, "
     "int? window) -> Tensor",
-    "linear": "(Tensor x, Tensor weight, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? norm, Tensor? residual, "
+    "linear": "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int group, bool gated, float eps) -> Tensor",
-    "matmul": "(Tensor x, Tensor weight, Tensor scales, Tensor? mins, Tensor? bias, int N, int bits, int group) "
-    "-> Tensor",
+    "matmul": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int N, int bits, int group) -> Tensor",
     "rotary": "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor input_pos, Tensor? rows, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
     "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> Tensor",
@@ -572,7 +576,7 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
     return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 4 if block_e <= 64 else 8, "num_stages": 3}
 
 
-def linear(x, weight, scales, mins, bias, norm, residual, N, bits, group, gated, eps):
+def linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
     """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up. Few rows."""
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
@@ -587,7 +591,7 @@ def linear(x, weight, scales, mins, bias, norm, residual, N, bits, group, gated,
     settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0}
     with torch.cuda.device_of(x):
         after = (bias, norm, residual) if cuts == 1 else (None, norm, None)
-        tensors = (x, weight, scales, mins, *after, out, parts, squares)
+        tensors = (x, weight, scales, *after, out, parts, squares)
         linear_kernel[(*grid, cuts)](*tensors, M, N, K, eps, **settings, **tiles)
         if cuts > 1:
             sizes = {"GATED": gated, "CUTS": cuts, "BLOCK_N": block}
@@ -595,7 +599,7 @@ def linear(x, weight, scales, mins, bias, norm, residual, N, bits, group, gated,
     return out
 
 
-def matmul(x, weight, scales, mins, bias, N, bits, group):
+def matmul(x, weight, scales, bias, N, bits, group):
     """x (...,K) times packed weight, (...,N). Many rows."""
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
@@ -603,7 +607,7 @@ def matmul(x, weight, scales, mins, bias, N, bits, group):
     grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
     with torch.cuda.device_of(x):
         matmul_kernel[grid](
-            x, weight, scales, mins, bias, out, M, N, K, BITS=bits, GROUP=group, **sizes, num_warps=4, num_stages=3
+            x, weight, scales, bias, out, M, N, K, BITS=bits, GROUP=group, **sizes, num_warps=4, num_stages=3
         )
     return out
 
@@ -625,7 +629,9 @@ def norm(x, weight, bias, eps, centred):
     x, D = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(D)
     with torch.cuda.device_of(x):
-        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, centred, block, num_warps=min(16, max(1, block // 512)))
+        norm_kernel[(x.numel() // D,)](
+            x, weight, bias, out, D, eps, centred, block, num_warps=min(16, max(1, block // 512))
+        )
     return out
 
 
@@ -637,8 +643,8 @@ def declare():
     """Tell torch the operations, and its compiler the shapes of what they return."""
     fakes = {
         "attention": like_first,
-        "linear": lambda x, weight, scales, mins, bias, norm, residual, N, *rest: x.new_empty(*x.shape[:-1], N),
-        "matmul": lambda x, weight, scales, mins, bias, N, *rest: x.new_empty(*x.shape[:-1], N),
+        "linear": lambda x, weight, scales, bias, norm, residual, N, *rest: x.new_empty(*x.shape[:-1], N),
+        "matmul": lambda x, weight, scales, bias, N, *rest: x.new_empty(*x.shape[:-1], N),
         "rotary": lambda qkv, *rest: qkv.new_empty(*qkv.shape[:2], rest[-2], rest[-3].shape[-1]),
         "norm": like_first,
     }
@@ -672,9 +678,21 @@ def unpack_words(words: Tensor, bits: int, K: int) -> Tensor:
     return (q & 15 if bits == 4 else q)[..., :K]
 
 
-def pack_groups(numbers: Tensor, groups: int) -> Tensor:
-    """float16 (N,G) to (groups,N), filled up with zeros."""
-    return F.pad(numbers, (0, groups - numbers.shape[1])).t().contiguous()
+def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
+    """float16 (N,G) to (tiles,N,each), each groups a tile; with mins int32, of which they are the upper half."""
+    if mins is not None:
+        scales = torch.stack([scales, mins], -1).view(torch.int32).squeeze(-1)
+    scales = F.pad(scales, (0, -scales.shape[1] % each))
+    return scales.unflatten(1, (-1, each)).transpose(0, 1).contiguous()
+
+
+def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
+    """(tiles,...,each) to scales and mins or None, (...,groups) each."""
+    numbers = packed.movedim(0, -2).flatten(-2)[..., :groups]
+    if numbers.dtype == torch.float16:
+        return numbers, None
+    pairs = numbers.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    return pairs[..., 0], pairs[..., 1]
 
 
 # ---------------------------------------------------------------- into a model
@@ -692,11 +710,10 @@ class GpuLinear(nn.Module):
             q = plain.weight if self.bits == 8 else unpack_nibbles(plain.packed, self.in_features)
             self.register_buffer("weight", pack_words(q, self.bits))
             self.group = plain.groupsize if plain.groupsize in (32, 64, 128) else 0
-            groups = len(self.weight) * (1024 // self.bits // self.group) if self.group else 1
-            self.register_buffer("scales", pack_groups(plain.scales, groups))
-            self.register_buffer("mins", pack_groups(plain.mins, groups) if self.bits == 4 else None)
+            each = 1024 // self.bits // self.group if self.group else 1
+            self.register_buffer("scales", pack_scales(plain.scales, getattr(plain, "mins", None), each))
         else:
-            self.weight, self.scales, self.mins, self.bits = plain.weight, None, None, 8 * plain.weight.itemsize
+            self.weight, self.scales, self.bits = plain.weight, None, 8 * plain.weight.itemsize
             self.out_features, self.in_features = plain.weight.shape
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, gated: bool = False):
@@ -705,9 +722,9 @@ class GpuLinear(nn.Module):
             if self.bits >= 16:
                 return F.linear(x, self.weight, self.bias)
             sizes = (self.out_features, self.bits, self.group)
-            return ops.matmul.default(x, self.weight, self.scales, self.mins, self.bias, *sizes)
+            return ops.matmul.default(x, self.weight, self.scales, self.bias, *sizes)
         factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        tensors = (x, self.weight, self.scales, self.mins, self.bias, factor, residual)
+        tensors = (x, self.weight, self.scales, self.bias, factor, residual)
         N = self.out_features // 2 if gated else self.out_features
         return ops.linear.default(*tensors, N, self.bits, self.group, gated, eps)
 
@@ -722,7 +739,7 @@ class GpuEmbedding(GpuLinear):
             return F.embedding(tokens, self.weight)
         K, groups = self.in_features, -(-self.in_features // self.groupsize)
         q = unpack_words(self.weight[:, tokens], self.bits, K)  # (B,S,K)
-        scales, mins = (x if x is None else x[:groups, tokens].movedim(0, -1) for x in (self.scales, self.mins))
+        scales, mins = unpack_scales(self.scales[:, tokens], groups)
         y = q * spread(scales, self.groupsize, K)
         return y if mins is None else y + spread(mins, self.groupsize, K)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from model import Config, RopeScaling, Transformer
 from quantize import Quantization, matrices, swap
-from terminal import progress_bar
+from terminal import progress_bar, say
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
@@ -242,10 +242,23 @@ def load_model(
     model.load_state_dict(weights, assign=True)
     del weights
     if kernels == "auto":
+        install_kernels(model, exact_activations)
+    return model.eval()
+
+
+def install_kernels(model: Transformer, exact_activations: bool = False):
+    """Have the model call our own kernels for the device that it is on, where they can run there."""
+    if model.norm.weight.device.type != "cuda":
         from kernels_cpu import install
 
-        install(model, exact_activations)
-    return model.eval()
+        return install(model, exact_activations)
+    try:
+        import triton  # noqa: F401  comes with torch for CUDA on Linux
+    except ImportError:
+        return say("Triton is not installed: the GPU kernels are left out, torch's own operations serve")
+    from kernels_triton import install
+
+    install(model)
 
 
 def available_memory(device) -> int:

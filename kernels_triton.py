@@ -13,27 +13,26 @@ values v in two blocks 1 and 2 let, for each block, m be its largest score, l = 
 (no division yet). Then with m' = max(m1, m2) and c = exp(m - m') of each block
     l' = c1 l1 + c2 l2,    o' = c1 o1 + c2 o2,    softmax(a) v = o' / l'
 exactly, whichever way the blocks are cut: one after the other (prefill: FlashAttention-2, arXiv:2307.08691), or apart,
-on many multiprocessors, and put together at the end (decode: flash-decoding). A prefill of S = T = 8192 in bfloat16 with
-32 heads would move 4 times S*T*32 numbers of the scores through memory, 17 GB, and moves q, k, v and the result, 0.2 GB.
-Decoding reads each live key and value once, 2 T K E numbers, and nothing beyond the row's own length: positions are read
-on the device, so one captured graph serves every length.
+on many multiprocessors, and put together at the end (decode: flash-decoding). With S = T = 8192 and 32 heads those two
+lines, and the products around them, would move every score six times, 26 GB in bfloat16; q, k, v and the result are 0.2
+GB. Decoding reads each live key and value once, 2 T K E numbers, and nothing beyond the row's own length: positions are
+read on the device, so that one captured graph serves every length.
 
-**Products** with at most 16 new tokens a row are bound by reading the weights, (N K bits / 8) bytes and 4 more a group;
-they are read once, in pieces of 128 bytes and more, and unpacked in registers. What would be launches of their own goes
-along: RMSNorm (its division is of a whole row, so it comes after the sum), bias, SwiGLU, the residual. Launches of a
-Llama block: qkv, rotary with cache write, attention and its merge, out, gate_up, down: 7, and one more for each product
-that is cut along K.
+**Products** with at most 16 new tokens a row are bound by reading the weights, N K bits / 8 bytes and 2 or 4 more a
+group; they are read once, 128 bytes of a row at a time, and unpacked in registers. What would be launches of its own
+goes along: RMSNorm (its division is of a whole row, so it can come after the sum), bias, SwiGLU, the residual. Launches
+of a Llama block: qkv, rotary with cache write, attention and its merge, out, gate_up, down: 7, and one more for each
+product that is cut along K.
 
 Every result is summed in an order that depends on neither the batch, nor the other tokens of its row, nor the length of
-the cache: tiles are of 16 rows of M whatever M is, attention's chunks are dealt out by their absolute number. So batches
-and verification give the bits of plain decoding. With more than 16 new tokens a row (prefill) other tiles serve.
+the cache: a tile has 8 rows of M whatever M is, attention's chunks are dealt out by their absolute number. So batches
+and verification give the bits of plain decoding, and no switch is needed for it. The price is that each 8 rows read the
+weights anew, from the cache that the multiprocessors share. More than 16 new tokens a row (prefill) go other ways.
 """
 
 import functools
 import json
-import math
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -42,11 +41,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-import kernels
 from kernels import spread, unpack_nibbles
-from model import Attention, Block, Embedding, Transformer, rope_table
+from model import Attention, Block, Embedding, Transformer
 from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
-from terminal import say
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 SMALL_S = 16  # new tokens a row up to which reading is what takes the time
@@ -78,8 +75,8 @@ def attend(
 ):  # fmt: skip
     """Go over chunks of slots, from `chunk` to before `stop` in steps; carry on the softmax of each query.
 
-    q (Q,BLOCK_E); total (Q,BLOCK_E) sums exp(score - top) * v, size (Q,) exp(score - top), top (Q,) is the largest score
-    so far, in units of log 2. first, last: the slots that some query of the tile sees lie between. MASKED: not every
+    q (Q,BLOCK_E); total (Q,BLOCK_E) sums exp(score - top) * v, size (Q,) exp(score - top), top (Q,) is the largest
+    score so far, in units of log 2. first, last: between them lies what some query of the tile sees. MASKED: not every
     slot of these chunks is seen by all.
     """
     e = tl.arange(0, BLOCK_E)
@@ -109,7 +106,7 @@ def attend(
 
 @triton.jit
 def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Of queries `at` (Q,), token by token and in each head by head of the group: numbers, positions, slopes, places."""
+    """Of queries `at` (Q,), by tokens and then by heads of the group: numbers, positions, slopes, places."""
     token, h = at // GROUP, head * GROUP + at % GROUP
     live = token < S
     pos = tl.load(input_pos + b * S + token, mask=live, other=-1).to(tl.int32)
@@ -175,8 +172,8 @@ def prefill_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks above its diagonal and outside its window, and
-    masks only those on the edges. The longest tiles start first."""
+    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks above its diagonal and outside its window,
+    and masks only those on the edges. The longest tiles start first."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     at = tile * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -220,9 +217,9 @@ def prefill_kernel(
 # ---------------------------------------------------------------- products: F.linear, kernels.linear_int8, linear_int4
 #
 # Quantized weights are packed into 32-bit words, 32 of them (128 bytes) a row and tile: words (tiles,N,32). Word i of a
-# tile holds column 32 j + i in its field j (of 4 or 8 bits): a field of all words is 32 columns of one group, an operand
-# for the tensor cores without anything being moved about. Scales are (tiles,N,groups of a tile), of 4 bits each in a word
-# with its min above it; one a row are (N,). Other weights stay as they are, (N,K), in tiles of 128 bytes.
+# tile holds column 32 j + i in its field j of 4 or 8 bits, so that a field of all words is 32 columns of one group: an
+# operand for the tensor cores without anything being moved about. Scales are (tiles,N,groups of a tile), or (N,) with
+# one a row; of 4 bits they are words, with the min in the upper half. Other weights stay as they are, (N,K).
 
 TILE_BITS = tl.constexpr(1024)
 
@@ -284,7 +281,7 @@ def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.co
 
 @triton.jit
 def scaled(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """sum x (q * scale + min) of y = sum x (q + OFFSET) and of sum x, all (BLOCK_N,TILE_M); scales: BLOCK_N pointers."""
+    """sum x (q * scale + min) of y = sum x (q + OFFSET) and sum x, both (BLOCK_N,...); scales: BLOCK_N pointers."""
     numbers = tl.load(scales)
     if BITS == 4:
         scale = numbers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -481,7 +478,6 @@ def norm_kernel(x, weight, bias, out, D, eps, CENTRED: tl.constexpr, BLOCK_D: tl
 
 # ---------------------------------------------------------------- which tiles: fixed, or tuned
 
-SPACE = {"BLOCK_N": (16, 32, 64, 128), "CUTS": (1, 2, 4, 8), "num_warps": (2, 4, 8), "num_stages": (3, 4, 6)}
 LEAST_TILES = 8  # of a cut along K: fewer would end before the memory's pipeline is full
 
 
@@ -491,15 +487,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def fixed_choice(bits: int, N: int, K: int, processors: int) -> dict:
-    """Tiles for a product with few rows, by its shape alone, never by M: broad ones, but enough to fill the processors;
-    then narrower ones; and where that does not do, cuts along K, each of which costs a second launch in all."""
-    enough = processors * 5 // 4
-    block, cuts, least = 64, 1, 32 if bits == 4 else 16  # 4 bits share their work on x among more outputs
-    while triton.cdiv(N, block) < enough and block > least:
-        block //= 2
+    """Tiles for a product with few rows, by its shape alone, never by M: broad ones, or narrow ones where those would
+    not fill the processors; and where that does not do, cuts along K, which cost another launch, to add up."""
+    enough, cuts = processors * 5 // 4, 1
+    block = 64 if triton.cdiv(N, 64) >= enough else 32
     while triton.cdiv(N, block) * cuts < enough and cuts < 8 and triton.cdiv(K * bits, 1024) >= 2 * cuts * LEAST_TILES:
         cuts *= 2
-    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": 2 if block == 16 else 4, "num_stages": 4}
+    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 4 if block == 64 else 6}
 
 
 def choice_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
@@ -519,7 +513,7 @@ def tuning_file(device: torch.device) -> Path:
 
 @functools.cache
 def tuned(device: torch.device) -> dict:
-    """What `tune` found on this device, by choice_key; nothing where it never ran. Read once a process."""
+    """What benchmarks/gpu_kernels.py --tune found on this device, by choice_key; read once a process."""
     try:
         return json.loads(tuning_file(device).read_text())
     except (OSError, ValueError, RuntimeError):
@@ -556,16 +550,18 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
             parts = q.new_empty(B, S, H, splits, E, dtype=torch.float32)
             stats = q.new_empty(B, S, H, splits, 2, dtype=torch.float32)
             grid = (splits, triton.cdiv(S * group, QUERIES.value), B * K)
-            stages = 2 if block * q.itemsize >= 256 else 3
-            decode_kernel[grid](
-                q, k_cache, v_cache, *places, parts, stats, *numbers, **settings, num_warps=4, num_stages=stages
-            )
+            settings |= {"num_warps": 4, "num_stages": decode_stages(block, q.dtype)}
+            decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
         else:
             tiles = prefill_tiles(block, q.dtype)
             grid = (triton.cdiv(S, tiles["BLOCK_S"]), B * H)
             prefill_kernel[grid](q, k_cache, v_cache, *places, out, *numbers, **settings, **tiles)
     return out
+
+
+def decode_stages(block_e: int, dtype: torch.dtype) -> int:
+    return 2 if block_e * dtype.itemsize >= 256 else 3
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
@@ -791,7 +787,7 @@ LAYERS |= {Attention: GpuAttention, Block: GpuBlock}
 
 
 def install(model: Transformer) -> bool:
-    """Swap the layers of a model on a CUDA device for ones that call the kernels; False, and nothing changed, elsewhere.
+    """Swap the layers of a model on a CUDA device for ones that call the kernels; elsewhere False, nothing changed.
 
     Quantized weights are packed anew, a layer at a time, on the device.
     """

@@ -569,7 +569,7 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
         return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
     if block_e > 128:
         return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 4 if block_e <= 64 else 8, "num_stages": 3}
+    return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
 
 
 def linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):

@@ -106,7 +106,9 @@ def cases(everything: bool):
     widths = (64, 80, 96, 128, 256) if everything else (64, 128)
     for E in widths:
         block = triton.next_power_of_2(E)
-        for group, window, alibi in ((4, False, False), (1, True, True)) if everything or E == 128 else ((4, False, False),):
+        for group, window, alibi in (
+            ((4, False, False), (1, True, True)) if everything or E == 128 else ((4, False, False),)
+        ):
             settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window, "rows": None}
             settings |= {} if alibi else {"slopes": None}
             name = f"E {E}" + ", window, ALiBi" * window
@@ -132,7 +134,9 @@ def main():
         for capability, architecture in ((80, "sm_80"), (90, "sm_90a")):
             target = GPUTarget("cuda", capability, 32)
             made = compile_kernel(kernel, target, dtype, settings, kinds, warps, stages)
-            found[f"sm_{capability} {name}"] = resources(made.asm["ptx"], architecture) | {"shared": made.metadata.shared}
+            found[f"sm_{capability} {name}"] = resources(made.asm["ptx"], architecture) | {
+                "shared": made.metadata.shared
+            }
         if everything:
             made = compile_kernel(kernel, GPUTarget("hip", "gfx942", 64), dtype, settings, kinds, warps, 2)
             found[f"gfx942 {name}"] = {"bytes": len(made.asm["hsaco"])}

@@ -101,14 +101,9 @@ def cases(everything: bool):
     yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
     many = {"BITS": 4, "GROUP": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
     yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
-    many |= {"BITS": 8, "GROUP": 0}
-    yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
-    widths = (64, 80, 96, 128, 256) if everything else (64, 128)
-    for E in widths:
+    for E in (64, 80, 96, 128, 256) if everything else (128,):
         block = triton.next_power_of_2(E)
-        for group, window, alibi in (
-            ((4, False, False), (1, True, True)) if everything or E == 128 else ((4, False, False),)
-        ):
+        for group, window, alibi in ((1, True, True), (4, False, False))[: 1 + everything]:
             settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window, "rows": None}
             settings |= {} if alibi else {"slopes": None}
             name = f"E {E}" + ", window, ALiBi" * window
@@ -121,6 +116,8 @@ def cases(everything: bool):
     yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
     yield "norm", kt.norm_kernel, half, {"CENTRED": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
     if everything:
+        many |= {"BITS": 8, "GROUP": 0}
+        yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
         settings = {"GROUP": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
         yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, 4, 2
         yield "norm LayerNorm", kt.norm_kernel, half, {"CENTRED": True, "BLOCK_D": 16384}, KINDS, 16, 3

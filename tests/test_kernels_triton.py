@@ -7,6 +7,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,12 @@ with INTERPRET:
     import kernels_triton as kt
 
 from checkpoint import load_model
-from generate import compiled_steps
+from generate import Steps, compiled_steps, decode
 from kernels import attention, unpack_levels
-from model import RopeScaling, rope_table, rotate
+from model import Block, RopeScaling, rope_table, rotate
 from quantize import EMBEDDING, PACK, Quantization, quantize_checkpoint
 
+CHOOSE = kt.choose
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -37,7 +39,27 @@ def interpreter(monkeypatch):
     """Interpreting 64 programs that mostly have nothing to do takes seconds; a GPU runs what it always runs."""
     if not ON_GPU:
         monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
+        monkeypatch.setattr(kt, "choose", lambda *shape: tiles_of(1, 128))
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # parts of Triton are imported at the first launch
+
+
+@pytest.fixture
+def ordered_products(monkeypatch):
+    """The interpreter's products are numpy's, whose sums depend on where in a matrix a row stands. A tensor core's do
+    not: so let each be a sum over columns in their order."""
+
+    def matmul(a, b, dtype=None):
+        total = np.zeros((a.shape[0], b.shape[1]), dtype)
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[k]
+        return total
+
+    if not ON_GPU:
+        monkeypatch.setattr(np, "matmul", matmul)
+
+
+def tiles_of(cuts, block=32):
+    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 3}
 
 
 def on_device(arguments):
@@ -87,7 +109,7 @@ def test_attention_far_beyond_the_live_length():
 
 
 @pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 70, True)])
-def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(dtype, window, slopes):
+def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(ordered_products, dtype, window, slopes):
     """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length."""
     q, k_cache, v_cache, input_pos, _, bias, _ = on_device(
         attention_case(3, dtype, 2, 16, 1, 3, 80, 200, window, slopes, False, False)
@@ -129,9 +151,8 @@ def gpu_layer(format, N, K, group, bias, dtype):
     return kt.GpuLinear(layer.to(DEVICE)), matrix.to(DEVICE)
 
 
-def tiles(cuts, block=32):
-    found = {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 3}
-    return mock.patch.object(kt, "choose", lambda *shape: found)
+def tiles(cuts):
+    return mock.patch.object(kt, "choose", lambda *shape: tiles_of(cuts))
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
@@ -157,15 +178,14 @@ def test_products_with_few_rows(case):
 
 
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int8", 0, F32), (None, 0, BF16)])
-def test_a_row_of_a_product_has_the_same_bits_in_any_batch(format, group, dtype):
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(ordered_products, format, group, dtype):
     layer, _ = gpu_layer(format, 2 * 37, 515, group, True, dtype)
     norm = torch.nn.RMSNorm(515, 1e-5).to(DEVICE, dtype).requires_grad_(False)
     x = numbers(17, 515, dtype=dtype).to(DEVICE)
     with tiles(2):
         together = layer(x, norm, None, True)
-        for rows in (slice(0, 1), slice(4, 7), slice(3, 14), slice(16, 17)):
+        for rows in (slice(0, 1), slice(3, 14), slice(16, 17)):
             assert torch.equal(layer(x[rows], norm, None, True), together[rows]), rows
-        assert torch.equal(layer(x[:16].view(2, 8, 515), norm, None, True).flatten(0, 1), together[:16])
 
 
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int4", 0, F32), ("int8", 64, F16)])
@@ -269,6 +289,7 @@ def test_fixed_choices_fill_the_processors():
 
 
 def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(kt, "choose", CHOOSE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device, shape = torch.device("cpu"), (4, 32, 640, 512, False)
     path = kt.tuning_file(device)
@@ -306,10 +327,10 @@ def models(tiny, tmp_path):
 
 @pytest.mark.parametrize("name, quantization", MODELS)
 def test_the_same_tokens_as_plain_torch(models, name, quantization):
-    """Prompts of 20 and of 3 tokens, which go different ways, together and token by token."""
+    """Prefill of more than 16 tokens a row, then decoding, of rows of different lengths."""
     ours, plain = models(name, quantization)
-    prompts = random_prompts((3, 20))
-    assert greedy(ours, prompts, 5) == greedy(plain, prompts, 5)
+    prompts = random_prompts((3, 17))
+    assert greedy(ours, prompts, 4) == greedy(plain, prompts, 4)
 
 
 @pytest.mark.full
@@ -320,11 +341,11 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     assert greedy(ours, prompts, 24) == greedy(plain, prompts, 24)
 
 
-def test_verification_gives_the_bits_of_decoding(models):
-    """Logits of five tokens at once, beside another row, are those of the tokens one by one."""
-    model, _ = models("llama-gqa-biased", Quantization("int4", 32, "int8"), BF16)
-    tokens = torch.tensor(random_prompts((5, 5)), device=DEVICE)
-    position = torch.arange(5, device=DEVICE).expand(2, 5)
+def test_verification_gives_the_bits_of_decoding(ordered_products, models):
+    """Logits of three tokens at once, beside another row, are those of the tokens one by one."""
+    model, _ = models("mistral-gqa", Quantization("int4", 32, "int8"), BF16)
+    tokens = torch.tensor(random_prompts((3, 3)), device=DEVICE)
+    position = torch.arange(3, device=DEVICE).expand(2, 3)
     model.setup_caches(2, 40)
     together = model(tokens, position, all_logits=True)
     model.setup_caches(2, 90)
@@ -335,12 +356,15 @@ def test_verification_gives_the_bits_of_decoding(models):
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager(models):
-    """As one graph, with the caches written inside it."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_equals_eager(models, backend):
+    """As one graph, with the caches written inside it; all of --compile is in the full one."""
     torch._dynamo.reset()
-    model, _ = models(*MODELS[1])
-    prompts, steps = random_prompts((3, 20)), compiled_steps(decoding=True, prefilling=True)
-    assert greedy(model, prompts, 5, steps) == greedy(model, prompts, 5)
+    model, _ = models(*MODELS[0])
+    prompts, steps = random_prompts((2,)), Steps(decode=torch.compile(decode, fullgraph=True, backend=backend))
+    if backend == "inductor":
+        prompts, steps = random_prompts((3, 20)), compiled_steps(decoding=True, prefilling=True)
+    assert greedy(model, prompts, 4, steps) == greedy(model, prompts, 4)
 
 
 @needs_gpu
@@ -375,9 +399,8 @@ def test_models_on_a_gpu_have_the_kernels(tiny):
 
 def test_models_on_a_cpu_do_without(tiny):
     """Neither Triton nor its kernels are imported."""
-    code = "import sys; from checkpoint import load_model; load_model(%r); assert 'kernels_triton' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code % str(tiny("llama-mha")[2])], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
+        assert type(load_model(tiny("llama-mha")[2]).blocks[0]) is Block
 
 
 # ---------------------------------------------------------------- ahead of time

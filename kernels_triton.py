@@ -488,9 +488,11 @@ def multiprocessors(device: torch.device) -> int:
 
 def fixed_choice(bits: int, N: int, K: int, processors: int) -> dict:
     """Tiles for a product with few rows, by its shape alone, never by M: broad ones, or narrow ones where those would
-    not fill the processors; and where that does not do, cuts along K, which cost another launch, to add up."""
+    not fill the processors (16 rows are one warp, too few to unpack weights as fast as they come); and where that does
+    not do, cuts along K, which cost another launch, to add up."""
     enough, cuts = processors * 5 // 4, 1
-    block = 64 if triton.cdiv(N, 64) >= enough else 32
+    blocks = (64, 32, 16) if bits >= 16 else (64, 32)
+    block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
     while triton.cdiv(N, block) * cuts < enough and cuts < 8 and triton.cdiv(K * bits, 1024) >= 2 * cuts * LEAST_TILES:
         cuts *= 2
     return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 4 if block == 64 else 6}

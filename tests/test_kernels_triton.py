@@ -24,6 +24,7 @@ from generate import Steps, compiled_steps, decode
 from kernels import attention, unpack_levels
 from model import Block, RopeScaling, rope_table, rotate
 from quantize import EMBEDDING, PACK, Quantization, quantize_checkpoint
+from report import launches
 
 CHOOSE = kt.choose
 ON_GPU = torch.cuda.is_available()
@@ -339,6 +340,30 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     ours, plain = models(name, quantization)
     prompts = random_prompts((3, 40, 17))
     assert greedy(ours, prompts, 24) == greedy(plain, prompts, 24)
+
+
+def test_launches_are_as_many_as_the_report_says(models, monkeypatch):
+    """Of one decode step, biases, norms on queries and keys and all: what README counts for larger models."""
+    count = 0
+
+    class Counted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            nonlocal count
+            count += 1
+            return self.kernel[grid]
+
+    for name in [name for name in vars(kt) if name.endswith("_kernel")]:
+        monkeypatch.setattr(kt, name, Counted(getattr(kt, name)))
+    monkeypatch.setattr(kt, "choose", CHOOSE)
+    for name, quantization, bits in (("llama-mqa-linear", None, (32, 32)), ("bloom-3", None, (32, 32))):
+        model, _ = models(name, quantization)
+        model.setup_caches(1, 8)
+        count = 0
+        model(torch.tensor([[5]], device=DEVICE), torch.tensor([[0]], device=DEVICE))
+        assert count == launches(model.config, *bits, kt.multiprocessors(torch.device(DEVICE)))
 
 
 def test_verification_gives_the_bits_of_decoding(ordered_products, models):

@@ -25,9 +25,10 @@ of a Llama block: qkv, rotary with cache write, attention and its merge, out, ga
 product that is cut along K.
 
 Every result is summed in an order that depends on neither the batch, nor the other tokens of its row, nor the length of
-the cache: a tile has 8 rows of M whatever M is, attention's chunks are dealt out by their absolute number. So batches
-and verification give the bits of plain decoding, and no switch is needed for it. The price is that each 8 rows read the
-weights anew, from the cache that the multiprocessors share. More than 16 new tokens a row (prefill) go other ways.
+the cache: a tile has 8 rows of M whatever M is, attention's chunks are dealt out by their absolute number, and one
+compiled kernel serves all these numbers (do_not_specialize). So batches and verification give the bits of plain
+decoding, without a switch for it. The price: every 8 rows read the weights anew, from the cache that multiprocessors
+share. More than 16 new tokens a row (prefill) go other ways, with other bits.
 """
 
 import functools
@@ -52,14 +53,13 @@ QUERIES = tl.constexpr(32)  # queries in a tile of decode: heads of a group time
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
 SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c is of split c % SPLITS
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, slowly, to test
-IN_FLOAT = tl.constexpr(INTERPRETED)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, slowly, to test
 
 
 @triton.jit
 def product(a, b, total):
     """total + a b, summed in float32; of float32 numbers exactly. The interpreter knows no bfloat16."""
-    if IN_FLOAT:
+    if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
@@ -117,7 +117,7 @@ def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr
     return numbers, pos, slope, place, live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def decode_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
@@ -167,7 +167,7 @@ def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
     tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def prefill_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
@@ -206,12 +206,10 @@ def prefill_kernel(
         q, total, top, size, k, v, pos, slope, ragged, stop, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
     )  # fmt: skip
-    real = (pos >= 0)[:, None]
-    y = tl.where(real, total / tl.where(size > 0, size, 1.0)[:, None], 0.0)
+    y = tl.where((pos >= 0)[:, None], total / tl.where(size > 0, size, 1.0)[:, None], 0.0)
     e = tl.arange(0, BLOCK_E)
-    tl.store(
-        out + place[:, None] * E + e[None, :] + h * E, y.to(out.dtype.element_ty), mask=live[:, None] & (e < E)[None, :]
-    )
+    where = (place[:, None] + h) * E + e[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
 
 
 # ---------------------------------------------------------------- products: F.linear, kernels.linear_int8, linear_int4
@@ -292,7 +290,7 @@ def scaled(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, CUTS: tl.constexpr,
@@ -365,7 +363,7 @@ def linear_kernel(
             tl.store(squares + cut * M + m, square_sum, mask=m < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def reduce_kernel(
     parts, squares, bias, residual, out, M, N, K, eps,
     GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -387,7 +385,7 @@ def reduce_kernel(
     finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x, weight, scales, bias, out, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -422,7 +420,7 @@ def matmul_kernel(
 # ---------------------------------------------------------------- positions and norms: model.rotate, nn.RMSNorm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def rotary_kernel(
     qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps, BLOCK_E: tl.constexpr
 ):
@@ -503,8 +501,8 @@ def choice_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
 
 
 def choose(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
-    found = tuned(device).get(choice_key(bits, group, N, K, gated))
-    return found or fixed_choice(bits, N, K, multiprocessors(device))
+    key = choice_key(bits, group, N, K, gated)
+    return tuned(device).get(key) or fixed_choice(bits, N, K, multiprocessors(device))
 
 
 def tuning_file(device: torch.device) -> Path:
@@ -549,8 +547,7 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     with torch.cuda.device_of(q):
         if S <= SMALL_S:
             splits = SPLITS.value
-            parts = q.new_empty(B, S, H, splits, E, dtype=torch.float32)
-            stats = q.new_empty(B, S, H, splits, 2, dtype=torch.float32)
+            parts, stats = (q.new_empty(B, S, H, splits, n, dtype=torch.float32) for n in (E, 2))
             grid = (splits, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= {"num_warps": 4, "num_stages": decode_stages(block, q.dtype)}
             decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
@@ -586,11 +583,10 @@ def linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
         squares = None if norm is None else x.new_empty(cuts, M, dtype=torch.float32)
     residual = None if residual is None else residual.contiguous()
     grid = (triton.cdiv(M, TILE_M.value), triton.cdiv(N, block))
-    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0}
+    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0} | tiles
+    tensors = (x, weight, scales, bias, norm, residual, out, parts, squares)
     with torch.cuda.device_of(x):
-        after = (bias, norm, residual) if cuts == 1 else (None, norm, None)
-        tensors = (x, weight, scales, *after, out, parts, squares)
-        linear_kernel[(*grid, cuts)](*tensors, M, N, K, eps, **settings, **tiles)
+        linear_kernel[(*grid, cuts)](*tensors, M, N, K, eps, **settings)
         if cuts > 1:
             sizes = {"GATED": gated, "CUTS": cuts, "BLOCK_N": block}
             reduce_kernel[grid](parts, squares, bias, residual, out, M, N, K, eps, **sizes)
@@ -603,10 +599,9 @@ def matmul(x, weight, scales, bias, N, bits, group):
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
     sizes = {"BLOCK_M": 32, "BLOCK_N": 32} if x.dtype == torch.float32 else {"BLOCK_M": 64, "BLOCK_N": 128}
     grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
+    sizes |= {"BITS": bits, "GROUP": group, "num_warps": 4, "num_stages": 3}
     with torch.cuda.device_of(x):
-        matmul_kernel[grid](
-            x, weight, scales, bias, out, M, N, K, BITS=bits, GROUP=group, **sizes, num_warps=4, num_stages=3
-        )
+        matmul_kernel[grid](x, weight, scales, bias, out, M, N, K, **sizes)
     return out
 
 
@@ -626,10 +621,9 @@ def norm(x, weight, bias, eps, centred):
     """RMSNorm or LayerNorm over the last dimension."""
     x, D = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(D)
+    warps = min(16, max(1, block // 512))
     with torch.cuda.device_of(x):
-        norm_kernel[(x.numel() // D,)](
-            x, weight, bias, out, D, eps, centred, block, num_warps=min(16, max(1, block // 512))
-        )
+        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, centred, block, num_warps=warps)
     return out
 
 
@@ -646,10 +640,10 @@ def declare():
         "rotary": lambda qkv, *rest: qkv.new_empty(*qkv.shape[:2], rest[-2], rest[-3].shape[-1]),
         "norm": like_first,
     }
-    for name, schema in SCHEMAS.items():
-        LIBRARY.define(name + schema)
+    for name, fake in fakes.items():
+        LIBRARY.define(name + SCHEMAS[name])
         LIBRARY.impl(name, globals()[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastpath_gpu::{name}", fakes[name], lib=LIBRARY)
+        torch.library.register_fake(f"fastpath_gpu::{name}", fake, lib=LIBRARY)
 
 
 declare()
@@ -719,8 +713,7 @@ class GpuLinear(nn.Module):
         if x.dim() > 2 and x.shape[-2] > SMALL_S:
             if self.bits >= 16:
                 return F.linear(x, self.weight, self.bias)
-            sizes = (self.out_features, self.bits, self.group)
-            return ops.matmul.default(x, self.weight, self.scales, self.bias, *sizes)
+            return ops.matmul.default(x, self.weight, self.scales, self.bias, self.out_features, self.bits, self.group)
         factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         tensors = (x, self.weight, self.scales, self.bias, factor, residual)
         N = self.out_features // 2 if gated else self.out_features
@@ -794,11 +787,10 @@ def install(model: Transformer) -> bool:
     Quantized weights are packed anew, a layer at a time, on the device.
     """
     weight, config = model.norm.weight, model.config
-    if weight.device.type != "cuda" and not INTERPRETED:
+    if weight.device.type != "cuda" and not INTERPRETED.value:
         return False
-    # In float16 a residual times a norm's weight, before the division, could be too large.
     fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
-    fused &= weight.dtype != torch.float16
+    fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large
     names = [name for name, module in model.named_modules() if type(module) in LAYERS]
     for name in reversed(names):  # blocks after what they consist of
         module = model.get_submodule(name)

@@ -109,15 +109,18 @@ def test_attention_far_beyond_the_live_length():
         close(kt.ops.attention(*arguments), attention(*arguments), TOLERANCE[F32])
 
 
-@pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 70, True)])
+@pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 200, True)])
 def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(ordered_products, dtype, window, slopes):
-    """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length."""
-    q, k_cache, v_cache, input_pos, _, bias, _ = on_device(
-        attention_case(3, dtype, 2, 16, 1, 3, 80, 200, window, slopes, False, False)
+    """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length; where the window of
+    some of the tokens begins in another chunk than that of the others, too."""
+    q, k_cache, v_cache = (
+        numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(2, 16, 3, 80), *[(2, 1, 300, 80)] * 2])
     )
+    input_pos, bias = torch.stack([torch.arange(255, 271), torch.arange(40, 56)]), torch.rand(3) if slopes else None
+    q, k_cache, v_cache, input_pos, bias = on_device([q, k_cache, v_cache, input_pos, bias])
     together = kt.ops.attention(q, k_cache, v_cache, input_pos, None, bias, window)
     longer = [F.pad(cache, (0, 0, 0, 500), value=float("nan")) for cache in (k_cache, v_cache)]
-    for b, tokens in ((0, slice(0, 1)), (1, slice(15, 16)), (0, slice(7, 12))):
+    for b, tokens in ((0, slice(0, 1)), (0, slice(15, 16)), (1, slice(7, 12))):
         row = torch.tensor([b], device=DEVICE)
         found = kt.ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window)
         assert torch.equal(found, together[b : b + 1, tokens])
@@ -339,7 +342,7 @@ def test_the_same_tokens_as_plain_torch(models, name, quantization):
 def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantization):
     ours, plain = models(name, quantization)
     prompts = random_prompts((3, 40, 17))
-    assert greedy(ours, prompts, 24) == greedy(plain, prompts, 24)
+    assert greedy(ours, prompts, 8) == greedy(plain, prompts, 8)
 
 
 def test_launches_are_as_many_as_the_report_says(models, monkeypatch):

@@ -782,12 +782,13 @@ LAYERS |= {Attention: GpuAttention, Block: GpuBlock}
 
 
 def install(model: Transformer) -> bool:
-    """Swap the layers of a model on a CUDA device for ones that call the kernels; elsewhere False, nothing changed.
+    """Swap the layers of a model on a GPU (sm_80 or later) for ones that call the kernels; elsewhere False, no change.
 
     Quantized weights are packed anew, a layer at a time, on the device.
     """
-    weight, config = model.norm.weight, model.config
-    if weight.device.type != "cuda" and not INTERPRETED.value:
+    weight, config, device = model.norm.weight, model.config, model.norm.weight.device
+    ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
+    if not ready:
         return False
     fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
     fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large

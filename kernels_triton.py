@@ -493,7 +493,8 @@ def fixed_choice(bits: int, N: int, K: int, processors: int) -> dict:
     block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
     while triton.cdiv(N, block) * cuts < enough and cuts < 8 and triton.cdiv(K * bits, 1024) >= 2 * cuts * LEAST_TILES:
         cuts *= 2
-    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 4 if block == 64 else 6}
+    stages = 4 if block == 64 else 5 if bits < 16 else 6
+    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": stages}
 
 
 def choice_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
@@ -546,9 +547,8 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
         if S <= SMALL_S:
-            splits = SPLITS.value
-            parts, stats = (q.new_empty(B, S, H, splits, n, dtype=torch.float32) for n in (E, 2))
-            grid = (splits, triton.cdiv(S * group, QUERIES.value), B * K)
+            parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
+            grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= {"num_warps": 4, "num_stages": decode_stages(block, q.dtype)}
             decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)

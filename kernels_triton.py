@@ -549,7 +549,7 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
         if S <= SMALL_S:
             parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
             grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
-            settings |= {"num_warps": 4, "num_stages": decode_stages(block, q.dtype)}
+            settings |= decode_tiles(block, q.dtype)
             decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
         else:
@@ -559,8 +559,9 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     return out
 
 
-def decode_stages(block_e: int, dtype: torch.dtype) -> int:
-    return 2 if block_e * dtype.itemsize >= 256 else 3
+def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
+    wide = block_e * dtype.itemsize  # bytes of a key
+    return {"num_warps": 8 if wide > 256 else 4, "num_stages": 2 if wide >= 256 else 3}
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
@@ -792,9 +793,8 @@ def install(model: Transformer) -> bool:
         return False
     fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
     fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large
-    names = [name for name, module in model.named_modules() if type(module) in LAYERS]
-    for name in reversed(names):  # blocks after what they consist of
-        module = model.get_submodule(name)
+    for name in reversed([name for name, module in model.named_modules() if type(module) in LAYERS]):
+        module = model.get_submodule(name)  # blocks come after what they consist of
         if fused or type(module) is not Block:
             model.set_submodule(name, LAYERS[type(module)](module))
     return True

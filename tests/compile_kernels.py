@@ -107,7 +107,7 @@ def cases(everything: bool):
             settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window, "rows": None}
             settings |= {} if alibi else {"slopes": None}
             name = f"E {E}" + ", window, ALiBi" * window
-            yield f"decode {name}", kt.decode_kernel, half, settings, KINDS, 4, kt.decode_stages(block, half)
+            yield f"decode {name}", kt.decode_kernel, half, settings, KINDS, *kt.decode_tiles(block, half).values()
             tiles = kt.prefill_tiles(block, half)
             settings = settings | {"BLOCK_S": tiles["BLOCK_S"], "WIDTH": tiles["WIDTH"]}
             warps, stages = tiles["num_warps"], tiles["num_stages"]
@@ -119,7 +119,8 @@ def cases(everything: bool):
         many |= {"BITS": 8, "GROUP": 0}
         yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
         settings = {"GROUP": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
-        yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, 4, 2
+        tiles = kt.decode_tiles(128, torch.float32).values()
+        yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, *tiles
         yield "norm LayerNorm", kt.norm_kernel, half, {"CENTRED": True, "BLOCK_D": 16384}, KINDS, 16, 3
 
 

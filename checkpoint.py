@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from model import Config, RopeScaling, Transformer
 from quantize import Quantization, matrices, swap
-from terminal import progress_bar
+from terminal import progress_bar, say
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
@@ -245,11 +245,22 @@ def load_model(
 
 
 def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
-    """The model with our own kernels where they can run, if kernels is "auto"."""
-    if kernels == "auto":
+    """The model; if kernels is "auto", with our own for the device that it is on, where they can run there."""
+    if kernels != "auto":
+        return model
+    if model.norm.weight.device.type != "cuda":
         from kernels_cpu import install
 
         install(model, exact_activations)
+        return model
+    try:
+        import triton  # noqa: F401  comes with torch for CUDA on Linux
+    except ImportError:
+        say("Triton is not installed: the GPU kernels are left out, torch's own operations serve")
+        return model
+    from kernels_triton import install
+
+    install(model)
     return model
 
 

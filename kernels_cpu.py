@@ -58,7 +58,7 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
 class FastBlocks(Blocks):
     """All blocks as one operation, in which no hook of a block or its parts is called.
 
-    More than 16 new tokens a row are bound by arithmetic: plain weights then go block by block, through torch's products.
+    More than 16 new tokens a row are bound by arithmetic: plain weights then go block by block, by torch's products.
     """
 
     def __init__(self, plain: Blocks):

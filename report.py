@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from model import Config, Transformer
-from quantize import swap
+from quantize import Quantization, swap
 
 
 @dataclass
@@ -97,6 +97,26 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
         line = f"{at['context']:7}   {at['flops_per_token'] / 1e9:12,.3f}   {weights:16,.1f}   {kv:11,.1f}   "
         lines.append(line + f"{at['bound_tokens_per_s']:14,.1f}")
     return "\n".join(lines)
+
+
+def launches(config: Config, bits: int, head_bits: int, multiprocessors: int) -> int:
+    """Launches of our GPU kernels in a decode step of at most 16 tokens a row, with the fixed choice of tiles: what
+    torch's compiler adds (embedding, positions, the draw) is not among them."""
+    from kernels_triton import fixed_choice
+
+    def product(N, K, bits=bits):
+        return 1 if fixed_choice(bits, N, K, multiprocessors)["CUTS"] == 1 else 2
+
+    D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
+    block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
+    block += product(hidden, D) + product(D, hidden) + 3  # rotary with cache write, attention, its merge
+    fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
+    return (
+        config.n_layer * (block + 2 * (not fused))
+        + config.embedding_norm
+        + 1
+        + product(config.vocab_size, D, head_bits)
+    )
 
 
 def read_bandwidth(model: Transformer) -> float:
@@ -208,14 +228,24 @@ def main():
     parser.add_argument("--devices", type=int, default=1, help="which share the weights (1)")
     parser.add_argument("--rows", type=int, default=1, help="that are decoded together (1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (bfloat16)")
+    quantized = "as quantize.py would quantize it, in groups of 32 with a head of 8 bits"
+    parser.add_argument("--mode", choices=("int8", "int4"), help=quantized)
+    of_gpu = "also count the launches of our GPU kernels in a step, on a GPU with so many"
+    parser.add_argument("--multiprocessors", type=int, metavar="N", help=of_gpu)
     args = parser.parse_args()
     if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
         parser.error("--bandwidth, --devices and --rows must be above 0")
     ours, dtype = is_ours(args.directory), DTYPES[args.dtype]
     config = read_config(args.directory) if ours else hf_config(args.directory)
-    quantization = read_quantization(args.directory) if ours else None
+    quantization = Quantization(args.mode, 32, "int8") if args.mode else None
+    if ours and quantization is None:
+        quantization = read_quantization(args.directory)
     table = rooflines(config, args.bandwidth * 1e9 * args.devices, dtype, args.rows, quantization)
     print(roofline_text(table, dtype))
+    if args.multiprocessors:
+        formats = [quantization.format(name) if quantization else "none" for name in ("", "output")]
+        bits = [8 * dtype.itemsize if name == "none" else int(name[3:]) for name in formats]
+        print(f"{launches(config, *bits, args.multiprocessors)} launches a step of our GPU kernels")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,22 @@ Each round also reads memory and does nothing else: 256 MB, which come from DRAM
 cores' caches hold. What a token reads of weights, at DRAM's rate, is the roofline: a dashed line in the chart that is
 drawn beside the JSON (--draw JSON only draws).
 
-Without a checkpoint (on CUDA, or with --shapes or --smoke): random bf16 weights in the shapes of Llama models, decoding
-at 0, 8k and 32k tokens of context, which are random numbers written into the caches. A context beyond what a model was
-trained for costs what any other costs, so it is measured too, and marked; what memory does not suffice for is left out.
-The cache is as long as needed, rounded up to 512. A step is the loop body of generate(), the token on the host at its
-end; its bytes are all weights (of an untied embedding one vector) and the live keys and values. `share` is bytes a
-second as a part of the measured copy bandwidth (bytes read plus written). `growth` is by how much longer a step is
-than at the first context, as a multiple of the time that its further bytes take at that bandwidth.
+Without a checkpoint (on CUDA, or with --shapes or --smoke): random weights, in the formats and in the shapes of Llama
+models; eager, compiled, and compiled without our kernels (--kernels torch); decoding at 0, 8k and 32k tokens of
+context, which are random numbers written into the caches. A context beyond what a model was trained for costs what any
+other costs, so it is measured too, and marked; what memory does not suffice for is left out. The cache is as long as
+needed, rounded up to 512. A step is the loop body of generate(), the token on the host at its end; its bytes are all
+weights (of an untied embedding one vector) and the live keys and values. `share` is bytes a second as a part of the
+measured copy bandwidth (bytes read plus written); beside it what gpt-fast published, of an A100's peak. `growth` is by
+how much longer a step is than at the first context, as a multiple of the time that its further bytes take at that
+bandwidth.
 """
 
 import argparse
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -49,12 +52,12 @@ import chart
 import torch
 
 import generate
-import kernels_cpu
 from checkpoint import (
     ArgumentParser,
     UserError,
     check_memory,
     empty_model,
+    install_kernels,
     is_ours,
     load_model,
     read_config,
@@ -72,6 +75,8 @@ from terminal import say
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = torch.bfloat16
 SHORT_PROMPT = 5  # tokens before decode
+COMPILER_ALONE = "compiled, --kernels torch"
+GPT_FAST = {"bf16": 0.69, "int8": 0.52, "int4": 0.42}  # published, of an A100's peak, Llama-2-7B
 WARM_UP_STEPS = 8  # of a shape; a CUDA graph is recorded in the second or third
 LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
 SHAPES = {  # layers H  K   E    D     F      V      context
@@ -290,13 +295,24 @@ def compare(args, device: torch.device) -> dict:
 # ---------------------------------------------------------------- the shapes
 
 
-def random_model(config: Config, slots: int, device: torch.device):
-    """A model of random bf16 weights with random numbers in its caches, which is as fast as any other."""
-    check_memory(config, device, BF16, slots + 8)
-    model = empty_model(config).to(BF16).to_empty(device=device).eval()
-    kernels_cpu.install(model)
+def random_model(config: Config, slots: int, device: torch.device, format: str, kernels: str):
+    """A model of random weights, bf16 or quantized from them in groups of 32 with an int8 head, with random numbers in
+    its caches, which is as fast as any other."""
+    quantization = None if format == "bf16" else Quantization(format, 32, "int8")
+    check_memory(config, device, BF16, slots + 8, quantization)
+    model = empty_model(config, quantization)
+    for tensor in (*model.parameters(), *model.buffers()):  # scales of quantized weights stay float16
+        tensor.data = tensor.data.to(BF16 if tensor.dtype == torch.float32 else tensor.dtype)
+    model = model.to_empty(device=device).eval()
     for weight in model.state_dict().values():
-        weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)  # vectors are the norms'
+        if not weight.is_floating_point():
+            weight.random_(-128 if weight.dtype == torch.int8 else 0, 128 if weight.dtype == torch.int8 else 256)
+        elif weight.dtype == torch.float16:  # scales and mins
+            weight.normal_(0, 0.002)
+        else:
+            weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)  # vectors are the norms'
+    if kernels == "auto":
+        install_kernels(model)
     model.setup_caches(1, slots)
     for block in model.blocks:
         block.attention.k_cache.normal_()
@@ -320,14 +336,15 @@ def step_seconds(model, decode: Callable, context: int, count: int) -> list[floa
     return times
 
 
-def measure_shape(config: Config, device: torch.device, compiled: bool, context: int, steps: int) -> dict:
+def measure_shape(config: Config, device: torch.device, mode: str, format: str, context: int, steps: int) -> dict:
     torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length the graph would be of any length
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     needed = context + max(steps, WARM_UP_STEPS)
-    model = random_model(config, (needed + 511) // 512 * 512, device)
-    decode = compiled_steps(decoding=compiled, prefilling=False).decode
+    kernels = "torch" if "--kernels torch" in mode else "auto"
+    model = random_model(config, (needed + 511) // 512 * 512, device, format, kernels)
+    decode = compiled_steps(decoding="compiled" in mode, prefilling=False).decode
     warm_up_s, before = sum(step_seconds(model, decode, context, WARM_UP_STEPS)), compile_counts()
     times = step_seconds(model, decode, context, steps)
     return {
@@ -352,14 +369,14 @@ def measure_shapes(args, device: torch.device) -> dict:
     shapes = SMOKE_SHAPES if args.smoke else {name: SHAPES[name] for name in args.shapes or SHAPES}
     contexts, steps, size = SMOKE if args.smoke else FULL
     copy_rate = copy_bandwidth(device, size)
-    modes = ("eager", "compiled") if args.compile or not args.smoke else ("eager",)
+    modes = ("eager", "compiled", COMPILER_ALONE) if args.compile or not args.smoke else ("eager",)
     rows, ratios = {}, []
-    for name, mode in ((name, mode) for name in shapes for mode in modes):
+    for name, format, mode in itertools.product(shapes, args.formats, modes):
         first = None  # the row of the first context
         for context in contexts:
-            say(f"{name} {mode} at {context}")
+            say(f"{name} {mode} {format} at {context}")
             try:
-                row = measure_shape(shapes[name], device, mode == "compiled", context, steps)
+                row = measure_shape(shapes[name], device, mode, format, context, steps)
             except (UserError, torch.OutOfMemoryError) as error:
                 say(f"left out: {str(error).splitlines()[0]}")
                 continue
@@ -368,11 +385,13 @@ def measure_shapes(args, device: torch.device) -> dict:
             more_s, more_bytes = (row[key] - first[key] for key in ("step_s", "kv_bytes"))
             row |= {"tokens_per_s": 1 / row["step_s"], "bytes_per_s": rate, "share": rate / copy_rate}
             row["growth"] = more_s * copy_rate / more_bytes if more_bytes else None
-            rows[name, mode, context] = {"name": f"{name} {mode} bf16", **row}
-    for (name, mode, context), our in rows.items():
-        if mode == "compiled" and (peer := rows.get((name, "eager", context))):
-            ratio = our["tokens_per_s"] / peer["tokens_per_s"]
-            ratios.append({"ours": our["name"], "peer": peer["name"], "context": context, "decode": ratio})
+            published = GPT_FAST[format] if device.type == "cuda" else None
+            rows[name, format, mode, context] = {"name": f"{name} {mode} {format}", **row, "gpt_fast_share": published}
+    for (name, format, mode, context), our in rows.items():
+        for peer in (rows.get((name, format, other, context)) for other in ("eager", COMPILER_ALONE)):
+            if mode == "compiled" and peer:
+                ratio = our["tokens_per_s"] / peer["tokens_per_s"]
+                ratios.append({"ours": our["name"], "peer": peer["name"], "context": context, "decode": ratio})
     if not rows:
         raise UserError("memory does not suffice for any of the shapes")
     return {"copy_bytes_per_s": copy_rate, "rows": list(rows.values()), "ratios": ratios}
@@ -402,9 +421,10 @@ def circumstances(device: torch.device, rows: list[dict]) -> dict:
 
 def print_report(result: dict):
     scales = {"step_s": 1e3, "weight_bytes": 1e-6, "kv_bytes": 1e-6, "bytes_per_s": 1e-9, "share": 100}
+    scales["gpt_fast_share"] = 100
     titles = {"decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "context": "context"}
     titles |= {"step_s": "step ms", "tokens_per_s": "tokens/s", "weight_bytes": "weights MB", "kv_bytes": "KV MB"}
-    titles |= {"bytes_per_s": "GB/s", "share": "share %", "growth": "growth"}
+    titles |= {"bytes_per_s": "GB/s", "share": "share %", "growth": "growth", "gpt_fast_share": "gpt-fast's %"}
     keys = [key for key in titles if key in result["rows"][0]]
     width = max(len(row["name"]) for row in result["rows"])
     print(" " * width + "".join(f"{titles[key]:>14}" for key in keys))

@@ -5,13 +5,19 @@ Sizes are odd and pairwise different wherever they can be, so that a transposed 
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton decides as it is imported whether it interprets, and others import it too, torch's compiler for one.
+INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+with INTERPRET, suppress(ImportError):
+    import triton  # noqa: F401
 
 import transformers
 

@@ -108,3 +108,31 @@ def test_what_speculation_is_worth(python, tiny, tmp_path):
     command = [*python, program, "--checkpoint_path", str(tiny("llama-mha")[2]), "--out", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "has no chat template" in done.stderr
+
+
+@pytest.mark.slow
+def test_gpu_kernels(python, tmp_path):
+    """Tiny sizes in Triton's interpreter, tuning included, whose result is then found."""
+    pytest.importorskip("triton")
+    command = [*python, str(ROOT / "benchmarks" / "gpu_kernels.py"), "--smoke", "--out", str(tmp_path / "out.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([*command, "--tune"], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["copy_bytes_per_s"] > 0 and all(row["ours_s"] > 0 for row in result["rows"])
+    kinds = [row["name"].split(",")[0] for row in result["rows"]]
+    assert len([kind for kind in kinds if kind.endswith("gate_up 64x48")]) == 3 * 2
+    assert {"attention", "mask", "packing int4: gate_up"} <= set(kinds)
+    [tuned] = (tmp_path / "fastpath").glob("triton-*.json")
+    assert set(json.loads(tuned.read_text())) == {
+        f"{bits} bits, groups of {group}, 2 x 24 x 64" for bits, group in ((16, 0), (8, 32), (4, 32))
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_decode_of_a_shape_in_every_format(python, tmp_path):
+    result, _ = run_decode(python, tmp_path / "out.json", "--smoke", "--formats", "int8", "int4")
+    names = [row["name"] for row in result["rows"]]
+    assert names == ["tiny eager int8"] * 3 + ["tiny eager int4"] * 3
+    assert result["rows"][0]["weight_bytes"] > result["rows"][3]["weight_bytes"]

@@ -459,7 +459,7 @@ def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_
 @pytest.mark.full
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoint, tmp_path, format):
-    """In bfloat16, 64 tokens, the same four ways. Plain weights read prompts of more than 16 tokens by torch's products,
+    """In bfloat16, 64 tokens, the same four ways. Plain weights read prompts of over 16 tokens by torch's products,
     which round otherwise than the kernels: there all prompts of a batch are short or none is."""
     directory = default_checkpoint
     if format != "bf16":

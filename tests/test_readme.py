@@ -33,7 +33,7 @@ def test_generate_commands_parse(command, capsys):
         offered = set(re.findall(r"^  (--\w+)", shown, re.M))
         assert offered == set(re.findall(r"--\w+", shown)) - {"--help"}, "--help names no option that there is not"
         named = set(re.findall(r"(?<![\w-])--\w+", README)) - {"--help"}
-        programs = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "compare_hf.py"]
+        programs = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/com*.py")]
         programs = [path.read_text() for path in programs if path.name not in ("generate.py", "tp.py")]
         others = {flag for text in programs for flag in re.findall(r'(?:add|add_argument)\("(--\w+)"', text)} - offered
         assert named - others == offered, "README.md and --help should name the same options"

@@ -1,0 +1,800 @@
+"""The kernels of kernels.py for GPUs, in Triton, and how a loaded model comes to call them.
+
+Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
+operations as torch sees them, the layers, `install`. What each computes is said in kernels.py and model.py. Shapes are
+named as there; further G query heads of a key/value head, M rows of activations, N outputs, K columns of a matrix.
+
+**Attention.** BLOOM's story wrote one kernel by hand, for these two lines:
+    scores = torch.where(visible, scores * scale + bias, float("-inf"))  # read S*T, write S*T
+    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # read S*T, write S*T, and the casts again
+Here they never leave the registers: mask, scale, ALiBi and softmax stand between two products in `attend`, which both
+attentions share, in float32 inside only. What makes it possible is that softmax can be taken in blocks. Of scores a and
+values v in two blocks 1 and 2 let, for each block, m be its largest score, l = sum exp(a - m), o = sum exp(a - m) v
+(no division yet). Then with m' = max(m1, m2) and c = exp(m - m') of each block
+    l' = c1 l1 + c2 l2,    o' = c1 o1 + c2 o2,    softmax(a) v = o' / l'
+exactly, whichever way the blocks are cut: one after the other (prefill: FlashAttention-2, arXiv:2307.08691), or apart,
+on many multiprocessors, and put together at the end (decode: flash-decoding). With S = T = 8192 and 32 heads those two
+lines, and the products around them, would move every score six times, 26 GB in bfloat16; q, k, v and the result are 0.2
+GB. Decoding reads each live key and value once, 2 T K E numbers, and nothing beyond the row's own length: positions are
+read on the device, so that one captured graph serves every length.
+
+**Products** with at most 16 new tokens a row are bound by reading the weights, N K bits / 8 bytes and 2 or 4 more a
+group; they are read once, 128 bytes of a row at a time, and unpacked in registers. What would be launches of its own
+goes along: RMSNorm (its division is of a whole row, so it can come after the sum), bias, SwiGLU, the residual. Launches
+of a Llama block: qkv, rotary with cache write, attention and its merge, out, gate_up, down: 7, and one more for each
+product that is cut along K.
+
+Every result is summed in an order that depends on neither the batch, nor the other tokens of its row, nor the length of
+the cache: a tile has 8 rows of M whatever M is, attention's chunks are dealt out by their absolute number, and one
+compiled kernel serves all these numbers (do_not_specialize). So batches and verification give the bits of plain
+decoding, without a switch for it. The price: every 8 rows read the weights anew, from the cache that multiprocessors
+share. More than 16 new tokens a row (prefill) go other ways, with other bits.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from kernels import spread, unpack_nibbles
+from model import Attention, Block, Embedding, Transformer
+from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+SMALL_S = 16  # new tokens a row up to which reading is what takes the time
+TILE_M = tl.constexpr(8)  # rows of activations in a tile: what a tensor core takes, fewer are filled up with zeros
+QUERIES = tl.constexpr(32)  # queries in a tile of decode: heads of a group times tokens
+CHUNK = tl.constexpr(64)  # cache slots in a step of attention
+SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c is of split c % SPLITS
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, slowly, to test
+
+
+@triton.jit
+def product(a, b, total):
+    """total + a b, summed in float32; of float32 numbers exactly. The interpreter knows no bfloat16."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+# ---------------------------------------------------------------- attention: kernels.attention
+
+
+@triton.jit
+def attend(
+    q, total, top, size, k_base, v_base, pos, slope, chunk, stop, first, last, scale, window, E,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Go over chunks of slots, from `chunk` to before `stop` in steps; carry on the softmax of each query.
+
+    q (Q,BLOCK_E); total (Q,BLOCK_E) sums exp(score - top) * v, size (Q,) exp(score - top), top (Q,) is the largest
+    score so far, in units of log 2. first, last: between them lies what some query of the tile sees. MASKED: not every
+    slot of these chunks is seen by all.
+    """
+    e = tl.arange(0, BLOCK_E)
+    for c in range(chunk, stop, STEP):
+        t = c * WIDTH + tl.arange(0, WIDTH)
+        inside = ((t >= first) & (t <= last))[:, None] & (e < E)[None, :] if MASKED else (e < E)[None, :]
+        where = t[:, None] * E + e[None, :]
+        k = tl.load(k_base + where, mask=inside, other=0.0)  # (WIDTH,BLOCK_E); what nobody sees may hold NaN
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], WIDTH), tl.float32)) * scale
+        if ALIBI:
+            scores += slope[:, None] * (t[None, :] - pos[:, None]).to(tl.float32)
+        if MASKED:
+            visible = t[None, :] <= pos[:, None]
+            if WINDOW:
+                visible &= t[None, :] > pos[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf would be NaN
+        weights = tl.exp2(scores - finite[:, None])
+        fade = tl.exp2(top - finite)
+        size = size * fade + tl.sum(weights, 1)
+        v = tl.load(v_base + where, mask=inside, other=0.0)
+        total = product(weights.to(v.dtype), v, total * fade[:, None])
+        top = new_top
+    return total, top, size
+
+
+@triton.jit
+def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Of queries `at` (Q,), by tokens and then by heads of the group: numbers, positions, slopes, places."""
+    token, h = at // GROUP, head * GROUP + at % GROUP
+    live = token < S
+    pos = tl.load(input_pos + b * S + token, mask=live, other=-1).to(tl.int32)
+    place = (b * S + token) * H + h  # of the query among all (B,S,H)
+    e = tl.arange(0, BLOCK_E)
+    numbers = tl.load(q + place[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+    slope = tl.load(slopes + h, mask=live, other=0.0) * LOG2E if slopes is not None else tl.zeros_like(pos)
+    return numbers, pos, slope, place, live
+
+
+@triton.jit(do_not_specialize=["S", "T"])
+def decode_kernel(
+    q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
+    GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Part of a row's chunks for a tile of queries of one key/value head: grid (SPLITS, tiles of queries, B * K).
+
+    Writes total to parts (B,S,H,SPLITS,E), top and size to stats (B,S,H,SPLITS,2).
+    """
+    split, K = tl.program_id(0), H // GROUP
+    b, head = tl.program_id(2) // K, tl.program_id(2) % K
+    at = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    q, pos, slope, place, live = load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP, BLOCK_E)
+    last, first = tl.max(pos, 0), 0
+    if WINDOW:
+        first = tl.maximum(tl.min(tl.where(pos < 0, last, pos), 0) - window + 1, 0)
+    begin = first // CHUNK
+    chunk, stop = begin + (split + SPLITS - begin % SPLITS) % SPLITS, (last + CHUNK) // CHUNK
+    place = place.to(tl.int64) * SPLITS + split
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    if chunk < stop:  # else the range is empty
+        row = tl.load(rows + b) if rows is not None else b
+        base = (row.to(tl.int64) * K + head) * T * E
+        size, total = tl.zeros_like(top), tl.zeros((QUERIES, BLOCK_E), tl.float32)
+        total, top, size = attend(
+            q, total, top, size, k_cache + base, v_cache + base, pos, slope, chunk, stop, first, last, scale, window, E,
+            SPLITS, CHUNK, BLOCK_E, True, slopes is not None, WINDOW,
+        )  # fmt: skip
+        e = tl.arange(0, BLOCK_E)
+        tl.store(parts + place[:, None] * E + e[None, :], total, mask=live[:, None] & (e < E)[None, :])
+        tl.store(stats + place * 2 + 1, size, mask=live)
+    tl.store(stats + place * 2, top, mask=live)
+
+
+@triton.jit
+def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
+    """Put the parts of a query together: grid (B * S * H,). All SPLITS are summed, so that the order is always one."""
+    place = tl.program_id(0).to(tl.int64)
+    split, e = tl.arange(0, SPLITS), tl.arange(0, BLOCK_E)
+    top = tl.load(stats + (place * SPLITS + split) * 2)
+    seen = top > float("-inf")  # of the others nothing else was written
+    size = tl.load(stats + (place * SPLITS + split) * 2 + 1, mask=seen, other=0.0)
+    where = (place * SPLITS + split)[:, None] * E + e[None, :]
+    part = tl.load(parts + where, mask=seen[:, None] & (e < E)[None, :], other=0.0)  # (SPLITS,BLOCK_E)
+    share = tl.where(seen, tl.exp2(top - tl.max(tl.where(seen, top, -1e38), 0)), 0.0)
+    whole = tl.sum(share * size, 0)
+    y = tl.sum(share[:, None] * part, 0) / tl.where(whole > 0, whole, 1.0)  # padding sees nothing and gives zeros
+    tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["S", "T"])
+def prefill_kernel(
+    q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
+    GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks above its diagonal and outside its window,
+    and masks only those on the edges. The longest tiles start first."""
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    at = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+    slope_of = slopes + h if slopes is not None else None
+    q, pos, slope, place, live = load_queries(q + h * E, input_pos, slope_of, b, 0, at, S, H, E, 1, BLOCK_E)
+    last, first = tl.max(pos, 0), 0
+    oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # of the tokens that are no padding
+    if WINDOW:
+        first = tl.maximum(oldest - window + 1, 0)
+    row = tl.load(rows + b) if rows is not None else b
+    base = (row.to(tl.int64) * (H // GROUP) + h // GROUP) * T * E
+    begin, stop = first // WIDTH, (last + WIDTH) // WIDTH
+    full, ragged = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
+    top = tl.full((BLOCK_S,), float("-inf"), tl.float32)
+    size, total = tl.zeros_like(top), tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
+    ALIBI: tl.constexpr = slopes is not None
+    k, v = k_cache + base, v_cache + base
+    if WINDOW:
+        full = tl.minimum((tl.maximum(last - window + 1, 0) + WIDTH - 1) // WIDTH, stop)
+        ragged = tl.maximum(ragged, full)
+        total, top, size = attend(
+            q, total, top, size, k, v, pos, slope, begin, full, first, last, scale, window, E,
+            1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
+        )  # fmt: skip
+    total, top, size = attend(
+        q, total, top, size, k, v, pos, slope, full, ragged, first, last, scale, window, E,
+        1, WIDTH, BLOCK_E, False, ALIBI, WINDOW,
+    )  # fmt: skip
+    total, top, size = attend(
+        q, total, top, size, k, v, pos, slope, ragged, stop, first, last, scale, window, E,
+        1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
+    )  # fmt: skip
+    y = tl.where((pos >= 0)[:, None], total / tl.where(size > 0, size, 1.0)[:, None], 0.0)
+    e = tl.arange(0, BLOCK_E)
+    where = (place[:, None] + h) * E + e[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
+
+
+# ---------------------------------------------------------------- products: F.linear, kernels.linear_int8, linear_int4
+#
+# Quantized weights are packed into 32-bit words, 32 of them (128 bytes) a row and tile: words (tiles,N,32). Word i of a
+# tile holds column 32 j + i in its field j of 4 or 8 bits, so that a field of all words is 32 columns of one group: an
+# operand for the tensor cores without anything being moved about. Scales are (tiles,N,groups of a tile), or (N,) with
+# one a row; of 4 bits they are words, with the min in the upper half. Other weights stay as they are, (N,K).
+
+TILE_BITS = tl.constexpr(1024)
+
+
+@triton.jit
+def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
+    """Tile t of these rows: (BLOCK_N,32) words, or (BLOCK_N,columns) numbers that are not quantized."""
+    if BITS < 16:
+        start = (row.to(tl.int64) + t * N) * 32
+        tile = tl.load(weight + start[:, None] + tl.arange(0, 32)[None, :], eviction_policy="evict_first")
+    else:
+        COLUMNS: tl.constexpr = TILE_BITS // BITS
+        k = t * COLUMNS + tl.arange(0, COLUMNS)
+        where = weight + row.to(tl.int64)[:, None] * K + k[None, :]
+        if EVEN:
+            tile = tl.load(where, eviction_policy="evict_first")
+        else:
+            tile = tl.load(where, mask=(k < K)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Field j of words as numbers of this type; of 4 bits in bfloat16, 128 more than they are.
+
+    128 is 0x4300 in bfloat16, and the last bit of its fraction counts 1: or-ing a level into it makes 128 + level, two
+    at a time, where a conversion would take the time of the product many times over.
+    """
+    if BITS >= 16:
+        numbers = words
+    elif BITS == 8:
+        numbers = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # with its sign
+    elif dtype == tl.bfloat16:
+        two = ((words >> (4 * (j % 4))) & 0x000F000F) | 0x43004300
+        numbers = (two >> (16 * (j // 4))).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        numbers = ((words >> (4 * j)) & 15).to(tl.float32).to(dtype)
+    return numbers
+
+
+@triton.jit
+def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
+    """From sums to results: the norm's division, bias, SwiGLU, residual; y, up (BLOCK_N,TILE_M), squares (TILE_M,)."""
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    place = m.to(tl.int64)[None, :] * N + n[:, None]
+    if squares is not None:
+        inverse = tl.rsqrt(squares / K + eps)[None, :]
+        y, up = y * inverse, up * inverse
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        y = y / (1 + tl.exp2(-y * LOG2E)) * up
+    if residual is not None:
+        y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scaled(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """sum x (q * scale + min) of y = sum x (q + OFFSET) and sum x, both (BLOCK_N,...); scales: BLOCK_N pointers."""
+    numbers = tl.load(scales)
+    if BITS == 4:
+        scale = numbers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = y * scale[:, None] + sum_x * (least - OFFSET * scale)[:, None]
+    else:
+        y = y * numbers.to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, CUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """x (M,K), at will through RMSNorm, times weight (N or 2N,K) transposed: grid (tiles of M, tiles of N, CUTS).
+
+    GROUP: columns of a group, 0 where a row has one scale or none. CUTS > 1: along K; then parts (CUTS,1 or 2,M,N) and
+    squares (CUTS,M) get float32 sums, which reduce_kernel adds up. EVEN: K is a multiple of a tile's columns.
+    The weights are the left operand, BLOCK_N rows of them: so a tensor core is filled by 8 rows of x, not by 16.
+    """
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)  # tiles of M first: those that share weights run together
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cut = tl.program_id(2)
+    COLUMNS: tl.constexpr = TILE_BITS // BITS
+    FIELDS: tl.constexpr = 32 // BITS if BITS < 16 else 1
+    WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one product
+    GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP else 1  # of a tile
+    EACH: tl.constexpr = FIELDS // GROUPS  # fields of a group
+    OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
+    ROWS = 2 * N if GATED else N
+    row = tl.where(n < N, n, 0)
+    tiles = tl.cdiv(K, COLUMNS)
+    each = tl.cdiv(tiles, CUTS)
+    ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
+    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
+    total_up, sum_x, square = total, total, tl.zeros((WIDTH, TILE_M), tl.float32)
+    for t in range(cut * each, tl.minimum(cut * each + each, tiles)):
+        words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
+        words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
+        for g in tl.static_range(GROUPS):  # fields g * EACH + i
+            y = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total
+            up = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total_up
+            sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else sum_x
+            for i in tl.static_range(EACH):
+                k = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
+                inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
+                part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)  # (WIDTH,TILE_M)
+                if norm is not None:
+                    number = part.to(tl.float32)
+                    square += number * number
+                    factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
+                    part = (number * factor.to(tl.float32)[:, None]).to(part.dtype)
+                if BITS == 4:  # the tensor cores have time left, and so every thread has the sums where it needs them
+                    sum_x = product(ones, part, sum_x)
+                y = product(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
+                if GATED:
+                    up = product(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
+            if GROUP:
+                place = scales + (row.to(tl.int64) + t * ROWS) * GROUPS
+                total += scaled(y, sum_x, place + g, BITS, OFFSET)
+                if GATED:
+                    total_up += scaled(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
+            else:
+                total, total_up = y, up
+    if scales is not None and GROUP == 0:
+        total = scaled(total, sum_x, scales + row, BITS, OFFSET)
+        if GATED:
+            total_up = scaled(total_up, sum_x, scales + row + N, BITS, OFFSET)
+    square_sum = tl.sum(square, 0) if norm is not None else None
+    if CUTS == 1:
+        finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+    else:
+        inside = (n < N)[:, None] & (m < M)[None, :]
+        at = cut * M + m if not GATED else cut * 2 * M + m
+        tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], total, mask=inside)
+        if GATED:
+            tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], total_up, mask=inside)
+        if norm is not None:  # every tile of N has the same sum, and writes it
+            tl.store(squares + cut * M + m, square_sum, mask=m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def reduce_kernel(
+    parts, squares, bias, residual, out, M, N, K, eps,
+    GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add up what the cuts along K made, in their order: grid (tiles of M, tiles of N)."""
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
+    total_up, square = total, tl.zeros((TILE_M,), tl.float32)
+    for cut in tl.static_range(CUTS):
+        at = cut * M + m if not GATED else cut * 2 * M + m
+        total += tl.load(parts + at.to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
+        if GATED:
+            total_up += tl.load(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
+        if squares is not None:
+            square += tl.load(squares + cut * M + m, mask=m < M, other=0.0)
+    square_sum = square if squares is not None else None
+    finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(
+    x, weight, scales, bias, out, M, N, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Many rows times quantized weights, which become numbers of x's type tile by tile: grid (tiles of M, of N).
+
+    Bound by arithmetic: a weight is unpacked once for BLOCK_M rows. The numbers are those of the reference.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(n < N, n, 0)
+    FIELDS: tl.constexpr = 32 // BITS
+    GROUPS: tl.constexpr = 32 * FIELDS // GROUP if GROUP else 1
+    OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in range(0, tl.cdiv(K, 32 * FIELDS)):
+        words = load_tile(weight, t, row, N, K, BITS, True)
+        for j in tl.static_range(FIELDS):
+            k = (t * FIELDS + j) * 32 + tl.arange(0, 32)
+            inside = (m < M)[:, None] & (k < K)[None, :]
+            part = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
+            place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUP else scales + row
+            one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
+            w = scaled(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
+            total = product(part, tl.trans(w.to(part.dtype)), total)
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+# ---------------------------------------------------------------- positions and norms: model.rotate, nn.RMSNorm
+
+
+@triton.jit(do_not_specialize=["S", "T"])
+def rotary_kernel(
+    qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps, BLOCK_E: tl.constexpr
+):
+    """One head of one token, grid (B * S, H + 2 K): norm and turn it, and put queries into out (B,S,H,E), keys and
+    values into their slots; position -1 is the last slot. Each number is read and written once."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
+    inside = e < E
+    pair = (e + E // 2) % E
+    start = (token.to(tl.int64) * (H + 2 * K) + head) * E
+    number = tl.load(qkv + start + e, mask=inside, other=0.0).to(tl.float32)
+    if head < H + K:
+        other = tl.load(qkv + start + pair, mask=inside, other=0.0).to(tl.float32)
+        if q_norm is not None:
+            inverse = tl.rsqrt(tl.sum(number * number, 0) / E + eps)
+            is_query = (head < H) & inside
+            is_key = (head >= H) & inside
+            weight = tl.load(q_norm + e, mask=is_query, other=0.0) + tl.load(k_norm + e, mask=is_key, other=0.0)
+            weights = tl.load(q_norm + pair, mask=is_query, other=0.0) + tl.load(k_norm + pair, mask=is_key, other=0.0)
+            number = (number * inverse * weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+            other = (other * inverse * weights.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+        if cos is not None:
+            turned = number * tl.load(cos + token * E + e, mask=inside, other=0.0)
+            number = turned + other * tl.load(sin + token * E + e, mask=inside, other=0.0)
+    number = number.to(qkv.dtype.element_ty)
+    if head < H:
+        tl.store(out + (token.to(tl.int64) * H + head) * E + e, number, mask=inside)
+    else:
+        b = token // S
+        row = tl.load(rows + b) if rows is not None else b
+        position = tl.load(input_pos + token)
+        slot = tl.where(position < 0, position + T, position).to(tl.int64)
+        place = ((row.to(tl.int64) * K + (head - H) % K) * T + slot) * E + e
+        if head < H + K:
+            tl.store(k_cache + place, number, mask=inside)
+        else:
+            tl.store(v_cache + place, number, mask=inside)
+
+
+@triton.jit
+def norm_kernel(x, weight, bias, out, D, eps, CENTRED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """RMSNorm, or where it is centred LayerNorm, of a row: grid (M,). A row's sum has one order whatever M is."""
+    d = tl.arange(0, BLOCK_D)
+    start = tl.program_id(0).to(tl.int64) * D
+    number = tl.load(x + start + d, mask=d < D, other=0.0).to(tl.float32)
+    if CENTRED:
+        number = tl.where(d < D, number - tl.sum(number, 0) / D, 0.0)
+    y = number * tl.rsqrt(tl.sum(number * number, 0) / D + eps) * tl.load(weight + d, mask=d < D).to(tl.float32)
+    if bias is not None:
+        y += tl.load(bias + d, mask=d < D).to(tl.float32)
+    tl.store(out + start + d, y.to(out.dtype.element_ty), mask=d < D)
+
+
+# ---------------------------------------------------------------- which tiles: fixed, or tuned
+
+LEAST_TILES = 8  # of a cut along K: fewer would end before the memory's pipeline is full
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def fixed_choice(bits: int, N: int, K: int, processors: int) -> dict:
+    """Tiles for a product with few rows, by its shape alone, never by M: broad ones, or narrow ones where those would
+    not fill the processors (16 rows are one warp, too few to unpack weights as fast as they come); and where that does
+    not do, cuts along K, which cost another launch, to add up."""
+    enough, cuts = processors * 5 // 4, 1
+    blocks = (64, 32, 16) if bits >= 16 else (64, 32)
+    block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
+    while triton.cdiv(N, block) * cuts < enough and cuts < 8 and triton.cdiv(K * bits, 1024) >= 2 * cuts * LEAST_TILES:
+        cuts *= 2
+    stages = 4 if block == 64 else 5 if bits < 16 else 6
+    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": stages}
+
+
+def choice_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
+    return f"{bits} bits, groups of {group}, {'2 x ' * gated}{N} x {K}"
+
+
+def choose(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
+    key = choice_key(bits, group, N, K, gated)
+    return tuned(device).get(key) or fixed_choice(bits, N, K, multiprocessors(device))
+
+
+def tuning_file(device: torch.device) -> Path:
+    name = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else "cpu"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
+    return folder / f"triton-{triton.__version__}-{name}.json"
+
+
+@functools.cache
+def tuned(device: torch.device) -> dict:
+    """What benchmarks/gpu_kernels.py --tune found on this device, by choice_key; read once a process."""
+    try:
+        return json.loads(tuning_file(device).read_text())
+    except (OSError, ValueError, RuntimeError):
+        return {}
+
+
+# ---------------------------------------------------------------- the operations, as torch sees them
+
+LIBRARY = torch.library.Library("fastpath_gpu", "DEF")  # torch.library.custom_op would cost eager runs more
+SCHEMAS = {
+    "attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, "
+    "int? window) -> Tensor",
+    "linear": "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
+    "int N, int bits, int group, bool gated, float eps) -> Tensor",
+    "matmul": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int N, int bits, int group) -> Tensor",
+    "rotary": "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor input_pos, Tensor? rows, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
+    "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> Tensor",
+}
+
+
+def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+    """kernels.attention, in two ways: up to SMALL_S new tokens a row split along T, more tiled along S."""
+    B, S, H, E = q.shape
+    K, T = k_cache.shape[1:3]
+    group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
+    places = (input_pos, rows, slopes)
+    numbers = (S, T, H, E, E**-0.5 * LOG2E.value, window or 0)
+    settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
+    out = torch.empty_like(q)
+    with torch.cuda.device_of(q):
+        if S <= SMALL_S:
+            parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
+            grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
+            settings |= decode_tiles(block, q.dtype)
+            decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
+            merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
+        else:
+            tiles = prefill_tiles(block, q.dtype)
+            grid = (triton.cdiv(S, tiles["BLOCK_S"]), B * H)
+            prefill_kernel[grid](q, k_cache, v_cache, *places, out, *numbers, **settings, **tiles)
+    return out
+
+
+def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
+    wide = block_e * dtype.itemsize  # bytes of a key
+    return {"num_warps": 8 if wide > 256 else 4, "num_stages": 2 if wide >= 256 else 3}
+
+
+def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
+    if dtype == torch.float32:  # its exact products have no tensor cores, and their operands fill the registers
+        return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
+    if block_e > 128:
+        return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
+
+
+def linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
+    """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up. Few rows."""
+    x, K = x.contiguous(), x.shape[-1]
+    M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
+    tiles = choose(bits, group, N, K, gated, x.device)
+    block, cuts = tiles["BLOCK_N"], tiles["CUTS"]
+    parts = squares = None
+    if cuts > 1:
+        parts = x.new_empty(cuts, 2 if gated else 1, M, N, dtype=torch.float32)
+        squares = None if norm is None else x.new_empty(cuts, M, dtype=torch.float32)
+    residual = None if residual is None else residual.contiguous()
+    grid = (triton.cdiv(M, TILE_M.value), triton.cdiv(N, block))
+    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0} | tiles
+    tensors = (x, weight, scales, bias, norm, residual, out, parts, squares)
+    with torch.cuda.device_of(x):
+        linear_kernel[(*grid, cuts)](*tensors, M, N, K, eps, **settings)
+        if cuts > 1:
+            sizes = {"GATED": gated, "CUTS": cuts, "BLOCK_N": block}
+            reduce_kernel[grid](parts, squares, bias, residual, out, M, N, K, eps, **sizes)
+    return out
+
+
+def matmul(x, weight, scales, bias, N, bits, group):
+    """x (...,K) times packed weight, (...,N). Many rows."""
+    x, K = x.contiguous(), x.shape[-1]
+    M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 32} if x.dtype == torch.float32 else {"BLOCK_M": 64, "BLOCK_N": 128}
+    grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
+    sizes |= {"BITS": bits, "GROUP": group, "num_warps": 4, "num_stages": 3}
+    with torch.cuda.device_of(x):
+        matmul_kernel[grid](x, weight, scales, bias, out, M, N, K, **sizes)
+    return out
+
+
+def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, eps):
+    """qkv (B,S,(H+2K)*E), cos and sin of model.rope_table: queries (B,S,H,E); keys and values go into the caches."""
+    B, S, _ = qkv.shape
+    K, T, E = k_cache.shape[1:]
+    out = qkv.new_empty(B, S, H, E)
+    cos, sin = (None, None) if cos is None else (cos.contiguous(), sin.contiguous())
+    tensors = (qkv.contiguous(), cos, sin, q_norm, k_norm, input_pos.contiguous(), rows, k_cache, v_cache, out)
+    with torch.cuda.device_of(qkv):
+        rotary_kernel[(B * S, H + 2 * K)](*tensors, S, T, H, K, E, eps, triton.next_power_of_2(E), num_warps=1)
+    return out
+
+
+def norm(x, weight, bias, eps, centred):
+    """RMSNorm or LayerNorm over the last dimension."""
+    x, D = x.contiguous(), x.shape[-1]
+    out, block = torch.empty_like(x), triton.next_power_of_2(D)
+    warps = min(16, max(1, block // 512))
+    with torch.cuda.device_of(x):
+        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, centred, block, num_warps=warps)
+    return out
+
+
+def like_first(x, *rest):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def declare():
+    """Tell torch the operations, and its compiler the shapes of what they return."""
+    fakes = {
+        "attention": like_first,
+        "linear": lambda x, weight, scales, bias, norm, residual, N, *rest: x.new_empty(*x.shape[:-1], N),
+        "matmul": lambda x, weight, scales, bias, N, *rest: x.new_empty(*x.shape[:-1], N),
+        "rotary": lambda qkv, *rest: qkv.new_empty(*qkv.shape[:2], rest[-2], rest[-3].shape[-1]),
+        "norm": like_first,
+    }
+    for name, fake in fakes.items():
+        LIBRARY.define(name + SCHEMAS[name])
+        LIBRARY.impl(name, globals()[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastpath_gpu::{name}", fake, lib=LIBRARY)
+
+
+declare()
+ops = torch.ops.fastpath_gpu
+
+# ---------------------------------------------------------------- packing
+
+
+def pack_words(q: Tensor, bits: int) -> Tensor:
+    """Levels (N,K), int8 or uint8, to words int32 (tiles,N,32); columns that are missing are zero."""
+    fields = 32 // bits
+    q = F.pad(q, (0, -q.shape[1] % (32 * fields))).unflatten(1, (-1, fields, 32))  # (N,tiles,fields,32)
+    words = q[:, :, 0].int() & (2**bits - 1)
+    for j in range(1, fields):
+        words |= (q[:, :, j].int() & (2**bits - 1)) << (bits * j)
+    return words.transpose(0, 1).contiguous()
+
+
+def unpack_words(words: Tensor, bits: int, K: int) -> Tensor:
+    """Words (tiles,...,32) to levels (...,K), int32."""
+    high = 32 - bits  # shifted up and down again a field of 8 bits gets its sign
+    fields = [words << (high - bits * j) >> high for j in range(32 // bits)]
+    q = torch.stack(fields, -2).movedim(0, -3).flatten(-3)
+    return (q & 15 if bits == 4 else q)[..., :K]
+
+
+def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
+    """float16 (N,G) to (tiles,N,each), each groups a tile; with mins int32, of which they are the upper half."""
+    if mins is not None:
+        scales = torch.stack([scales, mins], -1).view(torch.int32).squeeze(-1)
+    scales = F.pad(scales, (0, -scales.shape[1] % each))
+    return scales.unflatten(1, (-1, each)).transpose(0, 1).contiguous()
+
+
+def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
+    """(tiles,...,each) to scales and mins or None, (...,groups) each."""
+    numbers = packed.movedim(0, -2).flatten(-2)[..., :groups]
+    if numbers.dtype == torch.float16:
+        return numbers, None
+    pairs = numbers.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    return pairs[..., 0], pairs[..., 1]
+
+
+# ---------------------------------------------------------------- into a model
+
+
+class GpuLinear(nn.Module):
+    """nn.Linear's, Int8Linear's or Int4Linear's, with its weights in the order of the kernels."""
+
+    def __init__(self, plain: nn.Module):
+        super().__init__()
+        self.bias, self.group = getattr(plain, "bias", None), 0
+        if isinstance(plain, (Int8Linear, Int4Linear)):
+            self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
+            self.bits = 8 if isinstance(plain, Int8Linear) else 4
+            q = plain.weight if self.bits == 8 else unpack_nibbles(plain.packed, self.in_features)
+            self.register_buffer("weight", pack_words(q, self.bits))
+            self.group = plain.groupsize if plain.groupsize in (32, 64, 128) else 0
+            each = 1024 // self.bits // self.group if self.group else 1
+            self.register_buffer("scales", pack_scales(plain.scales, getattr(plain, "mins", None), each))
+        else:
+            self.weight, self.scales, self.bits = plain.weight, None, 8 * plain.weight.itemsize
+            self.out_features, self.in_features = plain.weight.shape
+
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, gated: bool = False):
+        """x (B,S,K), or (B,K) of one token a row. norm, residual and gated are for few rows only."""
+        if x.dim() > 2 and x.shape[-2] > SMALL_S:
+            if self.bits >= 16:
+                return F.linear(x, self.weight, self.bias)
+            return ops.matmul.default(x, self.weight, self.scales, self.bias, self.out_features, self.bits, self.group)
+        factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        tensors = (x, self.weight, self.scales, self.bias, factor, residual)
+        N = self.out_features // 2 if gated else self.out_features
+        return ops.linear.default(*tensors, N, self.bits, self.group, gated, eps)
+
+
+class GpuEmbedding(GpuLinear):
+    """A table that is looked up by rows, and the output head where that is tied to it."""
+
+    logits = GpuLinear.forward
+
+    def forward(self, tokens: Tensor):
+        if self.bits >= 16:
+            return F.embedding(tokens, self.weight)
+        K, groups = self.in_features, -(-self.in_features // self.groupsize)
+        q = unpack_words(self.weight[:, tokens], self.bits, K)  # (B,S,K)
+        scales, mins = unpack_scales(self.scales[:, tokens], groups)
+        y = q * spread(scales, self.groupsize, K)
+        return y if mins is None else y + spread(mins, self.groupsize, K)
+
+
+class GpuNorm(nn.Module):
+    """nn.RMSNorm's or nn.LayerNorm's."""
+
+    def __init__(self, plain: nn.Module):
+        super().__init__()
+        self.weight, self.eps, self.bias = plain.weight, plain.eps, getattr(plain, "bias", None)
+        self.centred = isinstance(plain, nn.LayerNorm)
+
+    def forward(self, x: Tensor):
+        return ops.norm.default(x, self.weight, self.bias, self.eps, self.centred)
+
+
+class GpuAttention(Attention):
+    def __init__(self, plain: Attention):
+        nn.Module.__init__(self)
+        self.__dict__.update(plain.__dict__)
+
+    def forward(self, x, rope, input_pos, rows, norm=None, residual=None):
+        qkv, caches = self.qkv(x, norm), (self.k_cache, self.v_cache)
+        cos, sin = rope or (None, None)
+        q_norm, k_norm = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        sizes = (self.config.n_head, self.config.norm_eps)
+        q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, input_pos, rows, *caches, *sizes)  # (B,S,H,E)
+        y = ops.attention.default(q, *caches, input_pos, rows, self.slopes, self.window)
+        return self.out(y.flatten(2), residual=residual)
+
+
+class GpuBlock(Block):
+    """A block of RMSNorm and SwiGLU; for up to 16 new tokens a row all else goes along with its products."""
+
+    def __init__(self, plain: Block):
+        nn.Module.__init__(self)
+        self.__dict__.update(plain.__dict__)
+
+    def forward(self, x, rope, input_pos, rows):
+        if x.shape[1] > SMALL_S:
+            return super().forward(x, rope, input_pos, rows)
+        x = self.attention(x, rope, input_pos, rows, self.attention_norm, x)
+        return self.mlp.down(self.mlp.gate_up(x, self.mlp_norm, gated=True), residual=x)
+
+
+LAYERS = {nn.Linear: GpuLinear, Int8Linear: GpuLinear, Int4Linear: GpuLinear, Embedding: GpuEmbedding}
+LAYERS |= {Int8Embedding: GpuEmbedding, Int4Embedding: GpuEmbedding, nn.RMSNorm: GpuNorm, nn.LayerNorm: GpuNorm}
+LAYERS |= {Attention: GpuAttention, Block: GpuBlock}
+
+
+def install(model: Transformer) -> bool:
+    """Swap the layers of a model on a GPU (sm_80 or later) for ones that call the kernels; elsewhere False, no change.
+
+    Quantized weights are packed anew, a layer at a time, on the device.
+    """
+    weight, config, device = model.norm.weight, model.config, model.norm.weight.device
+    ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
+    if not ready:
+        return False
+    fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
+    fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large
+    for name in reversed([name for name, module in model.named_modules() if type(module) in LAYERS]):
+        module = model.get_submodule(name)  # blocks come after what they consist of
+        if fused or type(module) is not Block:
+            model.set_submodule(name, LAYERS[type(module)](module))
+    return True

@@ -1,0 +1,145 @@
+"""Compile the Triton kernels ahead of time, for GPUs that need not be here, and report what ptxas says of each.
+
+    python tests/compile_kernels.py [--all]      # one JSON object: "sm_90 linear int4 ...": {"registers", "spills"}
+
+Without --all the heaviest configuration of each kernel; with it whatever Llama models of 1B and 8B would run. A process
+of its own, since Triton decides at import whether it interprets.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kernels_triton as kt
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "window")
+FLOATS = ("eps", "scale")
+
+
+def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict, kinds: dict, num_warps, num_stages):
+    """Compiled for this target; settings are its constants (None for a tensor that is not there), kinds the types of
+    pointers that are not of dtype."""
+    signature, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in settings:
+            signature[name] = "constexpr"
+        elif name in INTEGERS or name in FLOATS:
+            signature[name] = "i32" if name in INTEGERS else "fp32"
+        else:
+            signature[name] = "*" + kinds.get(name, TYPES[dtype])
+        if signature[name][0] == "*" or name in ("N", "K", "T", "E", "H"):
+            aligned[(i,)] = [["tt.divisibility", 16]]  # as a launch would find them
+    source = ASTSource(fn=kernel, signature=signature, constexprs=settings, attrs=aligned)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def resources(ptx: str, architecture: str) -> dict:
+    """Registers a thread and bytes spilled, by ptxas."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [PTXAS, "-v", f"-arch={architecture}", path, "-o", path.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    return {"registers": int(re.search(r"Used (\d+) registers", said)[1]), "spills": sum(spilled)}
+
+
+# name: (bits, group, N, K, gated, normed); those without a norm before them add a residual
+LINEARS = {
+    "int4 g32 gate_up 8B": (4, 32, 14336, 4096, True, True),
+    "int8 g32 out 8B": (8, 32, 4096, 4096, False, False),
+    "bf16 qkv 8B": (16, 0, 6144, 4096, False, True),
+}
+MORE_LINEARS = {
+    f"{bits} bits, groups of {group}, {name}": (bits, group, *shape)
+    for bits, group in ((4, 32), (4, 64), (4, 128), (4, 0), (8, 32), (8, 128), (8, 0), (16, 0))
+    for name, shape in {
+        "qkv 8B": (6144, 4096, False, True),
+        "out 8B": (4096, 4096, False, False),
+        "gate_up 8B": (14336, 4096, True, True),
+        "down 8B": (4096, 14336, False, False),
+        "head 8B": (128256, 4096, False, False),
+        "qkv 1B": (3072, 2048, False, True),
+    }.items()
+}
+KINDS = {"input_pos": "i64", "rows": "i64", "slopes": "fp32", "parts": "fp32", "stats": "fp32", "squares": "fp32"}
+KINDS |= {"cos": "fp32", "sin": "fp32"}
+
+
+def linear_case(bits, group, N, K, gated, normed):
+    """(settings, types of pointers, warps, stages) of a product as `linear` would launch it on a GPU of 132."""
+    tiles = kt.fixed_choice(bits, N, K, 132)
+    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": True, "BLOCK_N": tiles["BLOCK_N"]}
+    settings |= {"CUTS": tiles["CUTS"], "bias": None} | ({"scales": None} if bits >= 16 else {})
+    settings |= {"residual": None} if normed or tiles["CUTS"] > 1 else {"norm": None}
+    settings |= {"parts": None, "squares": None} if tiles["CUTS"] == 1 else {} if normed else {"squares": None}
+    settings |= {} if normed else {"norm": None}
+    kinds = KINDS | {"scales": "i32" if bits == 4 else "fp16"} | ({"weight": "i32"} if bits < 16 else {})
+    return settings, kinds, tiles["num_warps"], tiles["num_stages"]
+
+
+def cases(everything: bool):
+    """(name, kernel, dtype, settings, kinds, warps, stages) of what is to be compiled."""
+    for name, shape in (LINEARS | MORE_LINEARS if everything else LINEARS).items():
+        yield f"linear {name}", kt.linear_kernel, torch.bfloat16, *linear_case(*shape)
+    half = torch.bfloat16
+    quantized = KINDS | {"weight": "i32", "scales": "i32"}
+    sums = {"GATED": False, "CUTS": 2, "BLOCK_N": 32, "bias": None, "squares": None}
+    yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
+    many = {"BITS": 4, "GROUP": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
+    yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
+    for E in (64, 80, 96, 128, 256) if everything else (128,):
+        block = triton.next_power_of_2(E)
+        for group, window, alibi in ((1, True, True), (4, False, False))[: 1 + everything]:
+            settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window, "rows": None}
+            settings |= {} if alibi else {"slopes": None}
+            name = f"E {E}" + ", window, ALiBi" * window
+            yield f"decode {name}", kt.decode_kernel, half, settings, KINDS, *kt.decode_tiles(block, half).values()
+            tiles = kt.prefill_tiles(block, half)
+            settings = settings | {"BLOCK_S": tiles["BLOCK_S"], "WIDTH": tiles["WIDTH"]}
+            warps, stages = tiles["num_warps"], tiles["num_stages"]
+            yield f"prefill {name}", kt.prefill_kernel, half, settings, KINDS, warps, stages
+    yield "merge", kt.merge_kernel, half, {"BLOCK_E": 128}, KINDS, 4, 3
+    yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
+    yield "norm", kt.norm_kernel, half, {"CENTRED": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
+    if everything:
+        many |= {"BITS": 8, "GROUP": 0}
+        yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
+        settings = {"GROUP": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
+        tiles = kt.decode_tiles(128, torch.float32).values()
+        yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, *tiles
+        yield "norm LayerNorm", kt.norm_kernel, half, {"CENTRED": True, "BLOCK_D": 16384}, KINDS, 16, 3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every configuration, and gfx942 too")
+    everything, found = parser.parse_args().all, {}
+    for name, kernel, dtype, settings, kinds, warps, stages in cases(everything):
+        for capability, architecture in ((80, "sm_80"), (90, "sm_90a")):
+            target = GPUTarget("cuda", capability, 32)
+            made = compile_kernel(kernel, target, dtype, settings, kinds, warps, stages)
+            found[f"sm_{capability} {name}"] = resources(made.asm["ptx"], architecture) | {
+                "shared": made.metadata.shared
+            }
+        if everything:
+            made = compile_kernel(kernel, GPUTarget("hip", "gfx942", 64), dtype, settings, kinds, warps, 2)
+            found[f"gfx942 {name}"] = {"bytes": len(made.asm["hsaco"])}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

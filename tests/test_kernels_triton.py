@@ -1,0 +1,472 @@
+"""The GPU kernels: against their references, to the bit the same for a row in any batch, inside compiled graphs, and
+compiled ahead of time. Where there is no GPU they run in Triton's interpreter, on CPU tensors and few sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import INTERPRET, ROOT, random_prompts
+from test_kernels_cpu import attention_case, numbers, quantized
+from test_quantize import greedy
+
+tl = pytest.importorskip("triton.language")
+with INTERPRET:
+    import kernels_triton as kt
+
+from checkpoint import load_model
+from generate import Steps, compiled_steps, decode
+from kernels import attention, unpack_levels
+from model import Block, RopeScaling, rope_table, rotate
+from quantize import EMBEDDING, PACK, Quantization, quantize_checkpoint
+from report import launches
+
+CHOOSE = kt.choose
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+# Rounding of a result, and a little of sums; the interpreter cuts bfloat16 off where a GPU rounds.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 7e-4}
+F32, BF16, F16 = TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Interpreting 64 programs that mostly have nothing to do takes seconds; a GPU runs what it always runs."""
+    if not ON_GPU:
+        monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
+        monkeypatch.setattr(kt, "choose", lambda *shape: tiles_of(1, 128))
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # parts of Triton are imported at the first launch
+
+
+@pytest.fixture
+def ordered_products(monkeypatch):
+    """The interpreter's products are numpy's, whose sums depend on where in a matrix a row stands. A tensor core's do
+    not: so let each be a sum over columns in their order."""
+
+    def matmul(a, b, dtype=None):
+        total = np.zeros((a.shape[0], b.shape[1]), dtype)
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[k]
+        return total
+
+    if not ON_GPU:
+        monkeypatch.setattr(np, "matmul", matmul)
+
+
+def tiles_of(cuts, block=32):
+    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 3}
+
+
+def on_device(arguments):
+    return [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def close(found, expected, tolerance):
+    assert found.shape == expected.shape
+    assert (found.float() - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-6)
+
+
+# ---------------------------------------------------------------- attention
+
+# dtype  B  S  K group E   T   window slopes rows ragged; caches hold NaN wherever no token of the row looks
+CASES = [
+    (F32, 3, 1, 2, 3, 64, 300, None, False, True, False),
+    (BF16, 2, 1, 1, 8, 128, 530, None, False, False, False),
+    (F16, 1, 5, 2, 4, 80, 130, 7, True, False, True),
+    (F32, 2, 16, 1, 4, 96, 40, None, True, True, True),
+    (BF16, 1, 16, 3, 1, 31, 300, 140, True, False, False),
+    (F32, 2, 2, 1, 1, 10, 5, 1, False, False, False),
+    (F16, 2, 3, 2, 3, 96, 64, None, False, True, True),
+    (F32, 2, 17, 2, 1, 16, 20, None, False, False, True),
+    (BF16, 2, 75, 1, 3, 80, 300, 64, False, True, True),
+    (F16, 1, 40, 1, 8, 128, 130, None, True, True, False),
+    (F32, 3, 140, 1, 4, 64, 300, None, True, False, True),
+    (F32, 1, 130, 2, 1, 31, 180, 7, True, False, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
+def test_attention(case):
+    dtype, *sizes = case
+    q, k_cache, v_cache, *places = on_device(attention_case(sum(sizes[:6]), dtype, *sizes))
+    found = kt.ops.attention(q, k_cache, v_cache, *places)
+    assert found.dtype == dtype
+    close(found, attention(q.float(), k_cache.float(), v_cache.float(), *places), TOLERANCE[dtype])
+
+
+def test_attention_far_beyond_the_live_length():
+    """A cache of 3000 slots of which 70 are live, with all the splits that a GPU has."""
+    q, k_cache, v_cache = numbers(1, 1, 3, 16), *torch.full((2, 1, 1, 3008, 16), float("nan"))
+    k_cache[:, :, :70], v_cache[:, :, :70] = numbers(1, 1, 70, 16, seed=1), numbers(1, 1, 70, 16, seed=2)
+    arguments = on_device([q, k_cache, v_cache, torch.tensor([[69]]), None, None, None])
+    with mock.patch.object(kt, "SPLITS", tl.constexpr(64)):
+        close(kt.ops.attention(*arguments), attention(*arguments), TOLERANCE[F32])
+
+
+@pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 200, True)])
+def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(ordered_products, dtype, window, slopes):
+    """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length; where the window of
+    some of the tokens begins in another chunk than that of the others, too."""
+    q, k_cache, v_cache = (
+        numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(2, 16, 3, 80), *[(2, 1, 300, 80)] * 2])
+    )
+    input_pos, bias = (
+        torch.stack([torch.arange(255, 271), torch.arange(40, 56)]),
+        torch.rand(3) / 99 if slopes else None,
+    )
+    q, k_cache, v_cache, input_pos, bias = on_device([q, k_cache, v_cache, input_pos, bias])
+    together = kt.ops.attention(q, k_cache, v_cache, input_pos, None, bias, window)
+    longer = [F.pad(cache, (0, 0, 0, 500), value=float("nan")) for cache in (k_cache, v_cache)]
+    for b, tokens in ((0, slice(0, 1)), (0, slice(9, 10)), (1, slice(7, 12))):
+        row = torch.tensor([b], device=DEVICE)
+        found = kt.ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window)
+        assert torch.equal(found, together[b : b + 1, tokens])
+
+
+# ---------------------------------------------------------------- products
+
+# dtype format group  M   N    K   bias  norm   gated  cuts
+PRODUCTS = [
+    (F32, "int8", 32, 1, 37, 300, True, False, False, 1),
+    (F32, "int4", 32, 9, 70, 1100, True, True, True, 2),
+    (BF16, "int4", 64, 3, 37, 515, True, True, False, 1),
+    (BF16, "int4", 128, 16, 24, 1030, False, False, True, 2),
+    (BF16, "int4", 0, 2, 40, 300, True, True, True, 2),
+    (F16, "int4", 32, 5, 70, 256, True, False, False, 1),
+    (F16, "int8", 64, 17, 37, 515, False, False, True, 4),
+    (BF16, "int8", 128, 4, 33, 300, True, True, True, 1),
+    (F32, "int8", 0, 7, 24, 150, False, True, False, 1),
+    (BF16, None, 0, 1, 37, 300, True, True, False, 2),
+    (F32, None, 0, 12, 70, 45, True, True, True, 1),
+    (F16, None, 0, 16, 24, 128, False, False, False, 1),
+]
+
+
+def gpu_layer(format, N, K, group, bias, dtype):
+    """(ours, the float32 matrix that it stands for)."""
+    if format is None:
+        layer = torch.nn.Linear(K, N, bias).to(dtype).requires_grad_(False)
+        matrix = layer.weight.float()
+    else:
+        layer, matrix = quantized(format, N, K, group, bias, dtype, seed=N)
+    return kt.GpuLinear(layer.to(DEVICE)), matrix.to(DEVICE)
+
+
+def tiles(cuts):
+    return mock.patch.object(kt, "choose", lambda *shape: tiles_of(cuts))
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
+def test_products_with_few_rows(case):
+    """With all that goes along: RMSNorm before, bias, SwiGLU, and where there is no SwiGLU the residual."""
+    dtype, format, group, M, N, K, bias, normed, gated, cuts = case
+    layer, matrix = gpu_layer(format, 2 * N if gated else N, K, group, bias, dtype)
+    x, residual = numbers(M, K, seed=K, dtype=dtype).to(DEVICE), numbers(M, N, seed=M, dtype=dtype).to(DEVICE)
+    norm = torch.nn.RMSNorm(K, 1e-5).to(DEVICE).requires_grad_(False) if normed else None
+    if normed:
+        norm.weight.copy_(numbers(K, seed=2) * 0.3 + 1)
+        norm.to(dtype)
+    with tiles(cuts):
+        found = layer(x, norm, None if gated else residual, gated)
+    h = F.rms_norm(x.float(), (K,), norm.weight.float(), 1e-5) if normed else x.float()
+    y, size = F.linear(h, matrix, layer.bias.float() if bias else None), h.abs() @ matrix.abs().T
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y, size = F.silu(gate) * up, (size[:, :N] + 1) * (size[:, N:] + 1)  # the factors' errors, and their product's
+    else:
+        y, size = y + residual.float(), size + residual.float().abs()
+    assert found.dtype == dtype and ((found.float() - y).abs() <= TOLERANCE[dtype] * size).all()
+
+
+@pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int8", 0, F32), (None, 0, BF16)])
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(ordered_products, format, group, dtype):
+    layer, _ = gpu_layer(format, 2 * 37, 300, group, True, dtype)
+    norm = torch.nn.RMSNorm(300, 1e-5).to(DEVICE, dtype).requires_grad_(False)
+    x = numbers(17, 300, dtype=dtype).to(DEVICE)
+    with tiles(2):
+        together = layer(x, norm, None, True)
+        for rows in (slice(0, 1), slice(3, 14), slice(16, 17)):
+            assert torch.equal(layer(x[rows], norm, None, True), together[rows]), rows
+
+
+@pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int4", 0, F32), ("int8", 64, F16)])
+def test_products_with_many_rows(format, group, dtype):
+    layer, matrix = gpu_layer(format, 37, 300, group, True, dtype)
+    x = numbers(2, 35, 300, dtype=dtype).to(DEVICE)
+    expected, size = F.linear(x.float(), matrix, layer.bias.float()), x.float().abs() @ matrix.abs().T
+    assert ((layer(x).float() - expected).abs() <= TOLERANCE[dtype] * size).all()
+
+
+@pytest.mark.parametrize("format, group", [("int8", 32), ("int8", 0), ("int4", 64), ("int4", 0)])
+@pytest.mark.parametrize("K", [45, 300])
+def test_packed_weights_are_the_same_numbers(format, group, K):
+    """Looked up as a table is; negative scales and -128 too, which only other programs write."""
+    plain = EMBEDDING[format](K, 29, False, group if group < K else 0)
+    plain.load_state_dict(PACK[format](numbers(29, K), group if group < K else 0))
+    if format == "int8":
+        plain.weight[3, 7], plain.scales[3] = -128, -plain.scales[3]
+    tokens = torch.randint(0, 29, (2, 7))
+    assert torch.equal(kt.GpuEmbedding(plain.to(DEVICE))(tokens.to(DEVICE)), plain(tokens.to(DEVICE)))
+    assert torch.equal(
+        kt.unpack_words(kt.pack_words(torch.arange(-128, 127).int()[None].to(torch.int8), 8), 8, 255)[0],
+        torch.arange(-128, 127, dtype=torch.int32),
+    )
+
+
+# ---------------------------------------------------------------- positions and norms
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("qk_norm, roped", [(True, True), (False, True), (False, False)])
+def test_rotary_with_cache_write(dtype, qk_norm, roped):
+    B, S, H, K, E, T = 2, 3, 6, 2, 22, 19
+    qkv, rows = numbers(B, S, (H + 2 * K) * E, dtype=dtype), torch.tensor([2, 0])
+    input_pos = torch.tensor([[4, 5, 6], [16, -1, -1]])
+    freqs = torch.rand(E // 2, generator=torch.Generator().manual_seed(1))
+    rope = rope_table(freqs, RopeScaling("yarn", 2.0, 8, attention_factor=0.7), input_pos) if roped else None
+    norms = [numbers(E, seed=i, dtype=dtype) for i in (5, 6)] if qk_norm else [None, None]
+    caches = [torch.zeros(3, K, T, E, dtype=dtype, device=DEVICE) for _ in range(2)]
+    cos_sin = rope or (None, None)
+    arguments = on_device([qkv, *cos_sin, *norms, input_pos, rows, *caches, H, 1e-6])
+    q = kt.ops.rotary(*arguments).cpu()
+
+    qk, v = qkv.view(B, S, -1, E).split([H + K, K], 2)
+    if qk_norm:
+        parts = qk.split([H, K], 2)
+        qk = torch.cat([F.rms_norm(x, (E,), w, 1e-6) for x, w in zip(parts, norms)], 2)
+    qk = qk if rope is None else rotate(qk, rope)
+    tolerance = 4 * TOLERANCE[dtype]  # rounded twice
+    close(q, qk[:, :, :H].float(), tolerance)
+    for cache, expected in zip(caches, (qk[:, :, H:], v)):
+        written = torch.zeros_like(cache, device="cpu")
+        written[rows[:, None], :, input_pos] = expected
+        close(cache.cpu()[:, :, :-1], written[:, :, :-1].float(), tolerance)
+        assert cache[2, :, -1].eq(0).all() and cache[0, :, -1].ne(0).any(), "padding lands in the scratch slot"
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("D", [45, 600])
+def test_norms(dtype, D):
+    x, w, b = (numbers(*shape, seed=D, dtype=dtype).to(DEVICE) * 2 + 1 for shape in ((3, 5, D), (D,), (D,)))
+    found = kt.ops.norm(x, w, None, 1e-5, False)
+    close(found, F.rms_norm(x.float(), (D,), w.float(), 1e-5), TOLERANCE[dtype])
+    assert torch.equal(kt.ops.norm(x[1, 2:3], w, None, 1e-5, False), found[1, 2:3])
+    expected = F.layer_norm(x.float(), (D,), w.float(), b.float(), 1e-5)
+    close(kt.ops.norm(x, w, b, 1e-5, True), expected, 5 * TOLERANCE[dtype])
+
+
+def test_opcheck():
+    """Schemas, shapes for the compiler, and that what is written in place is declared."""
+    check = torch.library.opcheck
+    ops = kt.ops
+    q, k_cache, v_cache, *places = on_device(attention_case(0, F32, 1, 3, 1, 2, 16, 20, None, True, True, True))
+    check(ops.attention, (q, k_cache, v_cache, *places))
+    for format in ("int4", None):
+        layer, _ = gpu_layer(format, 24, 64, 32 if format else 0, True, F32)
+        x, residual = numbers(2, 3, 64).to(DEVICE), numbers(2, 3, 24).to(DEVICE)
+        tensors = (x, layer.weight, layer.scales, layer.bias)
+        check(ops.linear, (*tensors, x[0, 0], residual, 24, layer.bits, layer.group, False, 1e-5))
+        if format:
+            check(ops.matmul, (*tensors, 24, layer.bits, layer.group))
+    check(ops.norm, (x, x[0, 0], None, 1e-5, False))
+    input_pos = torch.tensor([[4, 5, -1]])
+    rope = rope_table(torch.rand(8), None, input_pos)
+    qkv = numbers(1, 3, 4 * 16)
+    arguments = [qkv, *rope, None, None, input_pos, None, k_cache.nan_to_num(), v_cache.nan_to_num(), 2, 1e-6]
+    check(ops.rotary, tuple(on_device(arguments)))
+
+
+# ---------------------------------------------------------------- the choice of tiles
+
+
+def test_fixed_choices_fill_the_processors():
+    """The shapes of Llama-3.1-8B on 132 of them: no cut where N alone does, and none that leaves too little of K."""
+    for bits in (4, 8, 16):
+        for N, K in ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)):
+            found = kt.fixed_choice(bits, N, K, 132)
+            programs = -(-N // found["BLOCK_N"]) * found["CUTS"]
+            assert programs >= 132 and (found["CUTS"] == 1 or programs // 2 < 165)
+            assert found["CUTS"] == 1 or K * bits // 1024 // found["CUTS"] >= kt.LEAST_TILES
+
+
+def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(kt, "choose", CHOOSE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, shape = torch.device("cpu"), (4, 32, 640, 512, False)
+    path = kt.tuning_file(device)
+    path.parent.mkdir(parents=True)
+    for text, expected in (("{broken", False), (json.dumps({kt.choice_key(*shape): {"BLOCK_N": 16}}), True)):
+        path.write_text(text)
+        kt.tuned.cache_clear()
+        assert (kt.choose(*shape, device) == {"BLOCK_N": 16}) == expected
+    kt.tuned.cache_clear()
+
+
+# ---------------------------------------------------------------- in models
+
+MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
+MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
+MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("bloom-5", None)]
+MORE_MODELS += [("llama-gqa-biased", None)]
+
+
+@pytest.fixture
+def models(tiny, tmp_path):
+    """(a tiny model with the kernels, the same in plain torch)."""
+
+    def get(name, quantization, dtype=F32):
+        directory = tiny(name)[2]
+        if quantization is not None:
+            quantize_checkpoint(directory, tmp_path / "q", quantization)
+            directory = tmp_path / "q"
+        ours, plain = (load_model(directory, DEVICE, dtype, "torch") for _ in range(2))
+        assert kt.install(ours)
+        assert not {type(module) for module in ours.modules()} & (kt.LAYERS.keys() - {kt.Block})
+        return ours, plain
+
+    return get
+
+
+@pytest.mark.parametrize("name, quantization", MODELS)
+def test_the_same_tokens_as_plain_torch(models, name, quantization):
+    """Prefill of more than 16 tokens a row, then decoding, of rows of different lengths."""
+    ours, plain = models(name, quantization)
+    prompts = random_prompts((17,) if quantization else (3, 17))
+    assert greedy(ours, prompts, 3) == greedy(plain, prompts, 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, quantization", MORE_MODELS)
+def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantization):
+    ours, plain = models(name, quantization)
+    prompts = random_prompts((3, 40, 17))
+    assert greedy(ours, prompts, 8) == greedy(plain, prompts, 8)
+
+
+def test_launches_are_as_many_as_the_report_says(models, monkeypatch):
+    """Of one decode step, biases, norms on queries and keys and all: what README counts for larger models."""
+    count = 0
+
+    class Counted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            nonlocal count
+            count += 1
+            return self.kernel[grid]
+
+    for name in [name for name in vars(kt) if name.endswith("_kernel")]:
+        monkeypatch.setattr(kt, name, Counted(getattr(kt, name)))
+    monkeypatch.setattr(kt, "choose", CHOOSE)
+    for name, quantization, bits in (("llama-mqa-linear", None, (32, 32)), ("bloom-3", None, (32, 32))):
+        model, _ = models(name, quantization)
+        model.setup_caches(1, 8)
+        count = 0
+        model(torch.tensor([[5]], device=DEVICE), torch.tensor([[0]], device=DEVICE))
+        assert count == launches(model.config, *bits, kt.multiprocessors(torch.device(DEVICE)))
+
+
+def test_verification_gives_the_bits_of_decoding(ordered_products, models):
+    """Logits of three tokens at once, beside another row, are those of the tokens one by one."""
+    model, _ = models("mistral-gqa", Quantization("int4", 32, "int8"), BF16)
+    tokens = torch.tensor(random_prompts((3, 3)), device=DEVICE)
+    position = torch.arange(3, device=DEVICE).expand(2, 3)
+    model.setup_caches(2, 40)
+    together = model(tokens, position, all_logits=True)
+    model.setup_caches(2, 90)
+    row = torch.tensor([1], device=DEVICE)
+    for t in range(3):
+        alone = model(tokens[1:, t : t + 1], position[1:, t : t + 1], row)
+        assert torch.equal(alone[0], together[1, t])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_equals_eager(models, backend):
+    """As one graph, with the caches written inside it; all of --compile is in the full one."""
+    torch._dynamo.reset()
+    model, _ = models(*MODELS[0])
+    prompts, steps = random_prompts((2,)), Steps(decode=torch.compile(decode, fullgraph=True, backend=backend))
+    if backend == "inductor":
+        prompts, steps = random_prompts((3, 20)), compiled_steps(decoding=True, prefilling=True)
+    assert greedy(model, prompts, 4, steps) == greedy(model, prompts, 4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name, quantization", MODELS + MORE_MODELS)
+def test_graph_replays_at_changing_positions(models, name, quantization):
+    """A captured step, replayed for tokens at other positions and lengths, ended rows among them, is the eager one."""
+    torch._dynamo.reset()
+    model, _ = models(name, quantization, BF16)
+    step, logits = torch.compile(model, fullgraph=True, mode="reduce-overhead"), []
+    positions = [[0, 0, 0], [1, 1, -1], [2, 70, 1], [3, 71, -1], [150, 72, 2]]
+    for run in (step, model):
+        model.setup_caches(3, 200)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for block in model.blocks:
+            block.attention.k_cache.normal_(generator=generator)
+            block.attention.v_cache.normal_(generator=generator)
+        logits.append([])
+        for _ in range(2):  # the first round warms up and captures
+            for at in positions:
+                token = torch.tensor([[5], [6], [7]], device=DEVICE)
+                position = torch.tensor(at, device=DEVICE)[:, None]
+                logits[-1].append(run(token, position)[position[:, 0] >= 0].clone())
+    for compiled, eager in zip(*logits):
+        close(compiled, eager.float(), 0.03)  # Inductor keeps float32 where eager torch rounds to bfloat16
+
+
+@needs_gpu
+def test_models_on_a_gpu_have_the_kernels(tiny):
+    kinds = [load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).blocks[0] for kernels in ("auto", "torch")]
+    assert [type(block) is kt.GpuBlock for block in kinds] == [True, False]
+
+
+def test_models_on_a_cpu_do_without(tiny):
+    """Neither Triton nor its kernels are imported."""
+    with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
+        assert type(load_model(tiny("llama-mha")[2]).blocks[0]) is Block
+
+
+# ---------------------------------------------------------------- ahead of time
+
+
+def compile_all(*arguments):
+    command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    spilling = {name: what for name, what in found.items() if "linear" in name and what.get("spills")}
+    assert not spilling
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compilers are there for Linux only")
+def test_kernels_compile_for_gpus_that_are_not_here():
+    found = compile_all()
+    kernels = {name.split()[1] for name in found}
+    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "norm"}
+    assert {name.split()[0] for name in found} == {"sm_80", "sm_90"}
+
+
+@pytest.mark.full
+def test_every_configuration_compiles():
+    found = compile_all("--all")
+    assert {name.split()[0] for name in found} == {"sm_80", "sm_90", "gfx942"}
+
+
+def test_unpacked_numbers_are_the_reference(models):
+    """What an int4 layer stands for, column by column, by multiplying with the identity."""
+    layer, plain = gpu_layer("int4", 24, 70, 32, False, F32)[0], quantized("int4", 24, 70, 32, False, F32, seed=24)[0]
+    q = torch.stack([plain.packed & 15, plain.packed >> 4], -1).flatten(1)
+    expected = unpack_levels(q, plain.scales, plain.mins, 32)
+    close(layer(torch.eye(70, device=DEVICE)).cpu(), expected.T, 1e-6)

@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -63,17 +64,19 @@ CONVERSATION_LENGTH = 8192  # of --interactive, where nothing says how long it w
 
 def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
     """Tokens (B,S) at positions (B,S) of cache rows (B,) -> logits (B,V) after each row's last token."""
-    return model(tokens, input_pos, rows)
+    return model(tokens, input_pos, rows, gather=False)
 
 
 def decode(model, token: Tensor, input_pos: Tensor, rows: Tensor | None, settings: Sampling, seen: Tensor | None):
     """One step for every row: its token (B,) at position (B,), -1 where the row has ended -> the next token (B,)."""
-    logits = model(token[:, None], input_pos[:, None], rows)
+    logits = model(token[:, None], input_pos[:, None], rows, gather=False)
     return choose(model, logits, settings, input_pos + 1, seen)
 
 
 def choose(model, logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None) -> Tensor:
     """The next token (B,) by logits (B,V), but none that only pads the table."""
+    if model.split is not None:  # over ranks, each of which has some of the logits
+        return model.split.choose(model.config, logits, settings, position, seen)
     if model.config.n_token is not None:
         logits[:, model.config.n_token :] = float("-inf")
     return sample(logits, settings, position, seen)
@@ -155,7 +158,7 @@ def generate(
                 stopped.add(row)
             if not last and row not in stopped:
                 going.append(row)
-        return going
+        return going if model.split is None else model.split.agree(going, len(prompts))
 
     start = time.perf_counter()
     seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
@@ -475,16 +478,32 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_id
     ]
 
 
-def open_session(args, model, tokenizer, template, length: int, steps: Steps, stop_ids):
-    """The conversation of --interactive, which is answered by this model."""
-    from chat import Session
+def talk(args, model, tokenizer, template, length: int, steps: Steps, stop_ids, ranks):
+    """The conversation of --interactive; of several ranks the first has it, and tells the others what to answer."""
+    from chat import converse
 
     settings = make_settings(args, 0, 1, model.norm.weight.device)
+    for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
+        warm_up(args, model, [[0] * min(n, length)], steps)
 
-    def answer(prompt, kept, limit, timing, on_token):
+    def answer(prompt, kept, limit, timing=None, on_token=None):
         check_ids(prompt, model.config)
+        if ranks.size > 1 and ranks.rank == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun ends by it, so do we
+            ranks.share(lambda: (prompt, kept, limit))
         [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, steps, timing, on_token, [kept])
         return reason
+
+    if ranks.rank == 0:
+        converse(open_session(args, answer, tokenizer, template, length, stop_ids), args.prompt)
+        ranks.share()
+    else:
+        while (question := ranks.share()) is not None:
+            answer(*question)
+
+
+def open_session(args, answer: Callable, tokenizer, template, length: int, stop_ids):
+    from chat import Session
 
     session = Session(answer, tokenizer, template, length, stop_ids, args.stop, args.max_new_tokens)
     if args.system is not None:
@@ -499,58 +518,81 @@ def find_template(args, directory: Path, tokenizer: Tokenizer) -> ChatTemplate |
     return None
 
 
-def main():
-    args = parse_arguments()
-    if args.profile:
-        args.profile.open("w").close()  # a path that cannot be written is better told now than after the run
+class Alone:
+    """The only process of a run. Of several, each has a ranks.Ranks instead, where this is explained."""
+
+    rank, size = 0, 1
+
+    def device(self, name: str | None):
+        return name
+
+    def portion(self, device: torch.device) -> float:
+        return 1.0
+
+    def shard(self, device: torch.device):
+        return None
+
+    def share(self, work: Callable = lambda: None):
+        return work()
+
+    in_turn = share
+
+    def check_same(self, directory: Path):
+        pass
+
+
+def main(ranks=None):
+    """ranks: a ranks.Ranks, where torchrun has started several of us; all do the same, and the first one speaks."""
+    ranks = ranks or Alone()
+    args = ranks.share(parse_arguments)
+    profile = args.profile if ranks.rank == 0 else None
+    if profile:
+        profile.open("w").close()  # a path that cannot be written is better told now than after the run
     sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
-    device, dtype = choose_device(args.device), DTYPES[args.dtype]
+    device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
     if device.type == "cpu":
         keep_freed_memory()
     from convert_hf_checkpoint import ensure_checkpoint
 
-    directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
+    directory = ranks.in_turn(lambda: ensure_checkpoint(args.checkpoint_path, args.dtype))
+    ranks.check_same(directory)
     config, quantization, tokenizer = read_config(directory), read_quantization(directory), Tokenizer(directory)
     if args.stop and tokenizer.vocabulary is None:
         raise UserError(f"--stop is about text, and {directory} has no tokenizer")
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
-    prompts = [[0]] if unknown else read_prompts(args, tokenizer, template, config)
+    prompts = [[0]] if unknown else ranks.share(lambda: read_prompts(args, tokenizer, template, config))
     length = choose_cache_length(args, config, prompts)
-    check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8), quantization)
+    slots = len(prompts) * args.batch_size * (length + 8)
+    check_memory(config, device, dtype, slots, quantization, ranks.portion(device))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
     stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
 
     start = time.perf_counter()
-    model = load_model(directory, device, dtype, args.kernels, args.exact_activations)
+    model = load_model(directory, device, dtype, args.kernels, args.exact_activations, ranks.shard(device))
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
     if args.roofline is not None:
         bandwidth = args.roofline * 1e9 or read_bandwidth(model)
-        table = rooflines(config, bandwidth, dtype, args.batch_size, quantization)
+        table = rooflines(config, bandwidth * ranks.size, dtype, args.batch_size, quantization)
         return print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
     steps = compiled_steps(args.compile, args.compile_prefill)
     if args.interactive:
-        from chat import converse
-
-        session = open_session(args, model, tokenizer, template, length, steps, stop_ids)
-        for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
-            warm_up(args, model, [[0] * min(n, length)], steps)
-        return converse(session, args.prompt)
+        return talk(args, model, tokenizer, template, length, steps, stop_ids, ranks)
     compile_s = warm_up(args, model, prompts, steps)
 
     timing, samples, before = Timing(), [], compile_counts()
-    with torch.profiler.profile() if args.profile else nullcontext() as profiler:
+    with torch.profiler.profile() if profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             settings = make_settings(args, n, len(prompts), device)
             samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids)
     after = compile_counts()
-    if args.profile:
+    if profile:
         with suppress(TypeError):  # a name that is not UTF-8
-            profiler.export_chrome_trace(str(args.profile))
-        if args.profile.stat().st_size == 0:  # it fails in silence
-            raise UserError(f"--profile {args.profile} could not be written")
-        say(f"trace written to {args.profile}: load it in ui.perfetto.dev")
+            profiler.export_chrome_trace(str(profile))
+        if profile.stat().st_size == 0:  # it fails in silence
+            raise UserError(f"--profile {profile} could not be written")
+        say(f"trace written to {profile}: load it in ui.perfetto.dev")
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))
@@ -560,4 +602,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
+        from ranks import run_together
+
+        run_together(main)
     run_command(main)

@@ -40,7 +40,7 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
-    config = model.config
+    config = model.blocks[0].attention.config  # where the model is split over ranks, of this one's heads
     windows = Counter(config.window(layer) for layer in range(config.n_layer))
     looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
     return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
@@ -147,6 +147,11 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
     if tokens and not profiled:
         found["decode_tokens_per_s"] = rate = tokens / timing.decode_s
         found["bandwidth_bytes_per_s"] = (found["weight_bytes_per_token"] + found["kv_bytes_per_token"]) * rate
+    if model.split is not None:  # all bytes are those of one rank
+        found |= {"ranks": model.split.ranks, "communication_share": None}
+        found["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if tokens and not profiled:
+            found["communication_share"] = model.split.all_reduces_s(model) * steps / timing.decode_s
     return found | {
         "mean_accepted_tokens": None,  # of speculation
         "device": str(weight.device),
@@ -170,6 +175,11 @@ def print_report(result: dict, timing: Timing):
             f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights and "
             f"{kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} GB/s measured here"
         )
+    if "ranks" in result:
+        line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
+        if (share := result["communication_share"]) is not None:
+            line += f"; the all-reduces of a step, by themselves, are {share:.0%} of its time"
+        lines.append(line)
     recompiles, breaks = result["recompiles"], result["graph_breaks"]
     lines.append(
         f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {recompiles} recompiles, {breaks} graph breaks"

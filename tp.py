@@ -228,7 +228,7 @@ class SumOverRanks(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """An embedding table of which each rank has some rows. Of a lookup one rank has the vector, the others have zeros."""
+    """A table of which each rank has some rows. Of a token looked up one rank has the vector, the others have zeros."""
 
     def __init__(self, table: nn.Module, shard: Shard, V: int):
         super().__init__()

@@ -436,16 +436,11 @@ def draw(result: dict, path: Path):
     bounds = [dram / row["weight_bytes"] if "weight_bytes" in row else None for row in rows]
     colours = [chart.BLUE if row["name"].startswith("fastpath") else chart.GREY for row in rows]
     panels = []
-    for kind, title, marks in (
-        ("decode", "decode", bounds),
-        ("prefill", f"prefill of {result['prompt_tokens']}", None),
-    ):
+    for kind, title, marks in (("decode", "decode", bounds), ("prefill", f"prefill of {result['prompt_tokens']}", None)):
         rates = [row[f"{kind}_tokens_per_s"] for row in rows]
         labels = [f"{rate:.0f}" for rate in rates]
         panels.append(chart.Panel(f"{title}, tokens/s", rates, labels, colours, marks))
-    footnote = (
-        f"dashed: the weights of a token at the {dram / 1e9:.0f} GB/s of a plain read, measured in the same rounds"
-    )
+    footnote = f"dashed: the weights of a token at the {dram / 1e9:.0f} GB/s of a plain read, measured in the same rounds"
     title = f"One row, {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
     chart.draw(path, title, [row["name"] for row in rows], panels, footnote)
 

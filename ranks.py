@@ -39,22 +39,20 @@ def run_together(main: Callable):
     ranks = Ranks()
     last_words = []
     try:
-        ranks.connect()
-        run_command(lambda: ranks.obeying_signals(main), last_words.append)
+        run_command(lambda: ranks.run(main), last_words.append)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
         if code:
             ranks.end(code, "\n".join(last_words))
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():  # somebody else's end, which will be told
-            ranks.hurt = True
-            time.sleep(QUIET_S + 5)
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            ranks.wait_for_the_reason()
         ranks.end(1, traceback.format_exc())
     ranks.part()
 
 
 class Ranks:
-    """This process among the others; connect() first."""
+    """This process among the others."""
 
     def __init__(self):
         environment = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -94,14 +92,16 @@ class Ranks:
         store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
         return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
-    def obeying_signals(self, main: Callable):
-        """main(self), which signals end at once: a handler of Python's would wait for a collective to return."""
+    def run(self, main: Callable):
+        """main(self) among the others. Signals end it at once: handlers of Python's wait for a collective to return."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        self.connect()
         return main(self)
 
     def shard(self, device: torch.device) -> Shard:
         """This rank's part of a model on its device."""
+        dist.barrier(self.control)  # all have seen by now that there is memory for it
         group = self.control
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -165,12 +165,16 @@ class Ranks:
             dist.barrier(self.control)  # the store may be rank 0's: it goes after everybody's watch
             dist.destroy_process_group()
         except Exception:
-            self.hurt = True
-            self.done.is_set() or time.sleep(QUIET_S + 5)
+            self.wait_for_the_reason()
             self.end(1, traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+    def wait_for_the_reason(self):
+        """A connection broke: somebody else ended, and the watch will find out who, and end us."""
+        self.hurt = True
+        self.watch.join(QUIET_S)  # no more of it, if it has ended itself
 
     def end(self, code: int, text: str):
         """End all ranks, for this reason if there is no other yet, and leave."""
@@ -192,7 +196,7 @@ class Ranks:
         if text and lowest:
             name = f"{Path(sys.argv[0]).name}: error: "
             text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.__stderr__, flush=True)  # the real one
         try:
             if self.rank == 0:
                 self._client().set("told", "")

@@ -101,6 +101,19 @@ def read_bandwidth(model: Transformer) -> float:
     return sum(w.nbytes for w in weights) / best
 
 
+def all_reduces_s(model: Transformer, times: int = 10) -> float:
+    """Seconds that the all-reduces of one decode step take when nothing else happens; all ranks measure together."""
+    from tp import all_reduce
+
+    x = model.norm.weight.new_zeros(model.blocks[0].attention.k_cache.shape[0], 1, model.config.dim)  # (B,1,D)
+    synchronize(x.device)
+    start = time.perf_counter()
+    for _ in range(times * (2 * model.config.n_layer + 1)):
+        all_reduce(x, model.split.group)
+    synchronize(x.device)
+    return (time.perf_counter() - start) / times
+
+
 def synchronize(device: torch.device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -151,7 +164,7 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         found |= {"ranks": model.split.ranks, "communication_share": None}
         found["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
         if tokens and not profiled:
-            found["communication_share"] = model.split.all_reduces_s(model) * steps / timing.decode_s
+            found["communication_share"] = all_reduces_s(model) * steps / timing.decode_s
     return found | {
         "mean_accepted_tokens": None,  # of speculation
         "device": str(weight.device),

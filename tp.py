@@ -12,7 +12,6 @@ and says which part of the checkpoint's tensor that is; `connect` puts the all-r
 """
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +47,9 @@ SPLIT = {
 }
 
 
-def apply_tp(model: Transformer, group: "dist.ProcessGroup") -> Transformer:
-    """Split a model whose weights are there over a group of ranks that all have it; returns it, this rank's part."""
+def apply_tp(model: Transformer, group: dist.ProcessGroup) -> Transformer:
+    """Split a model that all ranks of a group have loaded whole, before kernels are installed and caches set up;
+    returns it, this rank's part. (load_model with a Shard never holds the whole.)"""
     shard = Shard.of(group)
     shard.cut(model)
     shard.connect(model)
@@ -90,7 +90,7 @@ class Shard:
     control: Any = None
 
     @classmethod
-    def of(cls, group: "dist.ProcessGroup", control: "dist.ProcessGroup | None" = None) -> "Shard":
+    def of(cls, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> "Shard":
         return cls(group.rank(), group.size(), group.group_name, control or group)
 
     def own(self, n: int) -> range:
@@ -160,8 +160,8 @@ class Shard:
     def _resize(self, module: nn.Module, how: str):
         """The sizes that a linear layer notes besides its tensors."""
         if how == "inputs":
-            K, whole = len(self.own(module.in_features)), module.in_features
-            if getattr(module, "groupsize", 0) == whole:  # one group a row
+            K = len(self.own(module.in_features))
+            if getattr(module, "groupsize", 0) == module.in_features:  # one group a row
                 module.groupsize = K
             module.in_features = K
         elif how != "whole" and hasattr(module, "out_features"):
@@ -205,15 +205,6 @@ class Shard:
         flags[going] = 1
         dist.broadcast(flags, group_src=0, group=self.control)
         return flags.nonzero().flatten().tolist()
-
-    def all_reduces_s(self, model: Transformer, times: int = 10) -> float:
-        """Seconds that the all-reduces of one decode step of all rows take when nothing else happens."""
-        x = model.norm.weight.new_zeros(model.blocks[0].attention.k_cache.shape[0], 1, model.config.dim)
-        start = time.perf_counter()
-        for _ in range(times * (2 * model.config.n_layer + 1)):
-            y = all_reduce(x, self.group)
-        y.sum().item()  # a GPU's clock is its own
-        return (time.perf_counter() - start) / times
 
 
 class SumOverRanks(nn.Module):

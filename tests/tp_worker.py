@@ -19,7 +19,7 @@ import generate as program
 from checkpoint import load_model
 from generate import compiled_decode, generate
 from sampling import Sampling
-from tp import Shard
+from tp import Shard, apply_tp
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # ragged
 NEW, FEW = 32, 8  # new tokens
@@ -60,7 +60,10 @@ def run_cases(folder: Path):
         if rank >= case["ranks"]:
             continue
         group = groups[case["ranks"]]
-        model = load_model(case["path"], "cpu", torch.float32, case["kernels"], shard=Shard.of(group))
+        if case["kernels"] == "torch":  # the other way to the same
+            model = apply_tp(load_model(case["path"], "cpu", torch.float32, "torch"), group)
+        else:
+            model = load_model(case["path"], "cpu", torch.float32, shard=Shard.of(group))
         mine = outcome(model, case["compiled"])
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)

@@ -67,7 +67,7 @@ class Ranks:
     def connect(self):
         """Meet the others: the store, the watch, and a process group for tensors on the CPU."""
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun; else by rank 0
-        self.store = self._client(hosts=self.rank == 0 and not hosted)
+        self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
         self.store.set(f"alive {self.rank}", "0")
         try:
             self.store.wait([f"alive {rank}" for rank in range(self.size)], timedelta(seconds=START_S))
@@ -86,9 +86,10 @@ class Ranks:
             os.close(shown)
         self.control = dist.group.WORLD
 
-    def _client(self, hosts: bool = False) -> dist.Store:
-        """A connection of its own to the store: one that waits keeps other threads out."""
-        options = {"timeout": timedelta(seconds=START_S), "wait_for_workers": False, "multi_tenant": True}
+    def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
+        """A connection to the store, which waits so long for anything. One that waits keeps other threads out, so the
+        watch has its own."""
+        options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
         store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
         return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -184,7 +185,7 @@ class Ranks:
             store = self._client()
             note = store.compare_set("end", "", json.dumps([code, self.rank, text]))
             if self.rank:
-                store.wait(["told"], timedelta(seconds=5))
+                store.wait(["told"])
         except dist.DistError:
             note = json.dumps([code, self.rank, text])
         self._leave(*json.loads(note))

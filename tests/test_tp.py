@@ -371,7 +371,8 @@ def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
     for more in (["--temperature", 0], ["--seed", 5, "--stop", " the"]):
         command = [sys.executable, str(ROOT / "generate.py"), *map(str, args + more)]
         expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
-        for compiled in ([], ["--compile"])[: 1 + ("--stop" in more)]:  # which takes three ranks some minutes
+        compilations = [["--compile", "--compile_prefill"]] * ("--stop" in more)  # once: it takes three ranks minutes
+        for compiled in [[], *compilations]:
             code, out, errors = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
             result = json.loads(out)
             assert (code, errors) == (0, []) and result["samples"] == expected
@@ -398,13 +399,13 @@ def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
     script = """if True:
         import sys, torch
         from pathlib import Path
-        from checkpoint import load_model
+        from checkpoint import empty_model, load_model, read_config
         from report import peak_memory
         from tp import Shard
         class Cut(Shard):
             def connect(self, model): pass
         directory = Path(sys.argv[1])
-        torch.zeros(1)
+        empty_model(read_config(directory))  # torch imports 150 MB for the first one
         before = peak_memory(torch.device("cpu"))
         model = load_model(directory, kernels="torch", shard=Cut(1, 3))
         own = sum(t.nbytes for t in model.state_dict().values())
@@ -412,4 +413,4 @@ def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
     command = [sys.executable, "-c", script, str(default_checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     used, own, largest = map(int, done.stdout.split())
-    assert used < own + largest + 30e6, (used, own, largest)
+    assert used < own + largest, (used, own, largest)

@@ -199,16 +199,17 @@ def torchrun(ranks, *args, program=ROOT / "generate.py", **options):
 
 
 def finish(process, seconds=LAUNCH_S):
-    """(exit code, stdout, what is on stderr by us and not by torchrun)."""
+    """(exit code, stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
         process.kill()
-    return (
-        process.returncode,
-        out,
-        [line for line in err.splitlines() if "generate.py: " in line or "worker.py: " in line],
-    )
+    return process.returncode, out, err
+
+
+def ours(err: str) -> list[str]:
+    """Of what is on stderr the errors that are not torchrun's."""
+    return [line for line in err.splitlines() if re.match(r"\w+\.py: error: ", line)]
 
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -227,8 +228,8 @@ def arguments(checkpoint, new=20):
 def test_the_program_under_torchrun(checkpoint):
     """The single process's samples, one JSON object on stdout, and a clean end."""
     args = [*arguments(checkpoint), "--prompt_ids", 64, "--top_k", 30, "--repetition_penalty", 1.1, "--json"]
-    code, out, errors = finish(torchrun(3, *args, **PIPES))
-    assert (code, errors) == (0, [])
+    code, out, err = finish(torchrun(3, *args, **PIPES))
+    assert (code, ours(err)) == (0, [])
     found = json.loads(out)
     alone = subprocess.run([sys.executable, str(ROOT / "generate.py"), *map(str, args)], capture_output=True, text=True)
     alone = json.loads(alone.stdout)
@@ -239,9 +240,10 @@ def test_the_program_under_torchrun(checkpoint):
 
 @pytest.mark.full
 def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
-    code, out, errors = finish(torchrun(4, *arguments(checkpoint), **PIPES))
-    assert code != 0 and out == "" and len(errors) == 1, errors
-    assert "cannot be split over 4 ranks: n_head 6 is no multiple of 4; [1, 2, 3, 6] ranks are possible" in errors[0]
+    code, out, err = finish(torchrun(4, *arguments(checkpoint), **PIPES))
+    assert code != 0 and out == ""
+    why = "the model cannot be split over 4 ranks: n_head 6 is no multiple of 4; [1, 2, 3, 6] ranks are possible"
+    assert ours(err) == [f"generate.py: error: {why}"]
 
 
 @pytest.mark.full
@@ -265,7 +267,7 @@ def test_one_rank_s_end_is_everybody_s(checkpoint, step, rank, how, limit, told)
     assert time.monotonic() - start < limit + 15, "besides the launch"
     assert process.returncode != 0
     assert (told in err) if told else f"rank      : {rank} (local_rank: {rank})\n  exitcode  : -9" in err, err
-    assert err.count("error: ") == (told is not None) and not survivors(process.pid)
+    assert len(ours(err)) == (told is not None) and not survivors(process.pid)
 
 
 def survivors(agent: int) -> list[str]:
@@ -310,12 +312,12 @@ def test_a_death_on_one_machine_ends_the_other(splits_in_four, rank):
     assert all(process.returncode != 0 for process in both)
     told = "".join(err for _, err in ends)
     assert f"rank      : {rank} (local_rank: {rank % 2})\n  exitcode  : -9" in told
-    assert told.count("error: ") <= 1, "by us"
+    assert len(ours(told)) <= 1
 
 
 @pytest.mark.full
 def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
-    """Rank 1 sees another file under the same path: its directory is a link that depends on the rank."""
+    """Rank 2 works in another directory, and finds another file under the same name."""
     import shutil
 
     other = tmp_path / "1"
@@ -328,14 +330,9 @@ def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom ranks import run_together\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, str(int(os.environ['RANK']) // 2)))\nrun_together(generate.main)\n"
     )
-    code, out, err = torchrun_text(3, script, *arguments("."))
-    assert code != 0 and out == "" and "of rank 2 is not rank 0's: config.json" in err
-
-
-def torchrun_text(ranks, program, *args):
-    process = torchrun(ranks, *args, program=program, **PIPES)
-    out, err = process.communicate(timeout=LAUNCH_S)
-    return process.returncode, out, err
+    code, out, err = finish(torchrun(3, *arguments("."), program=script, **PIPES))
+    [line] = ours(err)
+    assert code != 0 and out == "" and "of rank 2 is not rank 0's: config.json" in line
 
 
 @pytest.mark.full
@@ -351,8 +348,8 @@ def test_ctrl_c_ends_all(checkpoint):
 @pytest.mark.full
 def test_fifty_launches_end_cleanly(checkpoint):
     for launch in range(50):
-        code, out, errors = finish(torchrun(3, *arguments(checkpoint, 2), "--json", **PIPES))
-        assert (code, errors) == (0, []) and json.loads(out)["ranks"] == 3, launch
+        code, out, err = finish(torchrun(3, *arguments(checkpoint, 2), "--json", **PIPES))
+        assert (code, ours(err)) == (0, []) and json.loads(out)["ranks"] == 3, launch
 
 
 # ---------------------------------------------------------------- the default model
@@ -373,9 +370,9 @@ def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
         expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
         compilations = [["--compile", "--compile_prefill"]] * ("--stop" in more)  # once: it takes three ranks minutes
         for compiled in [[], *compilations]:
-            code, out, errors = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
+            code, out, err = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
             result = json.loads(out)
-            assert (code, errors) == (0, []) and result["samples"] == expected
+            assert (code, ours(err)) == (0, []) and result["samples"] == expected
             assert result["recompiles"] == result["graph_breaks"] == 0
 
 

@@ -150,11 +150,11 @@ class Shard:
             return Part((range(N),))
         if kind == "bias":
             return None
-        own, G = self.own(module.in_features), tensor.shape[1]
+        own = self.own(module.in_features)
         if kind == "packed":
             own = range(own.start // 2, -(-own.stop // 2))
-        elif kind in ("scales", "mins"):  # check has seen that groups are not cut, unless there is only one
-            own = range(1) if G == 1 else range(own.start // module.groupsize, -(-own.stop // module.groupsize))
+        elif kind in ("scales", "mins"):  # no group is cut, as check has seen, but for one that is the whole row
+            own = range(own.start // module.groupsize, -(-own.stop // module.groupsize))
         return Part((range(N),), own)
 
     def _resize(self, module: nn.Module, how: str):

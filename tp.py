@@ -256,7 +256,7 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
     sizes = {"n_head": config.n_head, "hidden_dim": config.hidden_dim}
     found = [f"{name} {n} is no multiple of {ranks}" for name, n in sizes.items() if n % ranks]
     for name, module in model.named_modules():
-        if found or split_of(name)[0] != "inputs" or not hasattr(module, "groupsize"):
+        if found or ranks == 1 or split_of(name)[0] != "inputs" or not hasattr(module, "groupsize"):
             continue
         K, size = module.in_features // ranks, module.groupsize
         if K % size and module.scales.shape[1] > 1:
@@ -275,8 +275,7 @@ def check(model: Transformer, ranks: int):
 
 
 # ---------------------------------------------------------------- collectives
-
-
+#
 # The functional ones, which torch.compile traces into its graph; called as operations, because the functions around
 # them wrap their results in a lazy tensor of Python's. All wait for the result.
 

@@ -175,7 +175,7 @@ def test_key_and_value_heads_of_a_rank():
          "quantization group of 64; [1, 2] ranks are possible"),
         ((6, 2, 4, 78), ("int4", 0, "int8"), 6, "blocks.0.mlp.down: 13 columns a rank are odd, and 4-bit weights are "
          "stored in pairs; [1, 3] ranks are possible"),
-        ((4, 2, 5, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is no multiple of 2; [1] ranks are possible"),
+        ((4, 2, 6, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is no multiple of 2; [1] ranks are possible"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, ranks, why):

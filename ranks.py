@@ -181,13 +181,11 @@ class Ranks:
         """End all ranks, for this reason if there is no other yet, and leave."""
         if self.rank:
             time.sleep(TICK_S)  # an error that all have is better told by rank 0 as its own
+        note = json.dumps([code, self.rank, text])
         try:
-            store = self._client()
-            note = store.compare_set("end", "", json.dumps([code, self.rank, text]))
-            if self.rank:
-                store.wait(["told"])
-        except dist.DistError:
-            note = json.dumps([code, self.rank, text])
+            note = self._client().compare_set("end", "", note)
+        except dist.DistError:  # nobody will read it
+            pass
         self._leave(*json.loads(note))
 
     def _leave(self, code: int, who: int, text: str):
@@ -199,9 +197,12 @@ class Ranks:
             text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
             print(text, file=sys.__stderr__, flush=True)  # the real one
         try:
-            if self.rank == 0:
-                self._client().set("told", "")
             sys.stdout.flush()
+            store = self._client()
+            if self.rank == 0:
+                store.set("told", "")
+            else:
+                store.wait(["told"])  # torchrun ends all as soon as one has left
         except Exception:  # a store or a reader that is gone
             pass
         os._exit(code or 1)

@@ -47,8 +47,11 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def run_command(main):
-    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either."""
+def run_command(main, tell=lambda line: print(line, file=sys.stderr)):
+    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either.
+
+    tell(line) says what was wrong.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -57,7 +60,7 @@ def run_command(main):
 
     def complain(text: str) -> int:
         line = text.strip().replace("\n", " ")
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+        tell(f"{Path(sys.argv[0]).name}: error: {line}")
         return 2
 
     try:
@@ -160,14 +163,14 @@ def safetensors_header(path: Path) -> dict[str, dict]:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """One tensor of a safetensors file, in memory of its own.
+def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
+    """One tensor of a safetensors file, or the part (a tp.Part) of it, in memory of its own.
 
     The file is opened anew for each: the library maps it, and pages once touched stay with the process until the
     mapping goes, so that reading through one handle would hold the whole file besides the copies.
     """
     with safe_open(path, "pt") as file:
-        return file.get_tensor(name).clone()
+        return (file.get_tensor(name) if part is None else part.of(file.get_slice(name))).clone()
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -221,26 +224,35 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
 
 def load_model(
-    directory: Path, device="cpu", dtype=torch.bfloat16, kernels: str = "auto", exact_activations: bool = False
+    directory: Path,
+    device="cpu",
+    dtype=torch.bfloat16,
+    kernels: str = "auto",
+    exact_activations: bool = False,
+    shard=None,
 ) -> Transformer:
     """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
 
     What is not quantized gets `dtype`, in which the model then computes. kernels: "auto" for our own where they can
-    run, "torch" for plain torch. exact_activations: not quantized on their way into quantized layers.
+    run, "torch" for plain torch. exact_activations: not quantized on their way into quantized layers. shard: a
+    tp.Shard, of whose part of the model no more is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
     model = empty_model(read_config(directory), quantization)
     expected = model.state_dict()
     files, weights = checked_files(directory, expected), {}
-    total = weight_bytes(model.config, dtype, quantization)
+    parts = dict.fromkeys(files) if shard is None else shard.cut(model)
+    total = weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
-        for name, path in files.items():
+        for name, part in parts.items():
             kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
-            weights[name] = read_tensor(path, name).to(device=device, dtype=kind)
+            weights[name] = read_tensor(files[name], name, part).to(device=device, dtype=kind)
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
     del weights
+    if shard is not None:
+        shard.connect(model)
     return install_kernels(model.eval(), kernels, exact_activations)
 
 
@@ -290,10 +302,11 @@ def available_memory(device) -> int:
         return free
 
 
-def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None):
-    """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device."""
-    weights = weight_bytes(config, dtype, quantization)
-    caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize
+def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
+    """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device;
+    portion: of a model that is split over ranks, what this device has."""
+    weights = weight_bytes(config, dtype, quantization) * portion
+    caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
     free = available_memory(device)
     if weights + caches > free:
         raise UserError(

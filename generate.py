@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -67,13 +68,20 @@ CONVERSATION_LENGTH = 8192  # of --interactive, where nothing says how long it w
 
 def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
     """Tokens (B,S) at positions (B,S) of cache rows (B,) -> logits (B,V) after each row's last token."""
-    return model(tokens, input_pos, rows)
+    return model(tokens, input_pos, rows, gather=False)
 
 
 def decode(model, token: Tensor, input_pos: Tensor, rows: Tensor | None, settings: Sampling, seen: Tensor | None):
     """One step for every row: its token (B,) at position (B,), -1 where the row has ended -> the next token (B,)."""
-    logits = known(model(token[:, None], input_pos[:, None], rows), model.config.n_token)
-    return sample(logits, settings, input_pos + 1, seen)
+    logits = model(token[:, None], input_pos[:, None], rows, gather=False)
+    return choose(model, logits, settings, input_pos + 1, seen)
+
+
+def choose(model, logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None) -> Tensor:
+    """The next token (B,) by logits (B,V), but none that only pads the table."""
+    if model.split is not None:  # over ranks, each of which has some of the logits
+        return model.split.choose(model.config, logits, settings, position, seen)
+    return sample(known(logits, model.config.n_token), settings, position, seen)
 
 
 @dataclass
@@ -213,11 +221,17 @@ def generate(
     slots = model.blocks[0].attention.k_cache.shape[2] - 8
     limits = [min(max_new_tokens, slots - len(prompt) + 1) for prompt in prompts]
     output = Output(prompts, limits, stop_ids, on_token)
+
+    def take(live: list[int], ids: list[list[int]]) -> list[int]:
+        """Note the new tokens of these rows; returns the rows that go on."""
+        going = [row for row, tokens in zip(live, ids) if output.take(row, tokens)]
+        return going if model.split is None else model.split.agree(going, len(prompts))
+
     start = time.perf_counter()
     batch = prefilled(model, prompts, settings, steps, cached or [0] * len(prompts), slots)
     ids = batch.token[:, None].tolist()
     timing.add_prefill(time.perf_counter() - start, sum(map(len, prompts)) - sum(cached or ()))
-    live = [row for row in batch.live if output.take(row, ids[row])]
+    live = take(batch.live, ids)
     if speculation is not None and live:
         start = time.perf_counter()
         speculation.begin(output.texts)  # a draft model reads the prompts as well
@@ -235,7 +249,7 @@ def generate(
         batch.advance(found)
         before = sum(map(len, output.new))
         kv = kv_bytes(model, [len(output.texts[row]) for row in live])
-        live = [row for row in live if output.take(row, ids[batch.numbers.index(row)])]
+        live = take(live, [ids[batch.numbers.index(row)] for row in live])
         now = time.perf_counter()
         timing.add_step(now - start, sum(map(len, output.new)) - before, kv)
         start = now
@@ -248,8 +262,7 @@ def prefilled(model: Transformer, prompts, settings: Sampling, steps: Steps, cac
     seen = None if settings.repetition_penalty is None else seen_tokens(prompts, model.config.vocab_size, device)
     position = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,), of the token to come
     logits = prefill_rows(steps.prefill, model, dict(enumerate(prompts)), cached)
-    logits = known(torch.stack([logits[row] for row in numbers]), model.config.n_token)  # (B,V)
-    token = sample(logits, settings, position, seen)  # (B,)
+    token = choose(model, torch.stack([logits[row] for row in numbers]), settings, position, seen)  # (B,)
     if seen is not None:
         seen.scatter_(1, token[:, None], True)
     last = torch.tensor([prompt[-1] for prompt in prompts], device=device)
@@ -381,6 +394,8 @@ def parse_arguments(argv=None):
     how_many = "tokens to propose at a time; auto: as many as pay, by what is measured meanwhile (auto)"
     add("--speculate_k", metavar="N", type=lambda text: text if text == "auto" else most(text), help=how_many)
 
+    add("--draft_tp", action="store_true", help="split the draft model over the ranks, too (else each has all of it)")
+
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
     bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
@@ -398,6 +413,8 @@ def checked(args):
             raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
     if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
         raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
+    if args.draft_tp and not args.draft_checkpoint_path:
+        raise UserError("--draft_tp is about the model of --draft_checkpoint_path, which is not given")
     if args.draft_checkpoint_path and args.draft not in (None, "int4-self"):
         raise UserError(f"--draft {args.draft} and --draft_checkpoint_path are two drafts; give one of them")
     if args.roofline is not None and (args.profile or args.interactive):
@@ -478,7 +495,7 @@ def draft_kind(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
 
 
-def make_speculation(args, directory: Path, model: Transformer, tokenizer: Tokenizer, steps: Steps):
+def make_speculation(args, directory: Path, model: Transformer, tokenizer: Tokenizer, steps: Steps, ranks):
     """What the arguments ask for, or None."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
@@ -486,7 +503,7 @@ def make_speculation(args, directory: Path, model: Transformer, tokenizer: Token
         _, _, path = args.draft.partition(":")
         draft = Lookup([read_source(Path(path), tokenizer, model.config)] if path else [])
     else:
-        other = load_draft(args, directory, model, tokenizer)
+        other = load_draft(args, directory, model, tokenizer, ranks)
         read = None if args.draft == "int4-self" else partial(prefill_rows, steps.prefill)
         draft = ModelDraft(model, other, steps.compiled, read)
     automatic = args.speculate_k in (None, "auto")
@@ -506,8 +523,11 @@ def read_source(path: Path, tokenizer: Tokenizer, config: Config) -> list[int]:
     return ids
 
 
-def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer) -> Transformer:
-    """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32."""
+def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer, ranks) -> Transformer:
+    """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32.
+
+    Of several ranks each has the whole draft, unless --draft_tp splits it or the model's caches, which are split, serve.
+    """
     from convert_hf_checkpoint import ensure_checkpoint
 
     config, device, dtype = model.config, model.norm.weight.device, model.norm.weight.dtype
@@ -516,8 +536,12 @@ def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer) 
         if quantization is not None and quantization.mode != "int8":
             raise UserError(f"--draft int4-self: {directory} has 4 bits already; what proposes should be smaller")
         draft = quantize_model(load_model(directory, device, dtype, "torch"), Quantization("int4", 32, "int8"))
+        if model.split is not None:
+            model.split.cut(draft)
+            model.split.connect(draft)
         return install_kernels(draft, args.kernels, args.exact_activations)
-    path = ensure_checkpoint(args.draft_checkpoint_path, args.dtype)
+    path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
+    ranks.check_same(path)
     other = read_config(path)
     if args.draft == "int4-self" and other != config:
         raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave --draft away")
@@ -525,7 +549,8 @@ def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer) 
         raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
     if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
         raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
-    return load_model(path, device, dtype, args.kernels, args.exact_activations)
+    shard = model.split if args.draft_tp or args.draft == "int4-self" else None
+    return load_model(path, device, dtype, args.kernels, args.exact_activations, shard)
 
 
 def check_ids(ids: list[int], config: Config):
@@ -613,17 +638,33 @@ def run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_id
     ]
 
 
-def open_session(args, model, tokenizer, template, length: int, steps: Steps, stop_ids, speculation):
-    """The conversation of --interactive, which is answered by this model."""
-    from chat import Session
+def talk(args, model, tokenizer, template, length: int, steps: Steps, stop_ids, ranks, speculation):
+    """The conversation of --interactive; of several ranks the first has it, and tells the others what to answer."""
+    from chat import converse
 
     settings = make_settings(args, 0, 1, model.norm.weight.device)
+    for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
+        warm_up(args, model, [[0] * min(n, length)], steps, speculation)
 
-    def answer(prompt, kept, limit, timing, on_token):
+    def answer(prompt, kept, limit, timing=None, on_token=None):
         check_ids(prompt, model.config)
+        if ranks.size > 1 and ranks.rank == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun ends by it, so do we
+            ranks.share(lambda: (prompt, kept, limit))
         ways = (steps, timing, on_token, [kept], speculation)
         [(_, reason)] = generate(model, [prompt], settings, limit, stop_ids, *ways)
         return reason
+
+    if ranks.rank == 0:
+        converse(open_session(args, answer, tokenizer, template, length, stop_ids), args.prompt)
+        ranks.share()
+    else:
+        while (question := ranks.share()) is not None:
+            answer(*question)
+
+
+def open_session(args, answer: Callable, tokenizer, template, length: int, stop_ids):
+    from chat import Session
 
     session = Session(answer, tokenizer, template, length, stop_ids, args.stop, args.max_new_tokens)
     if args.system is not None:
@@ -638,59 +679,82 @@ def find_template(args, directory: Path, tokenizer: Tokenizer) -> ChatTemplate |
     return None
 
 
-def main():
-    args = parse_arguments()
-    if args.profile:
-        args.profile.open("w").close()  # a path that cannot be written is better told now than after the run
+class Alone:
+    """The only process of a run. Of several, each has a ranks.Ranks instead, where this is explained."""
+
+    rank, size = 0, 1
+
+    def device(self, name: str | None):
+        return name
+
+    def portion(self, device: torch.device) -> float:
+        return 1.0
+
+    def shard(self, device: torch.device):
+        return None
+
+    def share(self, work: Callable = lambda: None):
+        return work()
+
+    in_turn = share
+
+    def check_same(self, directory: Path):
+        pass
+
+
+def main(ranks=None):
+    """ranks: a ranks.Ranks, where torchrun has started several of us; all do the same, and the first one speaks."""
+    ranks = ranks or Alone()
+    args = ranks.share(parse_arguments)
+    profile = args.profile if ranks.rank == 0 else None
+    if profile:
+        profile.open("w").close()  # a path that cannot be written is better told now than after the run
     sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
-    device, dtype = choose_device(args.device), DTYPES[args.dtype]
+    device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
     if device.type == "cpu":
         keep_freed_memory()
     from convert_hf_checkpoint import ensure_checkpoint
 
-    directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
+    directory = ranks.in_turn(lambda: ensure_checkpoint(args.checkpoint_path, args.dtype))
+    ranks.check_same(directory)
     config, quantization, tokenizer = read_config(directory), read_quantization(directory), Tokenizer(directory)
     if args.stop and tokenizer.vocabulary is None:
         raise UserError(f"--stop is about text, and {directory} has no tokenizer")
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
-    prompts = [[0]] if unknown else read_prompts(args, tokenizer, template, config)
+    prompts = [[0]] if unknown else ranks.share(lambda: read_prompts(args, tokenizer, template, config))
     length = choose_cache_length(args, config, prompts)
-    check_memory(config, device, dtype, len(prompts) * args.batch_size * (length + 8), quantization)
+    slots = len(prompts) * args.batch_size * (length + 8)
+    check_memory(config, device, dtype, slots, quantization, ranks.portion(device))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
     stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
 
     start = time.perf_counter()
-    model = load_model(directory, device, dtype, args.kernels, args.exact_activations)
+    model = load_model(directory, device, dtype, args.kernels, args.exact_activations, ranks.shard(device))
     model.setup_caches(len(prompts), length)
     load_s = time.perf_counter() - start
     if args.roofline is not None:
         bandwidth = args.roofline * 1e9 or read_bandwidth(model)
-        table = rooflines(config, bandwidth, dtype, args.batch_size, quantization)
+        table = rooflines(config, bandwidth * ranks.size, dtype, args.batch_size, quantization)
         return print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
     steps = compiled_steps(args.compile, args.compile_prefill)
-    speculation = make_speculation(args, directory, model, tokenizer, steps)
+    speculation = make_speculation(args, directory, model, tokenizer, steps, ranks)
     if args.interactive:
-        from chat import converse
-
-        session = open_session(args, model, tokenizer, template, length, steps, stop_ids, speculation)
-        for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
-            warm_up(args, model, [[0] * min(n, length)], steps, speculation)
-        return converse(session, args.prompt)
+        return talk(args, model, tokenizer, template, length, steps, stop_ids, ranks, speculation)
     compile_s = warm_up(args, model, prompts, steps, speculation)
 
     timing, samples, before = Timing(), [], compile_counts()
-    with torch.profiler.profile() if args.profile else nullcontext() as profiler:
+    with torch.profiler.profile() if profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             settings = make_settings(args, n, len(prompts), device)
             samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids, speculation)
     after = compile_counts()
-    if args.profile:
+    if profile:
         with suppress(TypeError):  # a name that is not UTF-8
-            profiler.export_chrome_trace(str(args.profile))
-        if args.profile.stat().st_size == 0:  # it fails in silence
-            raise UserError(f"--profile {args.profile} could not be written")
-        say(f"trace written to {args.profile}: load it in ui.perfetto.dev")
+            profiler.export_chrome_trace(str(profile))
+        if profile.stat().st_size == 0:  # it fails in silence
+            raise UserError(f"--profile {profile} could not be written")
+        say(f"trace written to {profile}: load it in ui.perfetto.dev")
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
     result |= measurements(model, timing, bool(args.profile))
@@ -702,4 +766,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
+        from ranks import run_together
+
+        run_together(main)
     run_command(main)

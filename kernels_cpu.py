@@ -47,7 +47,8 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     """
     if model.norm.weight.device.type != "cpu" or not load_kernels():
         return False
-    names = [name for name, module in model.named_modules() if type(module) in LAYERS]
+    kinds = LAYERS.keys() - ({Blocks} if model.split is not None else set())  # all-reduces stand inside the blocks
+    names = [name for name, module in model.named_modules() if type(module) in kinds]
     for name in reversed(names):  # blocks after what they consist of
         module = model.get_submodule(name)
         packed = [exact_activations] if isinstance(module, (Int8Linear, Int4Linear)) else []

@@ -792,6 +792,7 @@ def install(model: Transformer) -> bool:
     if not ready:
         return False
     fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
+    fused &= model.split is None  # over ranks, whose all-reduces stand inside the blocks
     fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large
     for name in reversed([name for name, module in model.named_modules() if type(module) in LAYERS]):
         module = model.get_submodule(name)  # blocks come after what they consist of

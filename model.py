@@ -138,6 +138,7 @@ class Transformer(nn.Module):
         self.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.split = None  # over ranks, by tp.py: this one's tp.Shard
         self.requires_grad_(False)
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
@@ -147,7 +148,8 @@ class Transformer(nn.Module):
         the other seven keep T even for vector code. Bytes: 2 n_layer B K T E times the width of the dtype.
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        shape = (max_batch_size, self.config.n_kv_head, max_seq_length + 8, self.config.head_dim)  # (R,K,T,E)
+        config = self.blocks[0].attention.config  # of a rank's own heads, where the model is split
+        shape = (max_batch_size, config.n_kv_head, max_seq_length + 8, config.head_dim)  # (R,K,T,E)
         # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
         alibi = self.config.alibi
         rope = None, None
@@ -157,22 +159,32 @@ class Transformer(nn.Module):
         slopes = alibi_slopes(self.config.n_head).to(weight.device) if alibi else None  # one tensor for all layers
         for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
             self.register_buffer(name, table, persistent=False)
+        if alibi and self.split is not None:
+            slopes = slopes[list(self.split.own(self.config.n_head))]
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
                 block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
             block.attention.register_buffer("slopes", slopes, persistent=False)
 
-    def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
+    def forward(
+        self,
+        tokens: Tensor,
+        input_pos: Tensor,
+        rows: Tensor | None = None,
+        all_logits: bool = False,
+        gather: bool = True,
+    ):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
 
         Within a row positions are contiguous and padding (-1) is on the right. Returns the logits of each row's last
         real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding mean nothing.
+        gather: see head.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
         if not all_logits:  # a long prompt never builds an (S,V) tensor
             last = input_pos.argmax(1)  # padding is -1
             x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
-        return self.head(x)
+        return self.head(x, gather)
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
@@ -187,9 +199,10 @@ class Transformer(nn.Module):
             return None
         return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
 
-    def head(self, x: Tensor):
-        """(...,D) to logits (...,V)."""
-        return self.embedding.logits(x) if self.output is None else self.output(x)
+    def head(self, x: Tensor, gather: bool = True):
+        """(...,D) to logits (...,V); of a model that is split over ranks, without gather, to this rank's columns."""
+        logits = self.embedding.logits(x) if self.output is None else self.output(x)
+        return logits if self.split is None or not gather else self.split.gather(logits, self.config.vocab_size)
 
 
 class Embedding(nn.Embedding):

@@ -52,7 +52,7 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
-    config = model.config
+    config = model.blocks[0].attention.config  # where the model is split over ranks, of this one's heads
     windows = Counter(config.window(layer) for layer in range(config.n_layer))
     looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
     return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
@@ -133,6 +133,19 @@ def read_bandwidth(model: Transformer) -> float:
     return sum(w.nbytes for w in weights) / best
 
 
+def all_reduces_s(model: Transformer, times: int = 10) -> float:
+    """Seconds that the all-reduces of one decode step take when nothing else happens; all ranks measure together."""
+    from tp import all_reduce
+
+    x = model.norm.weight.new_zeros(model.blocks[0].attention.k_cache.shape[0], 1, model.config.dim)  # (B,1,D)
+    synchronize(x.device)
+    start = time.perf_counter()
+    for _ in range(times * (2 * model.config.n_layer + 1)):
+        all_reduce(x, model.split.group)
+    synchronize(x.device)
+    return (time.perf_counter() - start) / times
+
+
 def synchronize(device: torch.device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -180,6 +193,11 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
     if tokens and not profiled:
         found["decode_tokens_per_s"] = rate = tokens / timing.decode_s
         found["bandwidth_bytes_per_s"] = (found["weight_bytes_per_token"] + found["kv_bytes_per_token"]) * rate
+    if model.split is not None:  # all bytes are those of one rank
+        found |= {"ranks": model.split.ranks, "communication_share": None}
+        found["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if tokens and not profiled:
+            found["communication_share"] = all_reduces_s(model) * steps / timing.decode_s
     return found | {
         "mean_accepted_tokens": None,  # of speculation
         "device": str(weight.device),
@@ -210,6 +228,12 @@ def print_report(result: dict, timing: Timing):
             f"speculation: {about['steps']} steps, of each proposal {result['mean_accepted_tokens']:.2f} tokens kept "
             f"({kept} by place), {about['plain_steps']} steps without; {shares}"
         )
+    if "ranks" in result:
+        line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
+        if (share := result["communication_share"]) is not None:  # may be above 1, where ranks share cores
+            step_ms = timing.decode_s / timing.decode_steps * 1e3
+            line += f"; the all-reduces of a step take {share * step_ms:.2f} ms by themselves, a step {step_ms:.2f}"
+        lines.append(line)
     recompiles, breaks = result["recompiles"], result["graph_breaks"]
     lines.append(
         f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {recompiles} recompiles, {breaks} graph breaks"

@@ -52,6 +52,7 @@ def verify(model, token, position, rows, settings: Sampling, seen, drafted, leng
     there = (position >= 0)[:, None] & (ahead <= lengths[:, None])
     x = model.hidden(torch.cat([token[:, None], drafted], 1), torch.where(there, position[:, None] + ahead, -1), rows)
     found = accept(known(model.head(x), model.config.n_token), position + 1, settings, seen, drafted, lengths, p_draft)
+    found = found if model.split is None else model.split.decided(found)
     last = (found >= 0).sum(1) - 1
     return found, x[torch.arange(len(x), device=x.device), last]
 
@@ -162,7 +163,10 @@ class ModelDraft:
             laws.append(law if law is None else law.clone())
             seen = None if seen is None else seen.scatter(1, drafted[-1][:, None], True)
             tokens, places = drafted[-1][:, None], torch.where(i + 1 < lengths, at, -1)[:, None]
-        return torch.stack(drafted, 1), lengths, None if laws[0] is None else torch.stack(laws, 1)
+        drafted = torch.stack(drafted, 1)
+        if self.model.split is not None:
+            drafted = self.model.split.decided(drafted)
+        return drafted, lengths, None if laws[0] is None else torch.stack(laws, 1)
 
     def catch_up(self, rows: list[int], texts: list[list[int]]):
         """Read what its caches lack of these rows, but for the last two tokens."""
@@ -431,6 +435,8 @@ class Speculation:
         clock = Clock(batch.token.device)
         clock.mark()
         k = self.pace.k if self.rehearsing else self.pace.choose()
+        if self.pace.automatic and self.model.split is not None:  # each rank has a clock of its own
+            k = self.model.split.decided_number(k)
         proposal = self.draft.propose(batch, texts, k, self.hidden) if k else None
         clock.mark()
         if self.rehearsing and proposal is None:

@@ -1,0 +1,414 @@
+"""Tensor parallelism: the single process is the oracle of every split, on gloo; what torchrun starts ends together.
+
+All splits run in one launch of four processes (tp_worker.py), two, three or four of which share a model.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, VOCABULARY
+from tp_worker import PROMPTS, outcome
+
+from checkpoint import UserError, Writer, empty_model, load_model
+from model import Config
+from quantize import Quantization, quantize_checkpoint
+from ranks import QUIET_S
+from tp import SPLIT, Shard, check, split_of
+
+LOGITS = 1e-4  # sums of float32 in another order; the logits are of the order of 1 to 10
+LAUNCH_S = 60  # to start and end a few ranks on a busy machine
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+# Sizes are pairwise different within a model as far as the splits allow.
+LLAMA = {"n_layer": 2, "vocab_size": VOCABULARY, "max_seq_length": 256}
+QWEN2 = LLAMA | {"qkv_bias": True}
+QWEN3 = LLAMA | {"qk_norm": True}
+WINDOW = LLAMA | {"sliding_window": 7}
+BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
+BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+POST_NORM = BLOOM | {"post_norm_residual": True}
+
+# name: (ranks, family, H, K, E, D, F, tied, quantization or None, kernels, compiled)
+# Pairwise over ranks, family, format, tied or not, how K goes into the ranks, kernels, compiled or not.
+CASES = {
+    "2 llama, MHA": (2, LLAMA, 6, 6, 10, 44, 58, False, None, "auto", False),
+    "2 qwen2, K copied, int8": (2, QWEN2, 6, 3, 32, 52, 128, True, ("int8", 32, "int8"), "torch", False),
+    "2 bloom, int4 in whole rows": (2, BLOOM, 10, 10, 6, 50, 84, True, ("int4", 0, "int4"), "auto", False),
+    "2 window, int4": (2, WINDOW, 4, 2, 48, 60, 192, False, ("int4", 32, "none"), "torch", False),
+    "2 qwen3, K on both, compiled": (2, QWEN3, 4, 1, 14, 38, 46, False, None, "auto", True),
+    "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 192, True, ("int4", 32, "int8"), "auto", False),
+    "3 qwen3, K copied": (3, QWEN3, 6, 2, 12, 40, 54, False, None, "torch", False),
+    "3 bloom, residuals after the norm": (3, POST_NORM, 9, 9, 5, 55, 66, False, None, "auto", False),
+    "3 window, K on all, int8 in whole rows": (3, WINDOW, 3, 1, 20, 42, 69, False, ("int8", 0, "int8"), "auto", False),
+    "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 256, False, ("int8", 32, "int8"), "auto", False),
+    "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
+    "4 qwen3, K copied": (4, QWEN3, 12, 6, 10, 48, 76, True, None, "auto", False),
+    "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
+    "4 window, K split": (4, WINDOW, 8, 4, 22, 58, 68, True, None, "torch", False),
+}  # fmt: skip
+
+
+def make(folder: Path, case) -> Path:
+    """The checkpoint of a case, every weight random."""
+    _, family, H, K, E, D, F, tied, quantization, *_ = case
+    config = Config(n_head=H, n_kv_head=K, head_dim=E, dim=D, hidden_dim=F, tied_embeddings=tied, **family)
+    chance = torch.Generator().manual_seed(H * 1000 + D)
+    with Writer(folder / "whole") as writer:
+        for name, tensor in empty_model(config).state_dict().items():
+            small, large = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that it does not repeat itself
+            scale = small if tensor.dim() == 1 else large * tensor.shape[-1] ** -0.5
+            weight = torch.randn(tensor.shape, generator=chance) * scale + ("norm" in name and "bias" not in name)
+            writer.add(name, weight)
+        writer.add_config(config)
+        writer.add_json("tokenizer_config.json", {"bos_token_id": 1})
+    if quantization is None:
+        return folder / "whole"
+    quantize_checkpoint(folder / "whole", folder / "quantized", Quantization(*quantization))
+    return folder / "quantized"
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """name -> what the ranks found, and the checkpoint of the case."""
+    folder = tmp_path_factory.mktemp("tp")
+    cases = {}
+    for i, (name, case) in enumerate(CASES.items()):
+        (folder / str(i)).mkdir()
+        cases[name] = {"ranks": case[0], "path": make(folder / str(i), case), "kernels": case[-2], "compiled": case[-1]}
+    torch.save(cases, folder / "cases.pt")
+    command = [sys.executable, str(ROOT / "tests" / "tp_worker.py"), "cases", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "WORLD_SIZE": "4"}
+    ranks = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(4)]
+    try:
+        assert [process.wait(300) for process in ranks] == [0] * 4
+    finally:
+        for process in ranks:
+            process.kill()
+    found = torch.load(folder / "found.pt", weights_only=False)
+    return {name: (found[name], cases[name]) for name in cases}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_is_the_single_process_s(launched, name):
+    found, case = launched[name]
+    model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"])
+    expected = outcome(model)
+    for kind in found.keys() - {"logits", "sizes"}:
+        assert found[kind] == expected[kind], kind
+    if "logits" in found:
+        apart = [float((a - b).abs().max()) for a, b in zip(found["logits"], expected["logits"])]
+        assert len(apart) == len(PROMPTS) and max(apart) < LOGITS
+    assert len({id for ids, _ in expected["greedy"] for id in ids}) > 8, "a model that says something"
+
+
+# ---------------------------------------------------------------- the split itself, without processes
+
+DEFAULT = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "head_dim": 64, "dim": 576, "hidden_dim": 1536}
+DEFAULT |= {"vocab_size": 49152, "max_seq_length": 8192}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+def test_a_rank_has_its_share_of_the_bytes(mode, tied):
+    """1/ranks of the weights within 2 %, of the default model's shapes; a decode step reads all that a rank has."""
+    config, quantization = Config(tied_embeddings=tied, **DEFAULT), mode and Quantization(mode, 32, "int8")
+
+    def size(model):
+        return sum(t.nbytes for t in model.state_dict().values())
+
+    whole = size(empty_model(config, quantization))
+    for rank in range(3):
+        model = empty_model(config, quantization)
+        parts = Shard(rank, 3).cut(model)
+        assert size(model) == pytest.approx(whole / 3, rel=0.02)
+        assert parts.keys() == model.state_dict().keys() and model.config is config, "the caller's Config stays"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_parts_make_up_the_whole(ranks, bits):
+    """Every number of a checkpoint's tensor is in exactly one rank's part, but for what the table says is on all."""
+    config = Config(2, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    quantization = bits and Quantization(f"int{bits}", 0, f"int{bits}")
+    whole = empty_model(config, quantization).state_dict()
+    seen = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in whole.items()}
+    for rank in range(ranks):
+        for name, part in Shard(rank, ranks).cut(empty_model(config, quantization)).items():
+            for rows in part.rows:
+                columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
+                seen[name][(slice(rows.start, rows.stop), *[columns] * (part.columns is not None))] += 1
+    for name, counts in seen.items():
+        how = split_of(name.rpartition(".")[0])[0]
+        on_all = how == "whole" or (how == "inputs" and name.endswith(("scales", "mins")))  # one group a row
+        assert counts.unique().tolist() == [ranks if on_all else 1], name
+
+
+def test_key_and_value_heads_of_a_rank():
+    """Every query head's own group, in the order in which attention shares them out: head h looks at h // (H/K)."""
+    for H, K, ranks in ((12, 4, 2), (16, 2, 8), (12, 6, 4), (6, 3, 2), (9, 3, 3), (8, 1, 4)):
+        config = Config(1, H, K, 4, 8, 8 * ranks, 20, 16)
+        for rank in range(ranks):
+            shard = Shard(rank, ranks)
+            own, kv = shard.own(H), shard.kv_heads(config)
+            local = shard.config(config)
+            assert [kv[i // (local.n_head // local.n_kv_head)] for i in range(len(own))] == [h // (H // K) for h in own]
+    assert Shard(5, 8).kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: one each"
+
+
+@pytest.mark.parametrize(
+    "sizes, quantization, ranks, why",
+    [
+        ((9, 3, 64, 1536), None, 2, "n_head 9 is no multiple of 2; [1, 3] ranks are possible"),
+        ((8, 2, 10, 92), None, 8, "hidden_dim 92 is no multiple of 8; [1, 2, 4] ranks are possible"),
+        ((8, 2, 16, 96), ("int8", 32, "int8"), 2, "blocks.0.mlp.down: 48 columns a rank are no multiple of the "
+         "quantization group of 32; [1] ranks are possible"),
+        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns a rank are no multiple of the "
+         "quantization group of 64; [1, 2] ranks are possible"),
+        ((6, 2, 4, 78), ("int4", 0, "int8"), 6, "blocks.0.mlp.down: 13 columns a rank are odd, and 4-bit weights are "
+         "stored in pairs; [1, 3] ranks are possible"),
+        ((4, 2, 6, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is no multiple of 2; [1] ranks are possible"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, ranks, why):
+    H, K, E, F = sizes
+    config = Config(2, H, K, E, 40, F, 131, 64)
+    with pytest.raises(UserError, match=re.escape(f"over {ranks} ranks: {why}")):
+        check(empty_model(config, quantization and Quantization(*quantization)), ranks)
+
+
+def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):
+    monkeypatch.delitem(SPLIT, "attention.q_norm")
+    with pytest.raises(AssertionError, match="no line for blocks.0.attention.q_norm"):
+        check(empty_model(Config(1, 2, 2, 4, 8, 8, 20, 16, qk_norm=True)), 2)
+
+
+# ---------------------------------------------------------------- as torchrun starts it
+
+
+def torchrun(ranks, *args, program=ROOT / "generate.py", **options):
+    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", str(program), *map(str, args)]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **options)
+
+
+def finish(process, seconds=LAUNCH_S):
+    """(exit code, stdout, stderr)."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def ours(err: str) -> list[str]:
+    """Of what is on stderr the errors that are not torchrun's."""
+    return [line for line in err.splitlines() if re.match(r"\w+\.py: error: ", line)]
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("one"), CASES["3 qwen3, K copied"])
+
+
+def arguments(checkpoint, new=20):
+    return ["--checkpoint_path", checkpoint, "--dtype", "float32", "--prompt_ids", "5,17,33", "--max_new_tokens", new]
+
+
+@pytest.mark.slow
+def test_the_program_under_torchrun(checkpoint):
+    """The single process's samples, one JSON object on stdout, and a clean end."""
+    args = [*arguments(checkpoint), "--prompt_ids", 64, "--top_k", 30, "--repetition_penalty", 1.1, "--json"]
+    code, out, err = finish(torchrun(3, *args, **PIPES))
+    assert (code, ours(err)) == (0, [])
+    found = json.loads(out)
+    alone = subprocess.run([sys.executable, str(ROOT / "generate.py"), *map(str, args)], capture_output=True, text=True)
+    alone = json.loads(alone.stdout)
+    assert found["samples"] == alone["samples"]
+    assert found["ranks"] == 3 and found["communication_share"] > 0
+    assert found["weight_bytes_per_rank"] < alone["peak_memory_bytes"] and found.keys() > alone.keys()
+
+
+@pytest.mark.full
+def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
+    code, out, err = finish(torchrun(4, *arguments(checkpoint), **PIPES))
+    assert code != 0 and out == ""
+    why = "the model cannot be split over 4 ranks: n_head 6 is no multiple of 4; [1, 2, 3, 6] ranks are possible"
+    assert ours(err) == [f"generate.py: error: {why}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "rank, how, limit, told",
+    [
+        (1, "SIGKILL", 10, None),  # torchrun sees it at once, and says which
+        (0, "SIGKILL", 10, None),
+        # Which nobody but our own watch sees. torchrun gives what is stopped 30 s more before it kills that.
+        (2, "SIGSTOP", QUIET_S + 35, "rank 2: ended without a word"),
+        (1, "raise", 10, "rank 1: Traceback"),
+    ],
+)
+def test_one_rank_s_end_is_everybody_s(checkpoint, step, rank, how, limit, told):
+    """Within seconds, with its number; after QUIET_S, where it lives but does nothing any more."""
+    args = ["sabotage", rank, step, how, *arguments(checkpoint)]
+    start = time.monotonic()
+    process = torchrun(3, *args, program=ROOT / "tests" / "tp_worker.py", **PIPES)
+    out, err = process.communicate(timeout=limit + LAUNCH_S)
+    assert time.monotonic() - start < limit + 15, "besides the launch"
+    assert process.returncode != 0
+    assert (told in err) if told else f"rank      : {rank} (local_rank: {rank})\n  exitcode  : -9" in err, err
+    assert len(ours(err)) == (told is not None) and not survivors(process.pid)
+
+
+def survivors(agent: int) -> list[str]:
+    found = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in found if line.split()[0] == str(agent)]
+
+
+def two_machines(program, port, *args):
+    """Two torchrun launches of two ranks each, on the loopback address."""
+
+    def one(node):
+        command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}", "--rdzv_backend=c10d"]
+        command += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test", str(program), *map(str, args)]
+        return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **PIPES)
+
+    return [one(0), one(1)]
+
+
+@pytest.fixture(scope="module")
+def splits_in_four(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("four"), CASES["4 qwen3, K copied"])
+
+
+@pytest.mark.full
+def test_two_machines(splits_in_four):
+    args = [*arguments(splits_in_four), "--json"]
+    found = [finish(process) for process in two_machines(ROOT / "generate.py", 29611, *args)]
+    assert [code for code, *_ in found] == [0, 0] and sorted(map(bool, (out for _, out, _ in found))) == [False, True]
+    result = json.loads("".join(out for _, out, _ in found))
+    alone = subprocess.run([sys.executable, str(ROOT / "generate.py"), *map(str, args)], capture_output=True, text=True)
+    assert result["samples"] == json.loads(alone.stdout)["samples"] and result["ranks"] == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_death_on_one_machine_ends_the_other(splits_in_four, rank):
+    args = ["sabotage", rank, "decode", "SIGKILL", *arguments(splits_in_four)]
+    start = time.monotonic()
+    both = two_machines(ROOT / "tests" / "tp_worker.py", 29612 + rank, *args)
+    ends = [process.communicate(timeout=LAUNCH_S) for process in both]
+    assert time.monotonic() - start < 45, "30 s besides the launch"
+    assert all(process.returncode != 0 for process in both)
+    told = "".join(err for _, err in ends)
+    assert f"rank      : {rank} (local_rank: {rank % 2})\n  exitcode  : -9" in told
+    assert len(ours(told)) <= 1
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
+    """Rank 2 works in another directory, and finds another file under the same name."""
+    import shutil
+
+    other = tmp_path / "1"
+    shutil.copytree(checkpoint, other)
+    shutil.copytree(checkpoint, tmp_path / "0")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"norm_eps": 1e-4}))
+    script = tmp_path / "start.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom ranks import run_together\n"
+        f"os.chdir(os.path.join({str(tmp_path)!r}, str(int(os.environ['RANK']) // 2)))\nrun_together(generate.main)\n"
+    )
+    code, out, err = finish(torchrun(3, *arguments("."), program=script, **PIPES))
+    [line] = ours(err)
+    assert code != 0 and out == "" and "of rank 2 is not rank 0's: config.json" in line
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_all(checkpoint):
+    process = torchrun(3, *arguments(checkpoint, 200), "--num_samples", 1000, **PIPES)
+    process.stdout.readline()  # it speaks
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    process.communicate(timeout=LAUNCH_S)
+    assert time.monotonic() - start < 10 and process.returncode != 0 and not survivors(process.pid)
+
+
+@pytest.mark.full
+def test_fifty_launches_end_cleanly(checkpoint):
+    for launch in range(50):
+        code, out, err = finish(torchrun(3, *arguments(checkpoint, 2), "--json", **PIPES))
+        assert (code, ours(err)) == (0, []) and json.loads(out)["ranks"] == 3, launch
+
+
+# ---------------------------------------------------------------- the default model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
+    """The same tokens as one process has, in float32 arithmetic, greedy and drawn, eager and compiled."""
+    path = default_checkpoint
+    if mode:
+        quantize_checkpoint(path, tmp_path / mode, Quantization(mode, 32, "int8"))
+        path = tmp_path / mode
+    args = ["--checkpoint_path", path, "--dtype", "float32", "--prompt", "Once upon a time", "--prompt", "1, 2, 3,"]
+    args += ["--prompt", "def fibonacci(n):", "--max_new_tokens", 32, "--json", "--ignore_eos"]
+    for more in (["--temperature", 0], ["--seed", 5, "--stop", " the"]):
+        command = [sys.executable, str(ROOT / "generate.py"), *map(str, args + more)]
+        expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
+        compilations = [["--compile", "--compile_prefill"]] * ("--stop" in more)  # once: it takes three ranks minutes
+        for compiled in [[], *compilations]:
+            code, out, err = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
+            result = json.loads(out)
+            assert (code, ours(err)) == (0, []) and result["samples"] == expected
+            assert result["recompiles"] == result["graph_breaks"] == 0
+
+
+@pytest.mark.full
+def test_a_conversation(default_checkpoint):
+    """Rank 0 reads and answers; what the single process says."""
+    asked = "Name three colours.\nAnd a fourth?\n/stats\n"
+    args = ["--interactive", "--checkpoint_path", default_checkpoint, "--dtype", "float32", "--temperature", "0"]
+    args += ["--max_new_tokens", "24"]
+    alone = subprocess.run(
+        [sys.executable, str(ROOT / "generate.py"), *args], input=asked, capture_output=True, text=True
+    )
+    process = torchrun(3, *args, stdin=subprocess.PIPE, **PIPES)
+    out, err = process.communicate(asked, timeout=2 * LAUNCH_S)
+    assert process.returncode == 0 and out == alone.stdout and "kept from earlier turns" in err
+
+
+@pytest.mark.full
+def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
+    """Its share, and one tensor (the mapped pages of the largest: the embedding) besides."""
+    script = """if True:
+        import sys, torch
+        from pathlib import Path
+        from checkpoint import empty_model, load_model, read_config
+        from report import peak_memory
+        from tp import Shard
+        class Cut(Shard):
+            def connect(self, model): pass
+        directory = Path(sys.argv[1])
+        empty_model(read_config(directory))  # torch imports 150 MB for the first one
+        before = peak_memory(torch.device("cpu"))
+        model = load_model(directory, kernels="torch", shard=Cut(1, 3))
+        own = sum(t.nbytes for t in model.state_dict().values())
+        print(peak_memory(torch.device("cpu")) - before, own, 49152 * 576 * 2)"""
+    command = [sys.executable, "-c", script, str(default_checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    used, own, largest = map(int, done.stdout.split())
+    assert used < own + largest, (used, own, largest)

@@ -526,7 +526,7 @@ def read_source(path: Path, tokenizer: Tokenizer, config: Config) -> list[int]:
 def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer, ranks) -> Transformer:
     """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32.
 
-    Of several ranks each has the whole draft, unless --draft_tp splits it or the model's caches, which are split, serve.
+    Of several ranks each has the whole draft, unless --draft_tp splits it or it works in the model's split caches.
     """
     from convert_hf_checkpoint import ensure_checkpoint
 

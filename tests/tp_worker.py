@@ -8,6 +8,7 @@ rank that, in its prefill or decode, dies, stops or raises.
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -17,18 +18,19 @@ import torch.distributed as dist
 
 import generate as program
 from checkpoint import load_model
-from generate import compiled_decode, generate
+from generate import compiled_steps, generate, prefill_rows
 from sampling import Sampling
+from speculative import Lookup, ModelDraft, Speculation
 from tp import Shard, apply_tp
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # ragged
 NEW, FEW = 32, 8  # new tokens
 
 
-def outcome(model, compiled: bool = False) -> dict:
+def outcome(model, compiled: bool = False, draft=None) -> dict:
     """Everything that is compared, of every row: greedy tokens alone and in a batch, with and without penalty, drawn
-    tokens, and all logits of a prefill."""
-    steps = program.Steps(decode=compiled_decode() if compiled else program.decode, fixed_shapes=compiled)
+    tokens, those with proposals of a draft (whole or split) and of the text itself, and all logits of a prefill."""
+    steps = compiled_steps(compiled, False)
     model.setup_caches(3, 64)
     found = {}
     penalty, drawn = [1.3, 1.1, 0.8], ([7, 8, 9], [0.9, 1.0, 0.0], 20, 0.95, 0.01, 1.1)
@@ -39,6 +41,16 @@ def outcome(model, compiled: bool = False) -> dict:
         ("drawn from all", Sampling.make(3, [10, 11, 12]), FEW),
     )[: 3 if compiled else 4]:
         found[name] = generate(model, PROMPTS, settings, n, steps=steps)
+    greedy = Sampling.make(3, temperature=0.0)
+    drafts = [ModelDraft(model, draft, steps.compiled, partial(prefill_rows, steps.prefill))] if draft else []
+    for one in [*drafts, Lookup()] if draft or not compiled else ():
+        speculation = Speculation(model, one, steps, 3, automatic=isinstance(one, Lookup))
+        assert generate(model, PROMPTS, greedy, NEW, steps=steps, speculation=speculation) == found["greedy"]
+        settings = Sampling.make(3, [4, 5, 6])
+        found[f"speculated by {type(one).__name__}"] = drawn = generate(
+            model, PROMPTS, settings, NEW, steps=steps, speculation=Speculation(model, one, steps, 2, False)
+        )
+        assert [len(ids) for ids, _ in drawn] == [NEW] * 3
     if not compiled:
         alone = Sampling.make(1, temperature=0.0)
         found["alone"] = generate(model, PROMPTS[:1], alone, NEW)
@@ -64,7 +76,10 @@ def run_cases(folder: Path):
             model = apply_tp(load_model(case["path"], "cpu", torch.float32, "torch"), group)
         else:
             model = load_model(case["path"], "cpu", torch.float32, shard=Shard.of(group))
-        mine = outcome(model, case["compiled"])
+        drafts = {"whole": None, "split": Shard.of(group)}
+        if draft := case["draft"]:
+            draft = load_model(case["path"], "cpu", torch.float32, shard=drafts[draft])
+        mine = outcome(model, case["compiled"], draft)
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)
         for other in everyone:  # ranks have parted where this fails

@@ -362,7 +362,7 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     new, kept = map(int, re.search(r"; (\d+) read, (\d+) kept; ", shown).groups())
     assert new < 60 and kept > 45
     talk.type("half a line")
-    talk.until("half a")
+    talk.until("half a line")  # all of it: Python's readline does not see a Ctrl-C while it is still busy with a key
     talk.type("\x03")
     talk.until(r"Ctrl-D leaves\)")
     talk.prompt()

@@ -34,6 +34,7 @@ from sampling import Sampling, exponential_noise, known, penalized, probabilitie
 
 MOST_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
 AUTO_K = 7  # the most that --speculate_k auto proposes
+PAYS = 1.1  # times plain steps by the formula, so that what it leaves out (noise, small steps between) costs nothing
 DRAFT, ACCEPT = 1, 2  # streams of noise; what the model itself draws has plain decoding's, 0
 
 # ---------------------------------------------------------------- the one verification
@@ -290,8 +291,8 @@ def recent():
 class Pace:
     """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
 
-    A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives more tokens a
-    second than plain steps do, it tries again as long as what was lost by that is within 2 % of the time.
+    A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives PAYS times the
+    tokens a second of plain steps, it tries again as long as what was lost by that is within 2 % of the time.
     """
 
     k: int
@@ -315,7 +316,7 @@ class Pace:
         if len(self.verify) >= 2:
             rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
             best = max(rates, key=rates.get)
-            if rates[best] * typical(self.plain) > 1:
+            if rates[best] * typical(self.plain) > PAYS:
                 return best
         return 1 if self.lost_s <= 0.02 * self.all_s else 0
 

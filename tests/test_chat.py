@@ -401,7 +401,7 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
     assert (done.returncode, done.stdout) == (0, b"")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path, start):
     checkpoint = tiny("llama-mha")[2]
     args = ["--checkpoint_path", checkpoint, "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]

@@ -170,7 +170,7 @@ def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path, ch
     assert {"acc", "acc_stderr", "acc_norm"} <= ours["local_choice"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command(both, task_files, tmp_path):
     def run(*args):
         command = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint_path", str(both[2]), *args]

@@ -390,9 +390,8 @@ def parse_arguments(argv=None):
         "prompt-lookup: what followed the same words before; lookup:FILE: in a text file, too; int4-self: the model"
     )
     add("--draft", metavar="KIND", type=draft_kind, help=f"{drafts} itself in 4 bits (or the checkpoint just named)")
-    most = number(int, f"auto, or between 1 and {MOST_K}", lambda k: 1 <= k <= MOST_K)
     how_many = "tokens to propose at a time; auto: as many as pay, by what is measured meanwhile (auto)"
-    add("--speculate_k", metavar="N", type=lambda text: text if text == "auto" else most(text), help=how_many)
+    add("--speculate_k", metavar="N", type=look_ahead, help=how_many)
 
     add("--draft_tp", action="store_true", help="split the draft model over the ranks, too (else each has all of it)")
 
@@ -411,14 +410,16 @@ def checked(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
+    if args.draft_checkpoint_path == "":
+        raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it away")
     if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
         raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
     if args.draft_tp and not args.draft_checkpoint_path:
         raise UserError("--draft_tp is about the model of --draft_checkpoint_path, which is not given")
     if args.draft_checkpoint_path and args.draft not in (None, "int4-self"):
         raise UserError(f"--draft {args.draft} and --draft_checkpoint_path are two drafts; give one of them")
-    if args.roofline is not None and (args.profile or args.interactive):
-        raise UserError("--roofline runs nothing: no --profile, no --interactive")
+    if args.roofline is not None and (args.profile or args.interactive or args.draft or args.draft_checkpoint_path):
+        raise UserError("--roofline runs nothing: no --profile, no --interactive, no draft")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
         if args.json or args.profile or any(batch):
@@ -489,8 +490,15 @@ def read_prompts(args, tokenizer: Tokenizer, template: ChatTemplate | None, conf
     return prompts
 
 
+def look_ahead(text: str) -> int | str:
+    """The value of --speculate_k."""
+    if text == "auto" or (text.isdecimal() and 1 <= int(text) <= MOST_K):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"must be auto, or between 1 and {MOST_K}, not {text}")
+
+
 def draft_kind(text: str) -> str:
-    if text in ("prompt-lookup", "int4-self") or text.startswith("lookup:"):
+    if text in ("prompt-lookup", "int4-self") or (text.startswith("lookup:") and text != "lookup:"):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
 
@@ -501,7 +509,7 @@ def make_speculation(args, directory: Path, model: Transformer, tokenizer: Token
         return None
     if args.draft and "lookup" in args.draft:
         _, _, path = args.draft.partition(":")
-        draft = Lookup([read_source(Path(path), tokenizer, model.config)] if path else [])
+        draft = Lookup([read_source(Path(path).expanduser(), tokenizer, model.config)] if path else [])
     else:
         other = load_draft(args, directory, model, tokenizer, ranks)
         read = None if args.draft == "int4-self" else partial(prefill_rows, steps.prefill)

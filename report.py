@@ -222,7 +222,7 @@ def print_report(result: dict, timing: Timing):
             f"{kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} GB/s measured here"
         )
     if (about := result.get("speculation")) is not None:
-        kept = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"])
+        kept = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
         lines.append(
             f"speculation: {about['steps']} steps, of each proposal {result['mean_accepted_tokens']:.2f} tokens kept "

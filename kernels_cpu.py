@@ -197,13 +197,15 @@ LAYERS |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 def fill_up(x: Tensor, rows: int, columns: int) -> Tensor:
     """(N,K) with zeros up to multiples of these."""
-    return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
+    return F.pad(x, missing) if any(missing) else x
 
 
 def pack_int8(weight: Tensor) -> Tensor:
     """int8 (N,K) to uint8 (Nb,Kb,8,16,4)."""
-    q = fill_up(weight, LANES, GROUP).view(torch.uint8) ^ 128  # + 128, without its sign
-    return q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+    q = fill_up(weight, LANES, GROUP).view(torch.uint8)
+    q = q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+    return q.bitwise_xor_(128)  # + 128, without its sign
 
 
 def pack_int4(packed: Tensor, K: int) -> Tensor:

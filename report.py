@@ -226,7 +226,7 @@ def print_report(result: dict, timing: Timing):
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
         lines.append(
             f"speculation: {about['steps']} steps, of each proposal {result['mean_accepted_tokens']:.2f} tokens kept "
-            f"({kept} by place), {about['plain_steps']} steps without; {shares}"
+            f"({kept} by place), {about['plain_steps']} steps without" + f"; {shares}" * bool(shares)
         )
     if "ranks" in result:
         line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"

@@ -292,7 +292,7 @@ class Pace:
     """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
 
     A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives PAYS times the
-    tokens a second of plain steps, it tries again as long as what was lost by that is within 2 % of the time.
+    tokens a second of plain steps, it tries k = 1; and proposes nothing while what was lost is over 2 % of the time.
     """
 
     k: int
@@ -311,14 +311,14 @@ class Pace:
         """The number of tokens to propose in the next step; 0: none."""
         if not self.automatic:
             return self.k
-        if len(self.plain) < 4:
+        if len(self.plain) < 4 or self.lost_s > 0.02 * self.all_s:
             return 0
         if len(self.verify) >= 2:
             rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
             best = max(rates, key=rates.get)
             if rates[best] * typical(self.plain) > PAYS:
                 return best
-        return 1 if self.lost_s <= 0.02 * self.all_s else 0
+        return 1
 
     @property
     def acceptance(self) -> float:

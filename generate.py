@@ -384,6 +384,17 @@ def parse_arguments(argv=None):
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
+    add_speculation(parser)
+    add = parser.add_argument_group("what to print").add_argument
+    add("--json", action="store_true", help="one JSON object on stdout")
+    bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
+    gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
+    add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
+    add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
+    return checked(parser.parse_args(argv))
+
+
+def add_speculation(parser: ArgumentParser):
     add = parser.add_argument_group("speculation: several tokens for one reading of the weights").add_argument
     add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
     drafts = (
@@ -394,14 +405,6 @@ def parse_arguments(argv=None):
     add("--speculate_k", metavar="N", type=look_ahead, help=how_many)
 
     add("--draft_tp", action="store_true", help="split the draft model over the ranks, too (else each has all of it)")
-
-    add = parser.add_argument_group("what to print").add_argument
-    add("--json", action="store_true", help="one JSON object on stdout")
-    bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
-    gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
-    add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
-    add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
-    return checked(parser.parse_args(argv))
 
 
 def checked(args):
@@ -756,16 +759,15 @@ def main(ranks=None):
         for n in range(args.num_samples):
             settings = make_settings(args, n, len(prompts), device)
             samples += run_sample(args, model, tokenizer, prompts, settings, steps, timing, stop_ids, speculation)
-    after = compile_counts()
     if profile:
         with suppress(TypeError):  # a name that is not UTF-8
             profiler.export_chrome_trace(str(profile))
         if profile.stat().st_size == 0:  # it fails in silence
             raise UserError(f"--profile {profile} could not be written")
         say(f"trace written to {profile}: load it in ui.perfetto.dev")
+    recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
-    result |= {"recompiles": after[0] - before[0], "graph_breaks": after[1] - before[1]}
-    result |= measurements(model, timing, bool(args.profile))
+    result |= {"recompiles": recompiles, "graph_breaks": breaks} | measurements(model, timing, bool(args.profile))
     if speculation is not None:
         result |= speculation.report.numbers(0 if args.profile else timing.decode_s)
     print_report(result, timing)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from checkpoint import UserError
 from model import Config, Transformer
-from sampling import Sampling, ordered, penalized, sample
+from sampling import Sampling, known, ordered, penalized, sample
 
 # What becomes of a module's weight (N,K), N outputs and K inputs, and of its bias (N,), by the end of its name.
 #   heads    by outputs: the rows of this rank's query heads, then those of the key and value heads that they look at
@@ -190,8 +190,7 @@ class Shard:
         """
         V, real = config.vocab_size, config.n_token or config.vocab_size
         if settings.temperature is not None:
-            logits = self.gather(logits, V)
-            logits = torch.where(torch.arange(V, device=logits.device) < real, logits, float("-inf"))
+            logits = known(self.gather(logits, V), config.n_token)
             return self.decided(sample(logits, settings, position, seen))
         ids = self.rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)
         x = penalized(logits, settings, None if seen is None else seen[:, ids.clamp(max=V - 1)])

@@ -5,6 +5,7 @@ Here too: `UserError`, the one-line error of every command, and `run_command`, w
 """
 
 import argparse
+import ctypes
 import dataclasses
 import errno
 import json
@@ -300,6 +301,12 @@ def available_memory(device) -> int:
         return min(free, int(limit) - int(used) + sum(cached))  # cached files make room when needed
     except (OSError, ValueError):
         return free
+
+
+def release_freed_memory():
+    """Have the C library give freed memory back to the system, also from between blocks in use, if it can (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):

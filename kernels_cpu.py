@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from checkpoint import release_freed_memory
 from kernels import unpack_levels, unpack_nibbles
 from model import Attention, Block, Blocks, Embedding, Transformer
 from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
@@ -51,8 +52,10 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     names = [name for name, module in model.named_modules() if type(module) in kinds]
     for name in reversed(names):  # blocks after what they consist of
         module = model.get_submodule(name)
-        packed = [exact_activations] if isinstance(module, (Int8Linear, Int4Linear)) else []
+        packed = (exact_activations,) if isinstance(module, (Int8Linear, Int4Linear)) else ()
         model.set_submodule(name, LAYERS[type(module)](module, *packed))
+        if packed:
+            release_freed_memory()  # the next layer would not fit the holes: up to half the model's size
     return True
 
 

@@ -383,6 +383,7 @@ def quantize_checkpoint(
                 raise ck.UserError(f"{path}: {name} {error}") from None
             for part, value in packed.items():
                 writer.add(f"{module}.{part}", value)
+            ck.release_freed_memory()
         writer.add_config(config, quantization)
         ck.copy_tokenizer(source, writer)
     return kept

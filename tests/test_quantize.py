@@ -289,7 +289,7 @@ def test_the_command(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_quantizing_and_loading_hold_little(tmp_path, mode):
-    """330 MB of bfloat16 in 12 layers: quantizing peaks near one layer's 24 MB, and loading near what is loaded."""
+    """330 MB of bfloat16 in 12 layers: quantizing holds a few times the largest tensor, loading what it loads."""
     config = Config(12, 16, 4, 64, 1024, 2800, 16_000, 64)
     with Writer(tmp_path / "big") as writer:
         writer.add_config(config)
@@ -315,9 +315,9 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         grown[task] = int(done.stdout)
-    layer, largest, whole = 24e6, 33e6, 330e6
+    largest, whole = 33e6, 330e6
     assert (tmp_path / "big" / "model.safetensors").stat().st_size > whole
-    assert grown["quantize"] < 2 * largest + 2 * layer + 30e6  # a file's pages count while they are copied
+    assert grown["quantize"] < 5 * largest  # a file's pages count while they are copied
     assert grown["load"] < (tmp_path / "q" / "model.safetensors").stat().st_size + 2 * largest + 30e6 < whole
 
 

@@ -34,7 +34,7 @@ from sampling import Sampling, exponential_noise, known, penalized, probabilitie
 
 MOST_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
 AUTO_K = 7  # the most that --speculate_k auto proposes
-PAYS = 1.1  # times plain steps by the formula, so that what it leaves out (noise, small steps between) costs nothing
+PAYS = 1.05  # times plain steps by the formula: less may be noise
 DRAFT, ACCEPT = 1, 2  # streams of noise; what the model itself draws has plain decoding's, 0
 
 # ---------------------------------------------------------------- the one verification
@@ -110,8 +110,9 @@ def seen_along(seen: Tensor, drafted: Tensor) -> Tensor:
 #
 # A draft has `begin(texts)`, which hears of the texts that are to be continued, by cache row, and
 #   propose(batch, texts, k, hidden) -> (drafted (B,k), lengths (B,), p_draft (B,k,V) or None), as `verify` takes them,
-# or None where it has nothing to propose for any row; `kept` tells it what became of that. batch is generate.py's
-# Batch; texts grow as tokens are found; hidden (B,D) is the state that the last token came from, where there is one.
+# or None where it has nothing to propose for any row; `kept` tells it what became of that, and token_bytes are the
+# weights that it reads for a token. batch is generate.py's Batch; texts grow as tokens are found; hidden (B,D) is the
+# state that the last token came from, where there is one.
 
 
 class ModelDraft:
@@ -123,6 +124,7 @@ class ModelDraft:
     def __init__(self, model: Transformer, draft: Transformer, compiled: Callable, read: Callable | None):
         self.model, self.draft, self.read, self.shares_caches = model, draft, read, read is None
         self.draw = compiled(draw)
+        self.token_bytes = weight_bytes(draft, 1)
         self.texts: list[list[int]] = []  # of the last generation
         self.cached: list[int] = []  # of each row's text, how many tokens its own caches hold
 
@@ -182,9 +184,6 @@ class ModelDraft:
         for row, n in zip(rows, counts) if not self.shares_caches else ():
             self.cached[row] += min(n, k - 1)
 
-    def weight_bytes(self, k: int) -> float:
-        return k * weight_bytes(self.draft, 1)
-
 
 def in_common(a: list[int], b: list[int]) -> int:
     """How many tokens two texts begin with alike."""
@@ -215,6 +214,8 @@ class Lookup:
     """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
     texts (retrieval). The longest match counts, of equals the latest. No second model, and no chance in it."""
 
+    token_bytes = 0
+
     def __init__(self, sources: list[list[int]] = ()):
         self.sources = [Index(tokens) for tokens in sources]
         self.rows: list[Index] = []
@@ -236,9 +237,6 @@ class Lookup:
 
     def kept(self, rows: list[int], counts: list[int], k: int):
         pass
-
-    def weight_bytes(self, k: int) -> float:
-        return 0.0
 
 
 class Index:
@@ -292,7 +290,7 @@ class Pace:
     """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
 
     A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives PAYS times the
-    tokens a second of plain steps, it tries k = 1; and proposes nothing while what was lost is over 2 % of the time.
+    tokens a second of plain steps, it tries 1, 2 or 4; and proposes none while what was lost is over 2 % of the time.
     """
 
     k: int
@@ -304,21 +302,24 @@ class Pace:
     all_s: float = 0.0
     plain: deque = recent()  # seconds of the latest plain steps
     draft: deque = recent()  # of a drafted token
-    verify: deque = recent()  # of a pass over k + 1 tokens
+    verify: deque = recent()  # of the rest of a step: a pass over k + 1 tokens, and what happens between steps
     widths: deque = recent()  # their k
+    tries: int = 0
+    since_plain: int = 0  # steps: what a plain one takes changes with the length of the texts, and with the machine
 
     def choose(self) -> int:
         """The number of tokens to propose in the next step; 0: none."""
         if not self.automatic:
             return self.k
-        if len(self.plain) < 4 or self.lost_s > 0.02 * self.all_s:
+        if len(self.plain) < 4 or self.since_plain >= 64 or self.lost_s > 0.02 * self.all_s:
             return 0
         if len(self.verify) >= 2:
             rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
             best = max(rates, key=rates.get)
             if rates[best] * typical(self.plain) > PAYS:
                 return best
-        return 1
+        self.tries += 1
+        return min(self.k, (4, 1, 2)[self.tries % 3])
 
     @property
     def acceptance(self) -> float:
@@ -330,20 +331,21 @@ class Pace:
             verify_s = plain_s + max(0.0, verify_s - plain_s) * k / sorted(self.widths)[len(self.widths) // 2]
         return k * typical(self.draft) + max(verify_s, plain_s)
 
-    def note_plain(self, seconds: float):
-        self.plain.append(seconds)
-        self.pass_time(seconds, 0.0)
-
-    def note(self, k: int, draft_s: float, verify_s: float, kept: list[int], lengths: list[int]):
-        """Of a step: what it took, and of each row how many tokens were kept of how many."""
+    def note(self, seconds: float, k: int = 0, draft_s: float = 0.0, kept: list[int] = (), lengths: list[int] = ()):
+        """A step's time, and of it the draft's; of each row how many tokens were kept of how many. k = 0: plain."""
+        if k == 0:
+            self.plain.append(seconds)
+            self.since_plain = 0
+            return self.pass_time(seconds, 0.0)
+        self.since_plain += 1
         looked_at = sum(min(n + 1, length) for n, length in zip(kept, lengths))
         self.kept, self.looked_at = 0.8 * self.kept + sum(kept), 0.8 * self.looked_at + looked_at
         self.draft.append(draft_s / k)
-        self.verify.append(verify_s)
+        self.verify.append(seconds - draft_s)
         self.widths.append(k)
         if self.plain:
             tokens = sum(n + 1 for n in kept) / len(kept)
-            took = min(draft_s + verify_s, 40 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
+            took = min(seconds, 40 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
             self.pass_time(took, took - tokens * typical(self.plain))
 
     def pass_time(self, seconds: float, lost_s: float):
@@ -360,21 +362,20 @@ def expected_tokens(a: float, k: int) -> float:
 
 
 class Clock:
-    """Seconds between marks, by the device's own clock where it runs ahead of the program."""
+    """Marks in time, by the device's own clock where it runs ahead of the program."""
 
     def __init__(self, device: torch.device):
-        self.on_device, self.marks = device.type == "cuda", []
+        self.on_device = device.type == "cuda"
 
     def mark(self):
-        if self.on_device:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def seconds(self, i: int) -> float:
-        """From mark i to the next; the device must have come so far."""
-        a, b = self.marks[i : i + 2]
+    def seconds(self, a, b) -> float:
+        """From one mark to another, which the device must have passed."""
         return a.elapsed_time(b) * 1e-3 if self.on_device else b - a
 
 
@@ -424,35 +425,38 @@ class Speculation:
         self.model, self.draft, self.steps = model, draft, steps
         self.verify = steps.compiled(verify)
         self.pace = Pace(k, automatic, steps.fixed_shapes)
+        self.clock = Clock(model.norm.weight.device)
         self.report, self.hidden = Report(), None
+        self.last: tuple | None = (
+            None  # step: its first mark, and what `Pace` is to hear of it when the next one begins
+        )
         self.rehearsing = False  # every path is taken, so that all is compiled, and nothing is measured
 
     def begin(self, texts: list[list[int]]):
-        self.hidden = None
+        self.hidden = self.last = None
         self.draft.begin(texts)
 
     def step(self, batch, texts: list[list[int]], timing) -> tuple[Tensor, list[list[int]]]:
         """The next tokens of every row, (B,n) with -1 after the last of each, and the same as lists without these."""
-        clock = Clock(batch.token.device)
-        clock.mark()
+        start = self.clock.mark()
         k = self.pace.k if self.rehearsing else self.pace.choose()
         if self.pace.automatic and self.model.split is not None:  # each rank has a clock of its own
             k = self.model.split.decided_number(k)
         proposal = self.draft.propose(batch, texts, k, self.hidden) if k else None
-        clock.mark()
+        drafted = self.clock.mark()
         if self.rehearsing and proposal is None:
             proposal = torch.zeros_like(batch.token)[:, None].expand(-1, k).contiguous(), batch.position * 0, None
         if proposal is None:
             found = self.plain_step(batch)
         else:
             found, lengths = self.look(batch, *proposal)
-        clock.mark()
+        verified = self.clock.mark()
         ids = [[token for token in row if token >= 0] for row in found.tolist()]
         if self.rehearsing:
             self.plain_step(batch)  # the tokens that follow are any
             return found, ids
-        timing.draft_bytes += self.draft.weight_bytes(k) if proposal is not None else 0
-        self.note(batch, ids, k, clock, None if proposal is None else lengths.tolist())
+        timing.draft_bytes += 0 if proposal is None else k * self.draft.token_bytes
+        self.note(batch, ids, k, (start, drafted, verified), None if proposal is None else lengths.tolist())
         return found, ids
 
     def plain_step(self, batch) -> Tensor:
@@ -471,15 +475,20 @@ class Speculation:
         self.hidden = hidden.clone()
         return found.clone(), lengths
 
-    def note(self, batch, ids: list[list[int]], k: int, clock: Clock, lengths: list[int] | None):
-        draft_s, verify_s = clock.seconds(0), clock.seconds(1)
+    def note(self, batch, ids: list[list[int]], k: int, marks: tuple, lengths: list[int] | None):
+        """Count what the step found. `Pace` hears of the one before: the time from one start to the next, whole."""
+        start, drafted, verified = marks
+        draft_s = self.clock.seconds(start, drafted)
         self.report.draft_s += draft_s
-        self.report.verify_s += verify_s
+        self.report.verify_s += self.clock.seconds(drafted, verified)
+        if self.last is not None:
+            self.pace.note(self.clock.seconds(self.last[0], start), *self.last[1:])
+        self.last = (start,)
         if lengths is None:
             self.report.plain_steps += 1
-            return self.pace.note_plain(draft_s + verify_s)
+            return
         self.draft.kept(batch.numbers, [len(row) - 1 for row in ids], k)
         live = [i for i, row in enumerate(batch.numbers) if row in batch.live]
         kept, lengths = [len(ids[i]) - 1 for i in live], [lengths[i] for i in live]
-        self.pace.note(k, draft_s, verify_s, kept, lengths)
+        self.last = (start, k, draft_s, kept, lengths)
         self.report.note(kept, lengths)

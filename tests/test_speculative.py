@@ -303,13 +303,13 @@ def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
         hangs = 1000 if step in (5, 301, 302) else 1
         k = pace.choose()
         if k == 0:
-            pace.note_plain(plain_s * hangs)
+            pace.note(plain_s * hangs)
             spent, tokens = spent + plain_s, tokens + 1
             continue
         a = acceptance(step)
         kept = int((torch.rand(k, generator=chance) < a).long().cumprod(0).sum())
         verify = plain_s + (verify_s - plain_s) * k / 7
-        pace.note(k, k * draft_s * hangs, verify * hangs, [kept], [k])
+        pace.note((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept], [k])
         spent, tokens = spent + k * draft_s + verify, tokens + kept + 1
     return spent, tokens * plain_s, k
 

@@ -169,8 +169,8 @@ class Batch:
             self.before, self.token = self.token, found[:, 0]
         else:
             count = (found >= 0).sum(1)  # (B,)
-            both = torch.cat([self.token[:, None], found], 1).gather(1, torch.stack([count - 1, count], 1))
-            self.before, self.token = both.unbind(1)
+            row, line = torch.arange(len(found), device=found.device), torch.cat([self.token[:, None], found], 1)
+            self.before, self.token = line[row, count - 1], line[row, count]  # not views, which graphs tell by strides
         self.position = torch.where(self.position < 0, -1, self.position + count)
         if self.seen is not None:
             self.seen.scatter_(1, torch.where(found < 0, self.token[:, None], found), True)

@@ -298,7 +298,7 @@ class Pace:
     fixed_width: bool  # verify's cost does not depend on k
     kept: float = 0.0  # tokens proposed and kept, and proposed and looked at; older steps count less
     looked_at: float = 0.0
-    lost_s: float = 0.0  # and all of it, in the last hundred steps or so
+    lost_s: float = 0.0  # to plain steps, less what was won; and all time, in the last hundred steps or so
     all_s: float = 0.0
     plain: deque = recent()  # seconds of the latest plain steps
     draft: deque = recent()  # of a drafted token
@@ -345,12 +345,12 @@ class Pace:
         self.widths.append(k)
         if self.plain:
             tokens = sum(n + 1 for n in kept) / len(kept)
-            took = min(seconds, 40 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
+            took = min(seconds, 4 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
             self.pass_time(took, took - tokens * typical(self.plain))
 
     def pass_time(self, seconds: float, lost_s: float):
         self.all_s = 0.99 * self.all_s + seconds
-        self.lost_s = max(0.0, 0.99 * self.lost_s + lost_s)
+        self.lost_s = max(-0.1 * self.all_s, 0.99 * self.lost_s + lost_s)
 
 
 def expected_tokens(a: float, k: int) -> float:

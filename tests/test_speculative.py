@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from functools import partial
+from itertools import cycle
 from types import ModuleType
 
 import pytest
@@ -16,6 +17,7 @@ import speculative
 from checkpoint import UserError, install_kernels, load_model
 from generate import Batch, Steps, compiled_steps, generate, prefill_rows
 from quantize import Quantization, quantize_checkpoint, quantize_model
+from report import compile_counts
 from sampling import Sampling, exponential_noise, probabilities
 from speculative import MOST_K, Index, Lookup, ModelDraft, Pace, Report, Speculation, accept
 
@@ -46,7 +48,7 @@ def speculate(model, draft, k, steps=None, automatic=False):
 
 # ---------------------------------------------------------------- greedy: the same tokens
 
-CASES = [  # family, draft, k, rows; two graphs each are compiled in the slow ones
+CASES = [  # family, draft, k, rows; three graphs each are compiled in the slow ones
     ("llama-gqa-biased", "the same model", 1, 5, False), ("mistral-window", "another model", 2, 5, False),
     ("qwen3-gqa", "a noisy copy", 3, 1, False), ("bloom-5", "int4-self", 4, 5, False),
     ("qwen2-sliding", "lookup", 5, 5, False), ("llama-yarn", "lookup in a text", 6, 1, False),
@@ -59,7 +61,7 @@ CASES = [  # family, draft, k, rows; two graphs each are compiled in the slow on
 
 
 @pytest.mark.parametrize("name, kind, k, B, compiled", CASES)
-def test_greedy_texts_are_those_without_it(tiny, tiny_model, name, kind, k, B, compiled):
+def test_greedy_texts_are_those_without_it(tiny, tiny_model, name, kind, k, B, compiled, monkeypatch):
     """To the token, again in the same caches, with an end token inside a proposal, and to the end of the context."""
     steps = compiled_steps(compiled, False)
     model = tiny_model(name, rows=B, length=50)
@@ -67,10 +69,17 @@ def test_greedy_texts_are_those_without_it(tiny, tiny_model, name, kind, k, B, c
     plain = generate(model, prompts, settings, 99)
     assert {len(ids) for ids, _ in plain} == {51 - n for n in LENGTHS[-B:]}  # the last needs no slot
     speculation = speculate(model, make_draft(kind, tiny, name, model, steps), k, steps)
+    if compiled:
+        speculation.rehearsing = True
+        generate(model, prompts, settings, 2, steps=steps, speculation=speculation)  # a single step
+        speculation.rehearsing = False
+        monkeypatch.setattr(speculation.pace, "choose", cycle([k, 0, 1, k, k]).__next__)
+    graphs = compile_counts()
     assert generate(model, prompts, settings, 99, steps=steps, speculation=speculation) == plain
     stop = {plain[0][0][17], plain[-1][0][10]}
     ends = generate(model, prompts, settings, 20, stop)
     assert generate(model, prompts, settings, 20, stop, steps, speculation=speculation) == ends
+    assert compile_counts() == graphs  # the rehearsal took every path
     numbers = speculation.report.numbers(1.0)
     if kind == "the same model":  # its caches are right after every step, or it would not be right itself
         assert numbers["speculation"]["acceptance_by_place"] == [1.0] * k

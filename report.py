@@ -7,7 +7,6 @@ these has made somebody believe a wrong number. Knows the model, nothing of text
 import resource
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +52,10 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
     config = model.blocks[0].attention.config  # where the model is split over ranks, of this one's heads
-    windows = Counter(config.window(layer) for layer in range(config.n_layer))
-    looks = sum(n * min(length, window or length) for window, n in windows.items() for length in lengths)
+    looks = config.n_layer * sum(lengths)
+    if config.sliding_window is not None:
+        windows = [config.window(layer) for layer in range(config.n_layer)]
+        looks = sum(min(length, window or length) for window in windows for length in lengths)
     return looks * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
 
 

@@ -42,6 +42,10 @@ STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkp
     "C++ kernels": ("products of one row at the speed of memory", "--dtype bfloat16 --compile --compile_prefill"),
     "int8": ("1 byte a weight", "--checkpoint_path {}-int8-g32 --compile --compile_prefill"),
     "int4": ("half a byte a weight, 1 in the head", "--checkpoint_path {}-int4-g32 --compile --compile_prefill"),
+    "prompt lookup": (
+        "several tokens for one reading, where the text repeats itself",
+        "--checkpoint_path {}-int4-g32 --compile --compile_prefill --draft prompt-lookup",
+    ),
 }
 SAMPLES = 4  # in each run of generate.py
 

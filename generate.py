@@ -506,13 +506,12 @@ def draft_kind(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
 
 
-def make_speculation(args, directory: Path, model: Transformer, tokenizer: Tokenizer, steps: Steps, ranks):
-    """What the arguments ask for, or None."""
+def make_speculation(args, directory: Path, model: Transformer, tokenizer: Tokenizer, steps: Steps, ranks, sources):
+    """What the arguments ask for, or None. sources: the tokens of the texts to look into."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
     if args.draft and "lookup" in args.draft:
-        _, _, path = args.draft.partition(":")
-        draft = Lookup([read_source(Path(path).expanduser(), tokenizer, model.config)] if path else [])
+        draft = Lookup(sources)
     else:
         other = load_draft(args, directory, model, tokenizer, ranks)
         read = None if args.draft == "int4-self" else partial(prefill_rows, steps.prefill)
@@ -522,8 +521,12 @@ def make_speculation(args, directory: Path, model: Transformer, tokenizer: Token
     return Speculation(model, draft, steps, k, automatic)
 
 
-def read_source(path: Path, tokenizer: Tokenizer, config: Config) -> list[int]:
-    """The tokens of the file of --draft lookup:FILE."""
+def read_sources(args, tokenizer: Tokenizer, config: Config) -> list[list[int]]:
+    """The tokens of the file of --draft lookup:FILE, where there is one."""
+    kind, _, name = (args.draft or "").partition(":")
+    if kind != "lookup":
+        return []
+    path = Path(name).expanduser()
     if tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE is about text, and the checkpoint has no tokenizer")
     try:
@@ -531,7 +534,7 @@ def read_source(path: Path, tokenizer: Tokenizer, config: Config) -> list[int]:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
     check_ids(ids, config)
-    return ids
+    return [ids]
 
 
 def load_draft(args, directory: Path, model: Transformer, tokenizer: Tokenizer, ranks) -> Transformer:
@@ -734,7 +737,7 @@ def main(ranks=None):
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
     prompts = [[0]] if unknown else ranks.share(lambda: read_prompts(args, tokenizer, template, config))
-    length = choose_cache_length(args, config, prompts)
+    sources, length = read_sources(args, tokenizer, config), choose_cache_length(args, config, prompts)
     slots = len(prompts) * args.batch_size * (length + 8)
     check_memory(config, device, dtype, slots, quantization, ranks.portion(device))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
@@ -749,7 +752,7 @@ def main(ranks=None):
         table = rooflines(config, bandwidth * ranks.size, dtype, args.batch_size, quantization)
         return print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
     steps = compiled_steps(args.compile, args.compile_prefill)
-    speculation = make_speculation(args, directory, model, tokenizer, steps, ranks)
+    speculation = make_speculation(args, directory, model, tokenizer, steps, ranks, sources)
     if args.interactive:
         return talk(args, model, tokenizer, template, length, steps, stop_ids, ranks, speculation)
     compile_s = warm_up(args, model, prompts, steps, speculation)

@@ -314,9 +314,9 @@ class Pace:
         if len(self.plain) < 4 or self.since_plain >= 64 or self.lost_s > 0.02 * self.all_s:
             return 0
         if len(self.verify) >= 2:
-            rates = {k: expected_tokens(self.acceptance, k) / self.step_s(k) for k in range(1, self.k + 1)}
-            best = max(rates, key=rates.get)
-            if rates[best] * typical(self.plain) > PAYS:
+            rates = [expected_tokens(self.acceptance, k) / seconds for k, seconds in enumerate(self.step_seconds())]
+            best = max(range(1, self.k + 1), key=rates.__getitem__)
+            if rates[best] > PAYS * rates[0]:
                 return best
         self.tries += 1
         return min(self.k, (4, 1, 2)[self.tries % 3])
@@ -325,11 +325,13 @@ class Pace:
     def acceptance(self) -> float:
         return min(0.99, (self.kept + 1) / (self.looked_at + 1.5))
 
-    def step_s(self, k: int) -> float:
-        plain_s, verify_s = typical(self.plain), typical(self.verify)
-        if not self.fixed_width:  # between a plain step and what was measured, in proportion
-            verify_s = plain_s + max(0.0, verify_s - plain_s) * k / sorted(self.widths)[len(self.widths) // 2]
-        return k * typical(self.draft) + max(verify_s, plain_s)
+    def step_seconds(self) -> list[float]:
+        """What a step takes by what has been measured: a plain one, and with 1 to self.k tokens proposed."""
+        plain_s, draft_s, verify_s = map(typical, (self.plain, self.draft, self.verify))
+        further_s = max(0.0, verify_s - plain_s)
+        width = 0 if self.fixed_width else sorted(self.widths)[len(self.widths) // 2]  # what it is in proportion to
+        costs = [k * draft_s + plain_s + further_s * (k / width if width else 1) for k in range(1, self.k + 1)]
+        return [plain_s, *costs]
 
     def note(self, seconds: float, k: int = 0, draft_s: float = 0.0, kept: list[int] = (), lengths: list[int] = ()):
         """A step's time, and of it the draft's; of each row how many tokens were kept of how many. k = 0: plain."""
@@ -345,7 +347,7 @@ class Pace:
         self.widths.append(k)
         if self.plain:
             tokens = sum(n + 1 for n in kept) / len(kept)
-            took = min(seconds, 4 * self.step_s(k))  # a draft may have had to catch up; or the machine hung
+            took = min(seconds, 4 * self.step_seconds()[k])  # a draft may have had to catch up; or the machine hung
             self.pass_time(took, took - tokens * typical(self.plain))
 
     def pass_time(self, seconds: float, lost_s: float):

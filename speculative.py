@@ -341,7 +341,7 @@ class Pace:
             return self.pass_time(seconds, 0.0)
         self.since_plain += 1
         looked_at = sum(min(n + 1, length) for n, length in zip(kept, lengths))
-        self.kept, self.looked_at = 0.8 * self.kept + sum(kept), 0.8 * self.looked_at + looked_at
+        self.kept, self.looked_at = 0.9 * self.kept + sum(kept), 0.9 * self.looked_at + looked_at
         self.draft.append(draft_s / k)
         self.verify.append(seconds - draft_s)
         self.widths.append(k)
@@ -388,10 +388,12 @@ class Report:
     steps: int = 0  # with a proposal
     plain_steps: int = 0
     draft_s: float = 0.0
-    verify_s: float = 0.0  # and of plain steps
+    verify_s: float = 0.0
+    plain_s: float = 0.0
     kept: list[int] = field(default_factory=list)  # by place in the proposal
     looked_at: list[int] = field(default_factory=list)
     rows: int = 0  # with a proposal, over all steps
+    proposed: int = 0  # tokens
 
     def note(self, kept: list[int], lengths: list[int]):
         most = max(lengths)
@@ -400,6 +402,7 @@ class Report:
         self.steps += 1
         for n, length in zip(kept, lengths):
             self.rows += length > 0
+            self.proposed += length
             for i in range(min(n + 1, length)):
                 self.looked_at[i] += 1
                 self.kept[i] += i < n
@@ -407,7 +410,8 @@ class Report:
     def numbers(self, decode_s: float) -> dict:
         """For --json: tokens kept a proposal, the share kept at each place of those that came to it, shares of time."""
         rows = max(1, self.rows)
-        shares = {"draft": self.draft_s / decode_s, "verify": self.verify_s / decode_s} if decode_s else {}
+        seconds = {"draft": self.draft_s, "verify": self.verify_s + self.plain_s}
+        shares = {name: s / decode_s for name, s in seconds.items()} if decode_s else {}
         return {
             "mean_accepted_tokens": sum(self.kept) / rows,
             "speculation": {
@@ -482,13 +486,15 @@ class Speculation:
         start, drafted, verified = marks
         draft_s = self.clock.seconds(start, drafted)
         self.report.draft_s += draft_s
-        self.report.verify_s += self.clock.seconds(drafted, verified)
+        step_s = self.clock.seconds(drafted, verified)
         if self.last is not None:
             self.pace.note(self.clock.seconds(self.last[0], start), *self.last[1:])
         self.last = (start,)
         if lengths is None:
             self.report.plain_steps += 1
+            self.report.plain_s += step_s
             return
+        self.report.verify_s += step_s
         self.draft.kept(batch.numbers, [len(row) - 1 for row in ids], k)
         live = [i for i, row in enumerate(batch.numbers) if row in batch.live]
         kept, lengths = [len(ids[i]) - 1 for i in live], [lengths[i] for i in live]

@@ -4,8 +4,9 @@ Greedy, one row, compiled, the default checkpoint or another in bfloat16, and in
 they are not there). Open prompts are questions and tasks; in copying ones much of the answer stands in the question:
 code to be repeated with a change, text to be quoted, from this repository's own files. For each prompt everybody takes
 a turn, and the ratio of the tokens a second to those of plain steps is taken (prefill is not counted); reported is the
-median over prompts, after a first one that does not count. `same text` counts the prompts whose tokens are those of
-plain steps: all, where the kernels run.
+median over prompts, after a first one that does not count; beside it what the formula of speculative.py makes of k, a,
+c and v, as measured in the mean. `same text` counts the prompts whose tokens are those of plain steps: all, where the
+kernels run.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from generate import cache_length, compiled_steps, generate, keep_freed_memory, 
 from quantize import Quantization, quantize_model
 from report import Timing
 from sampling import Sampling
-from speculative import AUTO_K, Lookup, ModelDraft, Speculation
+from speculative import AUTO_K, Lookup, ModelDraft, Report, Speculation, expected_tokens
 from terminal import say
 from tokenizer import Tokenizer
 
@@ -64,20 +65,14 @@ class Case:
     """A model with what may propose for it, each with a Speculation of its own; the first is plain."""
 
     def __init__(self, args, target: str, name: str, prompts: list[list[int]], model, steps, drafts: dict):
-        self.args, self.target, self.name, self.prompts, self.model, self.steps = (
-            args,
-            target,
-            name,
-            prompts,
-            model,
-            steps,
-        )
+        self.args, self.target, self.name, self.prompts = args, target, name, prompts
+        self.model, self.steps = model, steps
         self.ways = {"plain": None}
         for kind, (draft, k) in drafts.items():
             self.ways[kind] = Speculation(model, draft, steps, k or AUTO_K, automatic=k is None)
         self.rates = {kind: [] for kind in self.ways}
         self.same = dict.fromkeys(self.ways, 0)
-        self.texts: list[list[int]] = []
+        self.timings = {kind: Timing() for kind in self.ways}
 
     def run(self, prompt: list[int], kind: str) -> tuple[float, list[int]]:
         timing, settings = Timing(), Sampling.make(1, temperature=0.0)
@@ -85,6 +80,7 @@ class Case:
             self.model, [prompt], settings, self.args.new_tokens, steps=self.steps, timing=timing,
             speculation=self.ways[kind],
         )  # fmt: skip
+        self.timings[kind].add_step(timing.decode_s, timing.decode_tokens, 0)
         return timing.decode_tokens / timing.decode_s, ids
 
     def measure(self):
@@ -99,11 +95,27 @@ class Case:
             kinds = list(self.ways)
             found = {kind: self.run(prompt, kind) for kind in kinds[i % len(kinds) :] + kinds[: i % len(kinds)]}
             if i == 0:
+                self.timings = {kind: Timing() for kind in self.ways}
+                for speculation in filter(None, self.ways.values()):
+                    speculation.report = Report()
                 continue
             expected = found["plain"][1]
             for kind, (rate, ids) in found.items():
                 self.rates[kind].append(rate)
                 self.same[kind] += ids == expected
+
+    def formula(self, kind: str) -> dict:
+        """What a proposed token was worth and cost in the mean, and the speedup that follows from it: (1 - a^(k+1)) /
+        (1 - a) tokens for k c + v plain steps where something was proposed, and elsewhere one for one."""
+        report, plain = self.ways[kind].report, self.timings["plain"]
+        plain_s = plain.decode_s / plain.decode_tokens
+        if report.steps == 0:
+            return {"predicted_over_plain": 1.0}
+        k, a = report.proposed / report.steps, sum(report.kept) / sum(report.looked_at)
+        c, v = report.draft_s / report.proposed / plain_s, report.verify_s / report.steps / plain_s
+        tokens = report.steps * expected_tokens(min(a, 0.9999), k) + report.plain_steps
+        predicted = tokens / (report.steps * (k * c + v) + report.plain_steps)
+        return {"k": k, "a": a, "c": c, "v": v, "predicted_over_plain": predicted}
 
     def rows(self) -> list[dict]:
         plain, found = self.rates["plain"], []
@@ -112,10 +124,19 @@ class Case:
             row = {"target": self.target, "prompts": self.name, "draft": kind, "tokens_per_s": median(rates)}
             row |= {"over_plain": median(ratios), "same_text": self.same[kind], "of": len(plain), "ratios": ratios}
             if self.ways[kind] is not None:
-                numbers = self.ways[kind].report.numbers(0.0)
+                numbers = self.ways[kind].report.numbers(self.timings[kind].decode_s)
                 row |= {"mean_accepted_tokens": numbers["mean_accepted_tokens"]} | numbers["speculation"]
+                row |= self.formula(kind)
             found.append(row)
         return found
+
+
+def about(row: dict) -> str:
+    """Of a row of the table, what its draft did."""
+    if "a" not in row:
+        return ""
+    kept, numbers = row["mean_accepted_tokens"], " ".join(f"{name} {row[name]:.2f}" for name in "kacv")
+    return f"  by the formula {row['predicted_over_plain']:.2f}x  kept {kept:.2f} a proposal  {numbers}"
 
 
 def cases(args, directory: Path):
@@ -158,14 +179,13 @@ def main():
         say(f"{case.target}, {case.name} prompts")
         case.measure()
         for row in case.rows():
-            kept = f"  kept {row['mean_accepted_tokens']:.2f} a proposal" if row["draft"] != "plain" else ""
             print(
                 f"{row['target']:5} {row['prompts']:8} {row['draft']:22} {row['tokens_per_s']:6.0f} tokens/s "
-                f"{row['over_plain']:5.2f}x  same text {row['same_text']} of {row['of']}{kept}"
+                f"{row['over_plain']:5.2f}x  same text {row['same_text']} of {row['of']}{about(row)}"
             )
             rows.append(row)
-    about = {"model": directory.name, "new_tokens": args.new_tokens}
-    args.out.write_text(json.dumps(circumstances(torch.device("cpu"), []) | about | {"rows": rows}, indent=1) + "\n")
+    result = circumstances(torch.device("cpu"), []) | {"model": directory.name, "new_tokens": args.new_tokens}
+    args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

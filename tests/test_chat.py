@@ -341,8 +341,8 @@ PROMPT = r"> (\x1b\[0m)?$"
     "columns, environment",
     [
         (80, {}),
-        (20, {}),
-        (80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}),
+        pytest.param(20, {}, marks=pytest.mark.full),
+        pytest.param(80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.full),
         (20, {"NO_COLOR": "1", "TERM": "dumb"}),
     ],
 )

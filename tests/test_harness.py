@@ -160,7 +160,7 @@ def task_files(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chat, few", [(False, 0), (True, 2)])
+@pytest.mark.parametrize("chat, few", [pytest.param(False, 0, marks=pytest.mark.full), (True, 2)])
 def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path, chat, few):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     ours, theirs = (run_tasks(model, task_files, few, None, chat) for model in both[:2])

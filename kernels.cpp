@@ -152,7 +152,8 @@ struct Input {
   const void* x;   // (M,K)
   int8_t* q;       // (M,Kb,32), of activations quantized to 8 bits
   float* scale;    // (M,Kb)
-  int32_t* sum;    // (M,Kb), of q
+  int32_t* start;  // (M,Kb), where sums of 8-bit products begin: -128 times q's sum, since they are of weights + 128
+  float* offset;   // (M,Kb), what 4-bit weights' mins are multiplied with: scale times q's sum
   float* wide;     // (M,Kb*32), of exact ones
 };
 
@@ -259,9 +260,9 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   if (M - m >= 1) tile(Int<1>());
 }
 
-// One group of x: its scale, the 8-bit numbers and their sum.
+// One group of x: its scale and the 8-bit numbers; returns their sum.
 template <class T>
-inline void quantize_group(const T* x, int64_t K, int8_t* q, float* scale, int32_t* sum) {
+inline int32_t quantize_group(const T* x, int64_t K, int8_t* q, float* scale) {
   const __m512 lo = load(x, first(K)), hi = load(x + LANES, first(K - LANES));
   const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
   constexpr int NOT_FINITE = 0x99;  // quiet and signalling NaN, both infinities
@@ -273,7 +274,7 @@ inline void quantize_group(const T* x, int64_t K, int8_t* q, float* scale, int32
   const __m512i c = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, hi, inverse));
   _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8(a));
   _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8(c));
-  *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
 }
 
 inline __m512i four_columns(const int8_t* q) {
@@ -296,7 +297,7 @@ inline void block_times_quantized(const Linear& p, int64_t block, const Input& x
     for (int m = 0; m < MT; m++) {
       const int64_t at = (m0 + m) * p.Kb + b;
       q[m] = x.q + at * GROUP;
-      dot[m] = INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * x.sum[at]);
+      dot[m] = INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(x.start[at]);
     }
     for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
       const __m512i bytes = _mm512_loadu_si512(w);
@@ -321,7 +322,7 @@ inline void block_times_quantized(const Linear& p, int64_t block, const Input& x
       const int64_t at = (m0 + m) * p.Kb + b;
       const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale);
       acc[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m]), step, acc[m]);
-      if constexpr (INT4) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scale[at] * x.sum[at]), acc[m]);
+      if constexpr (INT4) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.offset[at]), acc[m]);
     }
     if (--left == 0) g++, left = p.per_group;
   }
@@ -377,7 +378,8 @@ inline Input lay_out_input(Layout& layout, const Linear& l, const void* x, int64
   if (l.quantizes()) {
     in.q = layout.take<int8_t>(M * l.Kb * GROUP);
     in.scale = layout.take<float>(M * l.Kb);
-    in.sum = layout.take<int32_t>(M * l.Kb);
+    in.start = layout.take<int32_t>(M * l.Kb);
+    in.offset = layout.take<float>(M * l.Kb);
   } else if (l.bits < 16) {
     in.wide = layout.take<float>(M * l.Kb * GROUP);
   }
@@ -392,7 +394,8 @@ void prepare(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t
   for (int64_t b = begin; b < end; b++) {
     const int64_t k = b * GROUP, left = l.K - k, at = m * l.Kb + b;
     if (l.quantizes()) {
-      quantize_group(x + k, left, in.q + at * GROUP, in.scale + at, in.sum + at);
+      const int32_t sum = quantize_group(x + k, left, in.q + at * GROUP, in.scale + at);
+      in.start[at] = -128 * sum, in.offset[at] = in.scale[at] * sum;
     } else {
       store(in.wide + at * GROUP, load(x + k, first(left)), 0xffff);
       store(in.wide + at * GROUP + LANES, load(x + k + LANES, first(left - LANES)), 0xffff);

@@ -514,7 +514,7 @@ def make_speculation(args, directory: Path, model: Transformer, tokenizer: Token
         draft = Lookup(sources)
     else:
         other = load_draft(args, directory, model, tokenizer, ranks)
-        read = None if args.draft == "int4-self" else partial(prefill_rows, steps.prefill)
+        read = None if args.draft == "int4-self" else partial(prefill_rows, prefill)  # a few tokens, in any number
         draft = ModelDraft(model, other, steps.compiled, read)
     automatic = args.speculate_k in (None, "auto")
     k = AUTO_K if automatic else args.speculate_k
@@ -737,7 +737,8 @@ def main(ranks=None):
     template = find_template(args, directory, tokenizer)
     unknown = args.interactive or args.roofline is not None  # what there will be to read
     prompts = [[0]] if unknown else ranks.share(lambda: read_prompts(args, tokenizer, template, config))
-    sources, length = read_sources(args, tokenizer, config), choose_cache_length(args, config, prompts)
+    sources = ranks.share(lambda: read_sources(args, tokenizer, config))
+    length = choose_cache_length(args, config, prompts)
     slots = len(prompts) * args.batch_size * (length + 8)
     check_memory(config, device, dtype, slots, quantization, ranks.portion(device))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]

@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -225,8 +226,9 @@ def print_report(result: dict, timing: Timing):
     if (about := result.get("speculation")) is not None:
         kept = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
+        of, proposed = result["mean_accepted_tokens"], about["mean_proposed_tokens"]
         lines.append(
-            f"speculation: {about['steps']} steps, of each proposal {result['mean_accepted_tokens']:.2f} tokens kept "
+            f"speculation: {about['steps']} steps, of {proposed:.1f} tokens proposed {of:.1f} kept "
             f"({kept} by place), {about['plain_steps']} steps without" + f"; {shares}" * bool(shares)
         )
     if "ranks" in result:
@@ -260,6 +262,8 @@ def main():
     args = parser.parse_args()
     if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
         parser.error("--bandwidth, --devices and --rows must be above 0")
+    if args.multiprocessors and find_spec("triton") is None:
+        parser.error("--multiprocessors needs Triton, whose kernels it counts: pip install -r requirements-dev.txt")
     ours, dtype = is_ours(args.directory), DTYPES[args.dtype]
     config = read_config(args.directory) if ours else hf_config(args.directory)
     quantization = Quantization(args.mode, 32, "int8") if args.mode else None

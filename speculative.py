@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
-from report import weight_bytes
+from report import kv_bytes, weight_bytes
 from sampling import Sampling, exponential_noise, known, penalized, probabilities
 
 MOST_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
@@ -77,9 +77,9 @@ def accept(logits, position, settings: Sampling, seen, drafted, lengths, p_draft
             p_draft = torch.zeros_like(p_target[:, :k]).scatter(2, drafted[..., None], 1.0)
         p, q = (law[:, :k].gather(2, drafted[..., None])[..., 0] for law in (p_target, p_draft))  # (B,k)
         places = (position[:, None] + ahead[:k]).flatten()
-        one = torch.zeros(B * k, 1, dtype=torch.int64, device=logits.device)
+        column = torch.zeros(B * k, 1, dtype=torch.int64, device=logits.device)
         seeds = settings.seed.repeat_interleave(k)
-        chance = torch.exp(-exponential_noise(seeds, places, one, ACCEPT)).view(B, k)  # uniform in (0,1)
+        chance = torch.exp(-exponential_noise(seeds, places, column, ACCEPT)).view(B, k)  # uniform in (0,1)
         kept = leading(chance * q < p, lengths)
         p_draft = F.pad(p_draft, (0, 0, 0, 1)) * (ahead < lengths[:, None])[..., None]  # 0 where nothing was proposed
         row = torch.arange(B, device=logits.device)
@@ -110,9 +110,9 @@ def seen_along(seen: Tensor, drafted: Tensor) -> Tensor:
 #
 # A draft has `begin(texts)`, which hears of the texts that are to be continued, by cache row, and
 #   propose(batch, texts, k, hidden) -> (drafted (B,k), lengths (B,), p_draft (B,k,V) or None), as `verify` takes them,
-# or None where it has nothing to propose for any row; `kept` tells it what became of that, and token_bytes are the
-# weights that it reads for a token. batch is generate.py's Batch; texts grow as tokens are found; hidden (B,D) is the
-# state that the last token came from, where there is one.
+# or None where it has nothing to propose for any row; `kept` tells it what became of that, and `reads` says how much
+# memory it took: (bytes of weights, of KV cache) for k tokens after texts of these lengths. batch is generate.py's
+# Batch; texts grow as tokens are found; hidden (B,D) is the state that the last token came from, where there is one.
 
 
 class ModelDraft:
@@ -124,7 +124,7 @@ class ModelDraft:
     def __init__(self, model: Transformer, draft: Transformer, compiled: Callable, read: Callable | None):
         self.model, self.draft, self.read, self.shares_caches = model, draft, read, read is None
         self.draw = compiled(draw)
-        self.token_bytes = weight_bytes(draft, 1)
+        self.weight_bytes = weight_bytes(draft, 1)
         self.texts: list[list[int]] = []  # of the last generation
         self.cached: list[int] = []  # of each row's text, how many tokens its own caches hold
 
@@ -157,6 +157,7 @@ class ModelDraft:
             for row in batch.numbers:
                 self.cached[row] = len(texts[row])  # after the first pass
             tokens, places = torch.stack([batch.before, token], 1), torch.stack([position - 1, position], 1)
+            tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # what its table does not have
             places = torch.where(position[:, None] < 0, -1, places)
         drafted, laws, V = [], [], self.model.config.vocab_size
         for i in range(k):
@@ -172,8 +173,10 @@ class ModelDraft:
         return drafted, lengths, None if laws[0] is None else torch.stack(laws, 1)
 
     def catch_up(self, rows: list[int], texts: list[list[int]]):
-        """Read what its caches lack of these rows, but for the last two tokens."""
-        lacking = {row: texts[row][:-1] for row in rows if self.cached[row] < len(texts[row]) - 2}
+        """Read the rows of which its caches lack more than the last two tokens, up to the last one."""
+        last_id = self.draft.config.vocab_size - 1
+        late = [row for row in rows if self.cached[row] < len(texts[row]) - 2]
+        lacking = {row: [min(token, last_id) for token in texts[row][:-1]] for row in late}
         if lacking:
             self.read(self.draft, lacking, self.cached)
         for row, text in lacking.items():
@@ -183,6 +186,9 @@ class ModelDraft:
         """Of its proposals this many were kept, and with them what it wrote for them: for all but the last of k."""
         for row, n in zip(rows, counts) if not self.shares_caches else ():
             self.cached[row] += min(n, k - 1)
+
+    def reads(self, k: int, lengths: list[int]) -> tuple[float, float]:
+        return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
 
 
 def in_common(a: list[int], b: list[int]) -> int:
@@ -214,10 +220,8 @@ class Lookup:
     """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
     texts (retrieval). The longest match counts, of equals the latest. No second model, and no chance in it."""
 
-    token_bytes = 0
-
     def __init__(self, sources: list[list[int]] = ()):
-        self.sources = [Index(tokens) for tokens in sources]
+        self.sources = [Source(tokens) for tokens in sources]
         self.rows: list[Index] = []
 
     def begin(self, texts: list[list[int]]):
@@ -238,39 +242,60 @@ class Lookup:
     def kept(self, rows: list[int], counts: list[int], k: int):
         pass
 
+    def reads(self, k: int, lengths: list[int]) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 class Index:
-    """Where each run of SHORTEST tokens of a growing text stands."""
+    """Where each pair of tokens of a growing text stands."""
 
-    SHORTEST, LONGEST, LATEST = 2, 8, 32  # tokens that match; of the places that do, how many are looked at
+    LONGEST, LATEST = 8, 32  # tokens that may match, of which two have to; of the places, how many are looked at
 
     def __init__(self, text: list[int]):
-        self.text, self.done, self.ends = text, 0, {}  # tokens that are in it; run -> where it ends, rising
+        self.text, self.done, self.ends = text, 1, {}  # tokens that are in it; pair -> where it ends, rising
+
+    def places(self, pair: tuple[int, int]) -> list[int]:
+        """Where it ends, rising, for the latest of these places that something follows."""
+        for end in range(self.done + 1, len(self.text)):
+            self.ends.setdefault((self.text[end - 2], self.text[end - 1]), []).append(end)
+        self.done = max(self.done, len(self.text) - 1)
+        return self.ends.get(pair, [])[-self.LATEST :]
+
+    def following(self, where: int, most: int) -> list[int]:
+        """What follows, and goes on with itself beyond the end of the text, as a loop does."""
+        found = self.text[where : where + most]
+        while len(found) < most:
+            found.append(found[len(found) - (len(self.text) - where)])
+        return found
 
     def match(self, tail: list[int], most: int) -> tuple[int, list[int]]:
-        """(how many tokens match the end of tail, at most this many that follow): (0, []) where fewer than SHORTEST do.
-
-        Within its own text what follows may reach beyond the end: it then goes on with itself, as a loop does.
-        """
-        n = self.SHORTEST
-        own = tail is self.text
-        while self.done < len(self.text) - own:  # the end of tail is not to be found in itself
-            self.done += 1
-            if self.done >= n:
-                self.ends.setdefault(tuple(self.text[self.done - n : self.done]), []).append(self.done)
+        """(how many tokens match the end of tail, at most this many that follow): (0, []) where fewer than two do."""
         best, where = 0, 0
-        for end in reversed(self.ends.get(tuple(tail[-n:]), ())[-self.LATEST :]) if most > 0 else ():
-            limit, size = min(self.LONGEST, end, len(tail)), n
+        for end in reversed(self.places(tuple(tail[-2:]))) if most > 0 and len(tail) > 1 else ():
+            limit, size = min(self.LONGEST, end, len(tail)), 2
             while size < limit and self.text[end - size - 1] == tail[-size - 1]:
                 size += 1
             if size > best:
                 best, where = size, end
-        if best == 0:
-            return 0, []
-        following = self.text[where : where + most]
-        while own and len(following) < most:
-            following.append(following[len(following) - (len(self.text) - where)])
-        return best, following
+        return (best, self.following(where, most)) if best else (0, [])
+
+
+class Source(Index):
+    """The same of a text that is there as a whole, in 16 bytes a token."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+        tokens = torch.tensor(text, dtype=torch.int64)
+        self.pairs, order = (tokens[:-2] << 32 | tokens[1:-1]).sort(stable=True)  # but the last, which nothing follows
+        self.order = order + 2
+
+    def places(self, pair: tuple[int, int]) -> list[int]:
+        key = torch.tensor(pair[0] << 32 | pair[1])
+        first, stop = (int(torch.searchsorted(self.pairs, key, right=right)) for right in (False, True))
+        return self.order[max(first, stop - self.LATEST) : stop].tolist()
+
+    def following(self, where: int, most: int) -> list[int]:
+        return self.text[where : where + most]
 
 
 # ---------------------------------------------------------------- how far to look ahead
@@ -290,7 +315,7 @@ class Pace:
     """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
 
     A step of k tokens gives (1 - a^(k+1)) / (1 - a) and takes k draft_s + verify_s. Where no k gives PAYS times the
-    tokens a second of plain steps, it tries 1, 2 or 4; and proposes none while what was lost is over 2 % of the time.
+    tokens a second of plain steps, it tries 1, 2 and 4 in turn, and none while two steps and 1 % of the time are lost.
     """
 
     k: int
@@ -311,7 +336,9 @@ class Pace:
         """The number of tokens to propose in the next step; 0: none."""
         if not self.automatic:
             return self.k
-        if len(self.plain) < 4 or self.since_plain >= 64 or self.lost_s > 0.02 * self.all_s:
+        if len(self.plain) < 4 or self.since_plain >= 64:
+            return 0
+        if self.lost_s > 2 * typical(self.plain) + 0.01 * self.all_s:
             return 0
         if len(self.verify) >= 2:
             rates = [expected_tokens(self.acceptance, k) / seconds for k, seconds in enumerate(self.step_seconds())]
@@ -319,7 +346,7 @@ class Pace:
             if rates[best] > PAYS * rates[0]:
                 return best
         self.tries += 1
-        return min(self.k, (4, 1, 2)[self.tries % 3])
+        return min(self.k, 1 << (self.tries - 1) % 3)
 
     @property
     def acceptance(self) -> float:
@@ -417,6 +444,7 @@ class Report:
             "speculation": {
                 "steps": self.steps,
                 "plain_steps": self.plain_steps,
+                "mean_proposed_tokens": self.proposed / rows,
                 "acceptance_by_place": [a / b for a, b in zip(self.kept, self.looked_at) if b],
                 "share_of_time": shares | ({"rest": 1 - sum(shares.values())} if shares else {}),
             },
@@ -433,9 +461,7 @@ class Speculation:
         self.pace = Pace(k, automatic, steps.fixed_shapes)
         self.clock = Clock(model.norm.weight.device)
         self.report, self.hidden = Report(), None
-        self.last: tuple | None = (
-            None  # step: its first mark, and what `Pace` is to hear of it when the next one begins
-        )
+        self.last: tuple | None = None  # of the last step: its first mark, and what `Pace` will hear of it
         self.rehearsing = False  # every path is taken, so that all is compiled, and nothing is measured
 
     def begin(self, texts: list[list[int]]):
@@ -461,7 +487,9 @@ class Speculation:
         if self.rehearsing:
             self.plain_step(batch)  # the tokens that follow are any
             return found, ids
-        timing.draft_bytes += 0 if proposal is None else k * self.draft.token_bytes
+        if proposal is not None:
+            weights, kv = self.draft.reads(k, [len(texts[row]) for row in batch.live])
+            timing.draft_bytes, timing.kv_bytes = timing.draft_bytes + weights, timing.kv_bytes + kv
         self.note(batch, ids, k, (start, drafted, verified), None if proposal is None else lengths.tolist())
         return found, ids
 

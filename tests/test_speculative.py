@@ -326,7 +326,7 @@ def test_what_follows_in_another_text():
 
 
 def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
-    """Seconds that a Pace takes for its tokens, and that plain steps would have taken; and what it mostly chose at last.
+    """Seconds that a Pace takes for its tokens and that plain steps would have taken, and what it chose at last.
 
     Now and then the machine hangs in a step: what is measured there is a thousand times too much.
     """

@@ -743,7 +743,6 @@ def main(ranks=None):
     check_memory(config, device, dtype, slots, quantization, ranks.portion(device))
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]
     stop_ids = () if args.ignore_eos else {*tokenizer.eos_ids, *(template.end_ids() if template else ())}
-
     start = time.perf_counter()
     model = load_model(directory, device, dtype, args.kernels, args.exact_activations, ranks.shard(device))
     model.setup_caches(len(prompts), length)

@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from chat_template import ChatTemplate
-from checkpoint import UserError
+from cli import UserError, has_colours, print_status
 from report import Timing
-from terminal import has_colours, remark
 from tokenizer import TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
@@ -94,7 +93,9 @@ class Session:
                 "that there is room for; shorten it, or /reset"
             )
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
-            remark(f"(room for {room} more tokens in the context of {self.context}; /reset makes all of it free)")
+            print_status(
+                f"(room for {room} more tokens in the context of {self.context}; /reset makes all of it free)", dim=True
+            )
         kept = min(len(os.path.commonprefix([prompt, self.cached])), len(prompt) - 1)
         self.cached = self.cached[:kept]  # what follows is overwritten
         stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop)
@@ -186,7 +187,7 @@ def converse(session: Session, first: Iterable[str] = ()):
     sys.stdin.reconfigure(errors="replace")  # whatever the terminal sends, there is something to answer
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
-        remark(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.")
+        print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing, and history with the arrow keys
     first = list(first)
@@ -194,7 +195,7 @@ def converse(session: Session, first: Iterable[str] = ()):
         try:
             if first:
                 line = first.pop(0)
-                remark(f"> {line}")
+                print_status(f"> {line}", dim=True)
             elif (line := read_line()) is None:
                 return
             command, _, rest = line.strip().partition(" ")
@@ -208,28 +209,30 @@ def converse(session: Session, first: Iterable[str] = ()):
                 with one_interrupt():
                     turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
                     print(flush=True)
-                    remark(session.summary(turn))
+                    print_status(session.summary(turn), dim=True)
         except UserError as error:
-            remark(f"error: {error}")
+            print_status(f"error: {error}", dim=True)
         except KeyboardInterrupt:
-            remark("\n(/exit or Ctrl-D leaves)")
+            print_status("\n(/exit or Ctrl-D leaves)", dim=True)
 
 
 def obey(session: Session, command: str, rest: str):
     if command == "/reset":
         session.reset()
-        remark("(the conversation is forgotten)")
+        print_status("(the conversation is forgotten)", dim=True)
     elif command == "/system" and rest:
         session.set_system(rest)
-        remark("(system message set)")
+        print_status("(system message set)", dim=True)
     elif command == "/system":
-        remark("(no system message but what the template has)" if session.system is None else session.system)
+        print_status(
+            "(no system message but what the template has)" if session.system is None else session.system, dim=True
+        )
     elif command == "/stats":
-        remark(session.statistics())
+        print_status(session.statistics(), dim=True)
     elif command == "/help":
-        remark(HELP)
+        print_status(HELP, dim=True)
     else:
-        remark(f"{command} is no command. {HELP}")
+        print_status(f"{command} is no command. {HELP}", dim=True)
 
 
 def read_line() -> str | None:

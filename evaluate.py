@@ -13,19 +13,11 @@ import json
 import math
 from pathlib import Path
 
-from checkpoint import (
-    DTYPES,
-    ArgumentParser,
-    UserError,
-    check_memory,
-    load_model,
-    read_config,
-    read_quantization,
-    run_command,
-)
+from checkpoint import DTYPES, check_memory, read_config, read_quantization
+from cli import ArgumentParser, UserError, progress_bar, run_command
+from load import load_model
 from model import Transformer
 from scoring import interval, scores, windows
-from terminal import progress_bar
 from tokenizer import Tokenizer
 
 SIDE_BY_SIDE = 8  # windows that are decoded together
@@ -65,7 +57,7 @@ def read_text(path: Path, tokenizer: Tokenizer, most: int | None) -> list[int]:
 
 
 def parse_arguments():
-    from generate import number
+    from cli import number
 
     above_1 = number(int, "at least 2", lambda n: n >= 2)
     count = number(int, "at least 1", lambda n: n >= 1)

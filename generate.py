@@ -10,8 +10,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
 
 import argparse
-import ctypes
-import hashlib
 import json
 import os
 import re
@@ -29,20 +27,20 @@ import torch
 from torch import Tensor
 
 from chat_template import ChatTemplate
-from checkpoint import (
-    DTYPES,
+from checkpoint import DTYPES, check_memory, read_config, read_quantization
+from cli import (
     ArgumentParser,
+    HelpFormatter,
+    Stopwatch,
     UserError,
-    check_memory,
-    first_line,
-    install_kernels,
-    load_model,
-    read_config,
-    read_quantization,
+    keep_freed_memory,
+    number,
+    print_status,
     run_command,
 )
+from linear import Quantization, quantize_model
+from load import choose_device, install_kernels, load_model
 from model import Config, Transformer
-from quantize import Quantization, quantize_model
 from report import (
     Timing,
     compile_counts,
@@ -55,7 +53,6 @@ from report import (
 )
 from sampling import Sampling, known, sample
 from speculative import AUTO_K, MOST_K, Lookup, ModelDraft, Speculation
-from terminal import Waiting, say
 from tokenizer import TextStream, Tokenizer
 
 PREFILL_TOKENS = 2048  # in one pass: enough to be bound by arithmetic, few enough to bound the memory of long prompts
@@ -311,28 +308,8 @@ def cache_length(config: Config, needed: int, given: int | None) -> int:
 # ---------------------------------------------------------------- command line
 
 
-def number(kind, rule: str, allowed: Callable):
-    """An argparse type: a number within a rule."""
-
-    def parse(text):
-        value = kind(text)
-        if not allowed(value):
-            raise argparse.ArgumentTypeError(f"must be {rule}, not {text}")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
 def token_ids(text: str) -> list[int]:
     return [int(part) for part in text.replace(",", " ").split()]
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """--help names the defaults that say something."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
 def parse_arguments(argv=None):
@@ -430,33 +407,6 @@ def checked(args):
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
     return args
-
-
-def keep_freed_memory():
-    """Have the C library keep the memory of freed tensors, up to 1 GB, for the next ones.
-
-    glibc gives large blocks back at once, and then the system maps and clears their pages again for every tensor:
-    half the time of a prefill on CPU. Other C libraries have no such call, or do not need it.
-    """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    except (OSError, AttributeError):
-        pass
-
-
-def choose_device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda", "mps"):
-        raise UserError(f"--device {name} cannot be used here: known are cpu, cuda, cuda:1 (and so on) and mps")
-    try:
-        torch.zeros(1, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
 def read_texts(args) -> list[str]:
@@ -602,12 +552,10 @@ def warm_up(args, model: Transformer, prompts: list[list[int]], steps: Steps, sp
     parts = ["decode"] * args.compile + ["prefill"] * args.compile_prefill
     if not parts:
         return 0.0
-    weight, settings = model.norm.weight, make_settings(args, 0, len(prompts), model.norm.weight.device)
-    kind = (model.config, len(prompts), weight.device.type, weight.dtype, torch.__version__)
-    key = f"compile {' '.join(parts)} {hashlib.sha256(repr(kind).encode()).hexdigest()[:16]}"
+    settings = make_settings(args, 0, len(prompts), model.norm.weight.device)
     first = "a minute or more the first time; torch keeps the result on disk"
     try:
-        with Waiting(f"compiling {' and '.join(parts)}", key, first) as waiting:
+        with Stopwatch(f"compiling {' and '.join(parts)}", first) as waiting:
             few = min(args.max_new_tokens or 4, 4)
             generate(model, prompts, settings, few, steps=steps)
             if speculation is not None:
@@ -767,7 +715,7 @@ def main(ranks=None):
             profiler.export_chrome_trace(str(profile))
         if profile.stat().st_size == 0:  # it fails in silence
             raise UserError(f"--profile {profile} could not be written")
-        say(f"trace written to {profile}: load it in ui.perfetto.dev")
+        print_status(f"trace written to {profile}: load it in ui.perfetto.dev")
     recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
     result = {"samples": samples, "load_s": load_s, "compile_s": compile_s}
     result |= {"recompiles": recompiles, "graph_breaks": breaks} | measurements(model, timing, bool(args.profile))

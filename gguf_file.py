@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
-from checkpoint import UserError, Writer, make_config
+from checkpoint import Writer, make_config
+from cli import UserError
+from linear import Packed, Quantization, pack_nibbles
 from model import Config, RopeScaling, yarn_attention_factor
-from quantize import Packed, Quantization, pack_nibbles
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # What Config is made of; any other field of the family is warned about.

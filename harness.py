@@ -16,11 +16,10 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from checkpoint import UserError, first_line
+from cli import UserError, first_line, progress_bar
 from generate import generate
 from sampling import Sampling
 from scoring import Window, scores
-from terminal import progress_bar
 from tokenizer import TextStream
 
 MOST_TOKENS = 256  # of an answer, where a task does not say

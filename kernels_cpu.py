@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from checkpoint import release_freed_memory
+from cli import Stopwatch, print_status, release_freed_memory
 from kernels import unpack_levels, unpack_nibbles
+from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Attention, Block, Blocks, Embedding, Transformer
-from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
-from terminal import Waiting, say
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
@@ -233,12 +232,16 @@ def load_kernels() -> bool:
         return False  # nothing to say: this machine has no use for them
     compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
     if compiler is None:
-        say("no C++ compiler (g++, clang++ or CXX=...): the CPU kernels are not built, torch's own operations serve")
+        print_status(
+            "no C++ compiler (g++, clang++ or CXX=...): the CPU kernels are not built, torch's operations are used"
+        )
         return False
     try:
         torch.ops.load_library(str(build(compiler)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        say(f"the CPU kernels cannot be built, torch's own operations serve: {str(error).strip().splitlines()[-1]}")
+        print_status(
+            f"the CPU kernels cannot be built, torch's own operations serve: {str(error).strip().splitlines()[-1]}"
+        )
         return False
     declare()
     return True
@@ -271,7 +274,7 @@ def build(compiler: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(temporary), *link]
-            with Waiting("building the CPU kernels", "kernels", "ten seconds or so, once"):
+            with Stopwatch("building the CPU kernels", "ten seconds or so, once"):
                 done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 temporary.unlink(missing_ok=True)

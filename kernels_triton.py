@@ -43,8 +43,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from kernels import spread, unpack_nibbles
+from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Attention, Block, Embedding, Transformer
-from quantize import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 SMALL_S = 16  # new tokens a row up to which reading is what takes the time

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import UserError, first_line, run_command
+from cli import UserError, first_line, run_command
 from tp import Shard
 
 TICK_S, QUIET_S, HURT_S = 0.5, 20.0, 4.0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from linear import Quantization, swap
 from model import Config, Transformer
-from quantize import Quantization, swap
 
 
 @dataclass
@@ -246,7 +246,8 @@ def print_report(result: dict, timing: Timing):
 
 def main():
     """The roofline of a model of which there need be no more than its config.json."""
-    from checkpoint import DTYPES, ArgumentParser, is_ours, read_config, read_quantization
+    from checkpoint import DTYPES, is_ours, read_config, read_quantization
+    from cli import ArgumentParser
     from convert_hf_checkpoint import hf_config
 
     parser = ArgumentParser(description="Tokens a second that a model cannot exceed, by the bytes it has to read.")
@@ -278,6 +279,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from checkpoint import run_command
+    from cli import run_command
 
     run_command(main)

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 
-from checkpoint import UserError, read_json
+from checkpoint import read_json
+from cli import UserError
 
 
 class Tokenizer:

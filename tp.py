@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import UserError
+from cli import UserError
 from model import Config, Transformer
 from sampling import Sampling, known, ordered, penalized, sample
 

@@ -18,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from decode import ROOT, circumstances
 
-from checkpoint import ArgumentParser, run_command
-from generate import keep_freed_memory, number
+from cli import ArgumentParser, keep_freed_memory, number, print_status, run_command
 from kernels import attention
 from model import alibi_slopes
-from terminal import say
 
 LAYERS, D, H, E = 24, 1024, 16, 64
 BF16 = torch.bfloat16
@@ -100,7 +98,7 @@ def seconds(work) -> float:
 def measure(pairs: dict, rounds: int) -> list[dict]:
     times = {name: ([], []) for name in pairs}
     for i in range(rounds + 1):
-        say(f"round {i} of {rounds}" if i else "warm-up")
+        print_status(f"round {i} of {rounds}" if i else "warm-up")
         for name, (_, before, after) in pairs.items():
             taken = seconds(before), seconds(after)
             if i:

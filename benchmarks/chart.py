@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import UserError
+from cli import UserError
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"  # of Okabe and Ito, whom nobody confuses
 NO_CHART = "the chart needs matplotlib: pip install -r requirements-bench.txt; then --draw JSON makes it"

@@ -52,25 +52,16 @@ import chart
 import torch
 
 import generate
-from checkpoint import (
-    ArgumentParser,
-    UserError,
-    check_memory,
-    empty_model,
-    install_kernels,
-    is_ours,
-    load_model,
-    read_config,
-    read_json,
-    run_command,
-)
+from checkpoint import check_memory, empty_model, is_ours, read_config, read_json
+from cli import ArgumentParser, UserError, print_status, run_command
 from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
 from generate import Steps, compiled_steps
+from linear import Quantization
+from load import install_kernels, load_model
 from model import Config, RopeScaling
-from quantize import Quantization, quantize_checkpoint
+from quantize import quantize_checkpoint
 from report import Timing, compile_counts, kv_bytes, synchronize, weight_bytes
 from sampling import Sampling
-from terminal import say
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -197,7 +188,7 @@ def compile_seconds(args, directory: Path, device: torch.device, flag: str, prom
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for state in ("cold", "warm"):
-            say(f"generate.py {flag}, {state}")
+            print_status(f"generate.py {flag}, {state}")
             env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
@@ -214,7 +205,7 @@ def make_random(config: Path, folder: Path) -> tuple[Path, Path]:
     (folder / "hf" / "config.json").write_bytes(config.read_bytes())
     torch.manual_seed(0)
     shapes = transformers.AutoConfig.from_pretrained(folder / "hf")
-    say(f"random weights for {config.name}")
+    print_status(f"random weights for {config.name}")
     transformers.AutoModelForCausalLM.from_config(shapes, dtype=BF16).save_pretrained(folder / "hf")
     return folder / "hf", convert(hf_source(folder / "hf"), folder / "ours", BF16)
 
@@ -222,7 +213,7 @@ def make_random(config: Path, folder: Path) -> tuple[Path, Path]:
 def quantized(directory: Path, mode: str) -> Path:
     """The checkpoint in groups of 32 with an int8 head, made beside it where it is not there."""
     if not (out := directory.with_name(f"{directory.name}-{mode}-g32")).exists():
-        say(f"quantizing to {out.name}")
+        print_status(f"quantizing to {out.name}")
         quantize_checkpoint(directory, out, Quantization(mode, 32, "int8"))
     return out
 
@@ -252,7 +243,7 @@ def contestants(args, device: torch.device) -> tuple[list[Contestant], list[Cont
     try:
         peers.append(Contestant("transformers bf16", transformers_run(args, device, config.vocab_size)))
     except (UserError, ImportError, OSError, ValueError) as error:
-        say(f"without transformers: {str(error).strip().splitlines()[0]}")
+        print_status(f"without transformers: {str(error).strip().splitlines()[0]}")
     for path in files:
         facts = {}
         peers.append(Contestant(f"llama.cpp {path.name}", llama_bench_run(args, path, facts), facts))
@@ -263,7 +254,7 @@ def take_turns(everyone: list[Contestant], rounds: int, device: torch.device) ->
     """Fill in the contestants' rounds, after one that does not count; returns the rounds' medians of read_rates."""
     reading = []
     for i in range(rounds + 1):
-        say(f"round {i} of {rounds}" if i else "warm-up")
+        print_status(f"round {i} of {rounds}" if i else "warm-up")
         first = i % len(everyone)
         for contestant in everyone[first:] + everyone[:first]:
             gc.collect()
@@ -272,7 +263,7 @@ def take_turns(everyone: list[Contestant], rounds: int, device: torch.device) ->
             if i:
                 contestant.rounds.append(rates)
                 if compile_counts() != before:
-                    say(f"{contestant.name} was compiling in this round: its rates are too low")
+                    print_status(f"{contestant.name} was compiling in this round: its rates are too low")
         reading.append(read_rates(device))
     return {name: median(rates[name] for rates in reading) for name in reading[0]}
 
@@ -374,11 +365,11 @@ def measure_shapes(args, device: torch.device) -> dict:
     for name, format, mode in itertools.product(shapes, args.formats, modes):
         first = None  # the row of the first context
         for context in contexts:
-            say(f"{name} {mode} {format} at {context}")
+            print_status(f"{name} {mode} {format} at {context}")
             try:
                 row = measure_shape(shapes[name], device, mode, format, context, steps)
             except (UserError, torch.OutOfMemoryError) as error:
-                say(f"left out: {str(error).splitlines()[0]}")
+                print_status(f"left out: {str(error).splitlines()[0]}")
                 continue
             first = first or row
             rate = (row["weight_bytes"] + row["kv_bytes"]) / row["step_s"]
@@ -528,12 +519,12 @@ def main():
     if out is not None:
         result = circumstances(device, result["rows"]) | result
         out.write_text(json.dumps(result, indent=2) + "\n")
-        say(f"written to {out}")
+        print_status(f"written to {out}")
         if "read_bytes_per_s" in result:
             try:
                 draw(result, out.with_suffix(".png"))
             except UserError as error:
-                say(str(error))
+                print_status(str(error))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
 
 import kernels_triton as kt
-from checkpoint import ArgumentParser, UserError, run_command
+from cli import ArgumentParser, UserError, print_status, run_command
+from linear import LINEAR
 from model import alibi_slopes
-from quantize import LINEAR
-from terminal import say
 
 BF16 = torch.bfloat16
 FORMATS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
@@ -116,7 +115,7 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
     found = []
     for format, (bits, group) in FORMATS.items():
         for name, (N, K) in sizes["products"].items():
-            say(f"{format} {name}")
+            print_status(f"{format} {name}")
             plain = random_layer(format, N, K, device)
             size = sum(tensor.nbytes for tensor in plain.state_dict().values())
             plains = [plain] + [random_layer(format, N, K, device) for _ in range(copies(size, device) - 1)]
@@ -173,7 +172,7 @@ def decoding(sizes: dict, device: torch.device) -> list[dict]:
     H, K, E = sizes["heads"]
     q, found = torch.randn(1, 1, H, E, device=device, dtype=BF16), []
     for length in sizes["decode"]:
-        say(f"decode at {length}")
+        print_status(f"decode at {length}")
         at, size = torch.tensor([[length - 1]], device=device), 2 * length * K * E * 2
         pairs = caches(sizes, min(copies(size, device), 24), device)
 
@@ -189,7 +188,7 @@ def prefilling(sizes: dict, device: torch.device) -> list[dict]:
     H, K, E = sizes["heads"]
     found = []
     for S in sizes["prefill"]:
-        say(f"prefill of {S}")
+        print_status(f"prefill of {S}")
         q = torch.randn(1, S, H, E, device=device, dtype=BF16)
         k, v = (torch.randn(1, K, S + 8, E, device=device, dtype=BF16) for _ in range(2))
         at, flops = torch.arange(S, device=device)[None], 2 * S * S * H * E
@@ -204,7 +203,7 @@ def prefilling(sizes: dict, device: torch.device) -> list[dict]:
 def fusing(sizes: dict, device: torch.device) -> list[dict]:
     """BLOOM's attention of S tokens with ALiBi: the two lines as they stand, and in the kernel."""
     S, (H, _, E) = sizes["softmax"], sizes["heads"]
-    say(f"softmax of {S}")
+    print_status(f"softmax of {S}")
     q, k, v = (torch.randn(1, H, S, E, device=device, dtype=BF16) for _ in range(3))
     slopes, at = alibi_slopes(H).to(device), torch.arange(S, device=device)
     bias = slopes[:, None, None] * (at - (S - 1))  # (H,1,S)

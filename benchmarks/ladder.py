@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import chart
 from decode import ROOT, SHORT_PROMPT, circumstances, quantized
 
-from checkpoint import ArgumentParser, UserError, read_json, run_command
+from checkpoint import read_json
+from cli import ArgumentParser, UserError, number, print_status, run_command
 from convert_hf_checkpoint import DEFAULT_NAME, ensure_checkpoint
-from generate import choose_device, number
-from terminal import say
+from generate import choose_device
 
 STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkpoint
     "float32 eager": ("plain PyTorch, 4 bytes a weight", "--kernels torch --dtype float32"),
@@ -71,7 +71,7 @@ def run_generate(args, flags: str, prompt: int, new: int) -> dict:
     if made < new:
         raise UserError(f"the model's context holds {made} tokens after {prompt}, not {new}; take less --new_tokens")
     if result["recompiles"]:
-        say(f"{result['recompiles']} graphs were compiled while it was measured: its rates are too low")
+        print_status(f"{result['recompiles']} graphs were compiled while it was measured: its rates are too low")
     return result
 
 
@@ -103,13 +103,13 @@ def take_turns(args, names: list[str]) -> tuple[dict, dict]:
         for name in names[first:] + names[:first]:
             if name in left_out:
                 continue
-            say(f"round {i + 1} of {args.rounds}: {name}")
+            print_status(f"round {i + 1} of {args.rounds}: {name}")
             try:
                 rounds[name].append(run_step(args, name))
             except UserError as error:
                 del rounds[name]
                 left_out[name] = str(error)
-                say(f"{name} is left out: {error}")
+                print_status(f"{name} is left out: {error}")
     if not rounds:
         name, line = next(iter(left_out.items()))
         raise UserError(f"no step ran to its end; {name}: {line}")
@@ -226,12 +226,12 @@ def main():
     result |= {"steps": summary(rounds), "left_out": left_out}
     print_table(result)
     out.write_text(json.dumps(result, indent=2) + "\n")
-    say(f"written to {out}")
+    print_status(f"written to {out}")
     try:
         draw(result, png)
-        say(f"drawn in {png}")
+        print_status(f"drawn in {png}")
     except UserError as error:
-        say(str(error))
+        print_status(str(error))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from decode import ROOT, circumstances
 
 import kernels_cpu
-from checkpoint import ArgumentParser, UserError, empty_model, read_config, run_command
+from checkpoint import empty_model, read_config
+from cli import ArgumentParser, UserError, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import number
-from quantize import LINEAR, matrices, pack
-from terminal import say
+from linear import LINEAR, matrices, pack
 
 BF16 = torch.bfloat16
 
@@ -101,7 +100,7 @@ def main():
                     function(xs[K])
                 times[name].append(time.perf_counter() - start)
             times["read"].append(read_seconds(numbers))
-        say(f"{M} rows are measured")
+        print_status(f"{M} rows are measured")
         times = {name: series[2:] for name, series in times.items()}  # the first two warm up
         bandwidth = work["ours bf16"][0] / median(times["read"])
         for name, (size, _) in work.items():

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from decode import ROOT, circumstances
 
-from checkpoint import ArgumentParser, load_model, run_command
+from cli import ArgumentParser, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from evaluate import evaluate, read_text
-from generate import number
-from quantize import Quantization, quantize_checkpoint
-from terminal import say
+from linear import Quantization
+from load import load_model
+from quantize import quantize_checkpoint
 from tokenizer import Tokenizer
 
 SETTINGS = [Quantization("int8", size, "int8") for size in (0, 128, 64, 32)]
@@ -81,7 +81,7 @@ def main():
             path.write_text("\n".join(pydoc_data.topics.topics.values()), encoding="utf-8")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         ids = read_text(path, Tokenizer(source), args.max_tokens)
-    say("the model as it is")
+    print_status("the model as it is")
     model = load_model(source, dtype=torch.float32)
     length = min(WINDOW, len(ids), model.config.max_seq_length)
     result = circumstances(torch.device("cpu"), []) | {"model": source.name, "text_sha256": digest}
@@ -91,7 +91,7 @@ def main():
     del model
     result["rows"] = []
     for quantization in SETTINGS:
-        say(f"{quantization.mode}, groups of {quantization.groupsize or 'a row'}, head {quantization.head}")
+        print_status(f"{quantization.mode}, groups of {quantization.groupsize or 'a row'}, head {quantization.head}")
         result["rows"].append(measure(source, quantization, ids, args))
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)

@@ -22,14 +22,14 @@ import torch
 from decode import ROOT, circumstances, quantized
 
 from chat_template import ChatTemplate
-from checkpoint import ArgumentParser, UserError, install_kernels, load_model, run_command
+from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import cache_length, compiled_steps, generate, keep_freed_memory, number, prefill_rows
-from quantize import Quantization, quantize_model
+from generate import cache_length, compiled_steps, generate, prefill_rows
+from linear import Quantization, quantize_model
+from load import install_kernels, load_model
 from report import Timing
 from sampling import Sampling
 from speculative import AUTO_K, Lookup, ModelDraft, Report, Speculation, expected_tokens
-from terminal import say
 from tokenizer import Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -176,7 +176,7 @@ def main():
     if not (directory / "chat_template.jinja").exists():
         raise UserError(f"{directory} has no chat template, in which the prompts are set")
     for case in cases(args, directory):
-        say(f"{case.target}, {case.name} prompts")
+        print_status(f"{case.target}, {case.name} prompts")
         case.measure()
         for row in case.rows():
             print(

@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from decode import BF16, ROOT, circumstances, quantized
 
-from checkpoint import ArgumentParser, UserError, load_model, read_config, run_command
+from checkpoint import read_config
+from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import compiled_steps, keep_freed_memory, number
+from generate import compiled_steps
+from load import load_model
 from report import kv_bytes, weight_bytes
 from sampling import Sampling, sample
-from terminal import say
 
 SHORT, ROWS, TIMES = 20, 8, 40
 DRAWS = {"top-k 200": {"top_k": 200}, "top-p 0.9": {"top_p": 0.9}, "both": {"top_k": 200, "top_p": 0.9}}
@@ -99,7 +100,7 @@ def measure(args, directory: Path) -> dict:
     cases, sizes = make_cases(args, directory)
     rounds = []
     for i in range(args.rounds + 1):
-        say(f"round {i} of {args.rounds}" if i else "warm-up")
+        print_status(f"round {i} of {args.rounds}" if i else "warm-up")
         rounds.append({name: seconds(work) for name, work in cases.items()})
     rounds = rounds[1:]
 

@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, ArgumentParser, UserError, check_memory, load_model, read_config, run_command
+from checkpoint import DTYPES, check_memory, read_config
+from cli import ArgumentParser, UserError, number, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import number, token_ids
+from generate import token_ids
+from load import load_model
 from model import Config
 from tokenizer import Tokenizer
 

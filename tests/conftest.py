@@ -21,8 +21,8 @@ with INTERPRET, suppress(ImportError):
 
 import transformers
 
-from checkpoint import load_model
 from convert_hf_checkpoint import convert, ensure_checkpoint, hf_source
+from load import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131

@@ -18,15 +18,16 @@ import time
 from contextlib import suppress
 
 import pytest
+import terminal
 import torch
 from conftest import ROOT
 
 import chat
-import terminal
 from chat import Session, converse
 from chat_template import ChatTemplate
-from checkpoint import UserError, load_model
+from cli import UserError
 from generate import generate
+from load import load_model
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -82,7 +83,9 @@ def test_turns_equal_the_conversation_read_afresh(tiny, tiny_model, name, temper
         tiny_model(name, rows=1), 256, letters, letters, max_new_tokens=9, temperature=temperature
     )
     session.set_system(say(90, 17, 6))
-    for n, text in enumerate([say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]):
+    for n, text in enumerate(
+        [say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]
+    ):
         turn = session.ask(text, lambda piece: None)
         assert turn.prompt_tokens - turn.kept == (turn.prompt_tokens if n == 0 else len(text) + 5)
     fresh = load_model(tiny(name)[2], dtype=torch.float32)
@@ -179,7 +182,14 @@ def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
     letters = Letters()
     session, prompts = make_session(tiny_model("llama-mha", rows=1, length=100), 100, letters, letters)
     out, err = run_lines(
-        session, monkeypatch, capsys, say(*range(20, 60)), say(61), "/reset", say(*range(5, 105)), say(62)
+        session,
+        monkeypatch,
+        capsys,
+        say(*range(20, 60)),
+        say(61),
+        "/reset",
+        say(*range(5, 105)),
+        say(62),
     )
     assert len(prompts) == 2 and len(prompts[0][1]) == 100 - 43 + 1, "the last token needs no slot"
     remarks = [line for line in err.splitlines() if line]

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer as Library
 
 import chat_template
 from chat_template import ChatTemplate
-from checkpoint import UserError
+from cli import UserError
 from convert_hf_checkpoint import default_gguf
 from tokenizer import Tokenizer
 

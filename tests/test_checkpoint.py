@@ -14,7 +14,9 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import UserError, Writer, available_memory, check_memory, load_model, read_config
+from checkpoint import Writer, available_memory, check_memory, read_config
+from cli import UserError
+from load import load_model
 from model import Config
 
 

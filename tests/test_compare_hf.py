@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-from checkpoint import UserError
+from cli import UserError
 
 pytestmark = pytest.mark.quick
 

@@ -22,12 +22,14 @@ from test_quantize import plain_twin
 from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
 
 import convert_hf_checkpoint
-from checkpoint import UserError, empty_model, load_model, read_config, read_quantization
+from checkpoint import empty_model, read_config, read_quantization
+from cli import UserError
 from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_config, hf_source
 from generate import generate
 from gguf_file import GgufFile
+from linear import Quantization, matrices
+from load import load_model
 from model import RopeScaling
-from quantize import Quantization, matrices
 from sampling import Sampling
 from tokenizer import Tokenizer
 

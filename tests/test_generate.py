@@ -9,8 +9,9 @@ import torch
 from conftest import ROOT, hf_greedy, random_prompts
 
 import generate as program
-from checkpoint import UserError, load_model, run_command
+from cli import UserError, run_command
 from generate import generate, parse_arguments
+from load import load_model
 from report import Timing, kv_bytes, measurements, weight_bytes
 from sampling import Sampling
 from tokenizer import Tokenizer

@@ -13,10 +13,11 @@ from lm_eval.models.huggingface import HFLM
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
 from chat_template import ChatTemplate
-from checkpoint import UserError, load_model
+from cli import UserError
 from convert_hf_checkpoint import convert, hf_source
 from generate import generate
 from harness import HarnessModel, run_tasks
+from load import load_model
 from sampling import Sampling
 from tokenizer import Tokenizer
 

@@ -20,11 +20,13 @@ from test_quantize import greedy
 import kernels
 import kernels_cpu
 import quantize
-from checkpoint import empty_model, load_model
+from checkpoint import empty_model
 from generate import compiled_steps
 from kernels import attention, unpack_int4, unpack_int8
+from linear import Quantization
+from load import load_model
 from model import Config
-from quantize import Quantization, quantize_checkpoint
+from quantize import quantize_checkpoint
 from sampling import ordered
 
 if not kernels_cpu.load_kernels():

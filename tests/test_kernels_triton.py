@@ -19,11 +19,12 @@ tl = pytest.importorskip("triton.language")
 with INTERPRET:
     import kernels_triton as kt
 
-from checkpoint import load_model
 from generate import Steps, compiled_steps, decode
 from kernels import attention, unpack_levels
+from linear import EMBEDDING, PACK, Quantization
+from load import load_model
 from model import Block, RopeScaling, rope_table, rotate
-from quantize import EMBEDDING, PACK, Quantization, quantize_checkpoint
+from quantize import quantize_checkpoint
 from report import launches
 
 CHOOSE = kt.choose

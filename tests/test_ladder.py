@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import ladder
 
-from checkpoint import UserError, run_command
+from cli import UserError, run_command
 
 PROGRAM = str(ROOT / "benchmarks" / "ladder.py")
 PNG = b"\x89PNG\r\n\x1a\n"

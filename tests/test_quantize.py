@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import UserError, Writer, empty_model, load_model, read_config, read_quantization
+from checkpoint import Writer, empty_model, read_config, read_quantization
+from cli import UserError
 from generate import compiled_steps, generate
 from kernels import unpack_int4, unpack_int8
+from linear import Quantization, matrices, pack_int4, pack_int8
+from load import load_model
 from model import Config
-from quantize import Quantization, matrices, pack_int4, pack_int8, quantize_checkpoint
+from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
 from sampling import Sampling
 

@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import load_model
+from load import load_model
 from report import kv_bytes, roofline, weight_bytes
 
 

@@ -9,7 +9,7 @@ from conftest import random_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import load_model
+from load import load_model
 from scoring import Window, interval, scores, windows
 
 

@@ -14,9 +14,11 @@ from conftest import ROOT, random_prompts
 from test_generate import ids, main, run
 
 import speculative
-from checkpoint import UserError, install_kernels, load_model
+from cli import UserError
 from generate import Batch, Steps, compiled_steps, generate, prefill_rows
-from quantize import Quantization, quantize_checkpoint, quantize_model
+from linear import Quantization, quantize_model
+from load import install_kernels, load_model
+from quantize import quantize_checkpoint
 from report import compile_counts
 from sampling import Sampling, exponential_noise, probabilities
 from speculative import MOST_K, Index, Lookup, ModelDraft, Pace, Report, Source, Speculation, accept

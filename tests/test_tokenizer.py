@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from checkpoint import UserError
+from cli import UserError
 from convert_hf_checkpoint import default_gguf
 from tokenizer import TextStream, Tokenizer
 

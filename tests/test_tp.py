@@ -17,9 +17,12 @@ import torch
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-from checkpoint import UserError, Writer, empty_model, load_model
+from checkpoint import Writer, empty_model
+from cli import UserError
+from linear import Quantization
+from load import load_model
 from model import Config
-from quantize import Quantization, quantize_checkpoint
+from quantize import quantize_checkpoint
 from ranks import QUIET_S
 from tp import SPLIT, Shard, check, split_of
 

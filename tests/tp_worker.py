@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import generate as program
-from checkpoint import load_model
 from generate import compiled_steps, generate, prefill_rows
+from load import load_model
 from sampling import Sampling
 from speculative import Lookup, ModelDraft, Speculation
 from tp import Shard, apply_tp

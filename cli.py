@@ -1,0 +1,177 @@
+"""What every command of this project shares: errors in one line, options, messages, and the memory of the process.
+
+Read `run_command` first: it runs a command's main() and turns what can go wrong into exit codes. Knows nothing of
+models, and is the only file that every other file may import.
+"""
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# ---------------------------------------------------------------- errors
+
+
+class UserError(Exception):
+    """Something the user can put right: what came, what was expected, what to do, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
+    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, without a traceback for either.
+
+    print_error(line) prints the line that says what was wrong.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary directories are removed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us; print() would take stdout for stderr
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+    def fail(text: str) -> int:
+        line = text.strip().replace("\n", " ")
+        print_error(f"{Path(sys.argv[0]).name}: error: {line}")
+        return 2
+
+    try:
+        code = main()
+        sys.stdout.flush()
+    except UserError as error:
+        code = fail(str(error))
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except OSError as error:  # a full disk, a file that may not be read
+        code = fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        # torch raises an exception of its own on GPUs and a bare RuntimeError on CPU.
+        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if not out_of_memory and "can't allocate memory" not in str(error):
+            raise
+        code = fail(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------- options
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, which raises a UserError instead of printing its usage."""
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds to --help only the defaults that tell the reader something."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
+def number(kind: type, rule: str, allowed: Callable):
+    """An argparse type: a number of this kind (int, float) for which allowed(number) is true; rule says it in words."""
+
+    def parse(text):
+        value = kind(text)
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, not {text}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+# ---------------------------------------------------------------- messages, all on stderr
+
+
+def print_status(text: str, dim: bool = False):
+    """Print a line on stderr at once; dim, where the terminal has colours, for what stands beside a conversation."""
+    text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
+    print(text, file=sys.stderr, flush=True)
+
+
+def has_colours(stream) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def progress_bar(total: int, description: str, delay: float = 0.0):
+    """A progress bar for terminals (tqdm), a context manager with update(n); it appears after `delay` seconds."""
+    from tqdm import tqdm
+
+    options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
+    return tqdm(total=total, desc=description, delay=delay, **options)
+
+
+class Stopwatch:
+    """`with Stopwatch("compiling", "a minute or so the first time") as watch:` then watch.seconds.
+
+    Prints what is going on, on a terminal with the seconds as they pass, and at the end how long it took.
+    """
+
+    def __init__(self, what: str, hint: str = ""):
+        self.what, self.done, self.seconds = what, threading.Event(), 0.0
+        self.line = f"{what} ({hint}) ..." if hint else f"{what} ..."
+
+    def __enter__(self):
+        self.start = time.perf_counter()
+        self.thread = None
+        if sys.stderr.isatty():
+            self.thread = threading.Thread(target=self._show_seconds, daemon=True)
+            self.thread.start()
+        else:
+            print_status(self.line)
+        return self
+
+    def _show_seconds(self):
+        while True:
+            line = f"{self.line} {time.perf_counter() - self.start:.0f} s"
+            columns = shutil.get_terminal_size().columns
+            sys.stderr.write("\r\033[K" + line[max(0, len(line) - columns + 1) :])  # the seconds are at the end
+            sys.stderr.flush()
+            if self.done.wait(0.5):
+                return
+
+    def __exit__(self, kind, error, traceback):
+        self.seconds = time.perf_counter() - self.start
+        if self.thread is not None:
+            self.done.set()
+            self.thread.join()
+            sys.stderr.write("\r\033[K")
+        if kind is None:
+            print_status(f"{self.what}: {self.seconds:.1f} s")
+
+
+# ---------------------------------------------------------------- memory of the process (glibc)
+
+
+def keep_freed_memory():
+    """Have the C library keep up to 1 GB of freed memory for the next tensors.
+
+    glibc gives large blocks back at once, and the system then maps and clears their pages again for every tensor:
+    half the time of a prefill on CPU. Other C libraries have no such call, or do not need it.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def release_freed_memory():
+    """Have the C library give freed memory back to the system, also from between blocks that are in use."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -14,6 +14,23 @@ import time
 import torch
 import torch.nn.functional as F
 
+# ---------------------------------------------------------------- which implementation runs
+
+LIBRARY = torch.library.Library("fastpath", "DEF")
+DEVICES_WITH_KERNELS = set()  # "cpu" once kernels_cpu.py has loaded its operations, "cuda" likewise
+
+
+def define(schema):
+    """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement."""
+    LIBRARY.define(schema)
+
+
+def has_kernels(device):
+    """Whether the operations on this device are ours; else the references in this file run, and torch.compile sees
+    through them."""
+    return device.type in DEVICES_WITH_KERNELS
+
+
 # ---------------------------------------------------------------- attention
 
 QUERY_BLOCK = 128  # queries: scores of (B,H,128,T) are small beside a model, products of 128 rows are still efficient
@@ -151,31 +168,27 @@ def in_blocks(part, N, K, bias):
     return y if bias is None else y + bias
 
 
-# ---------------------------------------------------------------- top-p
-
-fast_nucleus = None  # kernels_cpu.py puts its own here; it gives the same result, in a tenth of the time
+# ---------------------------------------------------------------- top-k and top-p
 
 
-def nucleus(order, mass, target):
-    """The shortest run of the largest entries whose masses reach target; of equals the first come first; (B,C) bool.
+def top_mass(order, mass, target):
+    """The shortest run of the largest entries whose masses reach target; of equals the first come first; (...,V) bool.
 
-    order (B,C) int64 in [0,2^32), mass (B,C) int64 >= 0, target (B,1) int64 >= 1. Sums of integers are the same in any
-    order, so every path agrees. The lowest entry of the run is found by its bits, 8 at a time, in a histogram of mass
-    over them: never a sort.
+    order (...,V) int64 in [0,2^32), mass (...,V) int64 >= 0, target (...,1) int64 >= 1. Sums of integers are the same
+    in any order, so every implementation agrees. The lowest entry of the run is found by its bits, 8 at a time, in a
+    histogram of mass over them: never a sort. With a mass of 1 each it is top-k, with probabilities top-p.
     """
-    if fast_nucleus is not None and order.device.type == "cpu":
-        return fast_nucleus(order, mass, target)
     inside, above = torch.ones_like(order, dtype=torch.bool), torch.zeros_like(target)
     for bits in (24, 16, 8, 0):
         bucket = (order >> bits) & 0xFF
-        histogram = mass.new_zeros(len(order), 256).scatter_add(1, bucket, mass * inside)
-        higher = above + histogram.flip(1).cumsum(1).flip(1) - histogram  # (B,256), the mass above each bucket
-        edge = 256 - (higher < target).sum(1, keepdim=True)  # the bucket in which target is reached
-        above = higher.gather(1, edge)
+        histogram = mass.new_zeros(*order.shape[:-1], 256).scatter_add(-1, bucket, mass * inside)
+        higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram  # (...,256), the mass above each bucket
+        edge = 256 - (higher < target).sum(-1, keepdim=True)  # the bucket in which target is reached
+        above = higher.gather(-1, edge)
         inside = inside & (bucket == edge)
-    lowest = order.masked_fill(~inside, -1).amax(1, keepdim=True)  # all that is inside is equal by now
+    lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all that is inside is equal by now
     ties = mass * inside
-    return (order > lowest) | (inside & (above + ties.cumsum(1) - ties < target))
+    return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
 
 
 # ---------------------------------------------------------------- the AMX guard

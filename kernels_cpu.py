@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import kernels
 from cli import Stopwatch, print_status, release_freed_memory
 from kernels import unpack_levels, unpack_nibbles
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
@@ -301,5 +300,4 @@ def declare():
     fake("fastpath::layer_norm", shape_of_x)
     fake("fastpath::attention", shape_of_x)
     fake("fastpath::nucleus", lambda order, mass, target: torch.empty_like(order, dtype=torch.bool))
-    kernels.fast_nucleus = torch.ops.fastpath.nucleus.default
     fake("fastpath::blocks", shape_of_x)

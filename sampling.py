@@ -1,175 +1,220 @@
 """From logits to probabilities to token ids, each row by its own settings.
 
-Read down: Sampling (a batch's settings), sample, candidates, the filters, the noise. Knows nothing of models or text.
+Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
+filters, the noise. Knows nothing of models or text.
 
-A row's draw depends on its logits, settings, seed and position and on nothing else: not on its neighbours, nor on
-whether the code is compiled. So there is no generator with hidden state (which would not trace either): the noise is a
-hash of (seed, position, stream, token id), and wherever a sum decides what is kept, it is a sum of integers, which is
-the same in any order. And never a full sort, the slowest way: top-k takes the k largest, top-p alone looks for its
-threshold.
+A row's draw depends on its logits, settings, seed and position and on nothing else: not on the other rows, nor on
+whether the code is compiled. So there is no random generator with a hidden state: the noise is a hash of (seed,
+position, stream, token id), and wherever a sum decides which tokens are kept it is a sum of integers, which is the same
+in any order. Nothing is ever sorted: the top-k and top-p thresholds are found with histograms.
+
+Settings are always present, as tensors: a compiled step serves every mix of requests. The fast kernels skip, row by
+row, what a row does not use; the functions here are their specification.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import nucleus
+from kernels import define, has_kernels, top_mass
 
 # ---------------------------------------------------------------- settings
 
 
-@dataclass
-class Sampling:
-    """The settings of B rows, each a (B,) tensor, or None where no row uses it (it then costs nothing).
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are drawn, in plain numbers; ValueError for one that is out of range.
 
-    Filters apply in the order of the fields: repetition_penalty float32 > 0 (arXiv:1909.05858; logits of tokens seen
-    before are divided by it, negative ones multiplied), temperature float32, top_k int64 (0 is off), top_p float32 in
-    (0,1], min_p float32 in [0,1) (tokens less likely than min_p times the likeliest go). seed int64.
+    Filters apply in the order of the fields. Repetition penalty (arXiv:1909.05858): logits of tokens that stand in the
+    prompt or the answer are divided by it, negative ones multiplied. Frequency and presence penalties (OpenAI's):
+    subtracted from the logit of a token for each time that it stands in the answer, and once if it does.
     """
 
-    seed: Tensor
-    repetition_penalty: Tensor | None = None
-    temperature: Tensor | None = None  # None: every row is greedy, and the filters below are not looked at
-    top_k: Tensor | None = None
-    most_k: int = 0  # the largest top_k of any row
-    every_k: bool = False  # every row has a top_k
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    temperature: float = 1.0  # 0: the likeliest token, exactly
+    top_k: int = 0  # draw from the k likeliest; 0: all
+    top_p: float = 1.0  # draw from the fewest tokens that make up this probability (arXiv:1904.09751)
+    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high in RANGES:
+            value = getattr(self, name)
+            whole = name in ("top_k", "seed")
+            kinds = (int,) if whole else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                raise ValueError(f"{name} must be {'an integer' * whole or 'a number'} from {low} to {high}: {value!r}")
+        if self.top_p == 0 or self.min_p == 1:
+            raise ValueError("top_p must be above 0 and min_p below 1")
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+
+# Penalties beyond these bounds would overflow float32 for logits that occur.
+RANGES = [("repetition_penalty", 1e-3, 1e3), ("frequency_penalty", -1e3, 1e3), ("presence_penalty", -1e3, 1e3)]
+RANGES += [("temperature", 0, 1e30), ("top_k", 0, 2**31), ("top_p", 0, 1), ("min_p", 0, 1)]
+RANGES += [("seed", -(2**63), 2**63 - 1)]
+
+
+class Sampling(NamedTuple):
+    """The settings of R cache rows: (R,) tensors, as in SamplingParams."""
+
+    seed: Tensor  # int64
+    temperature: Tensor  # float32, as all that follow but top_k
+    top_k: Tensor  # int64
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    frequency_penalty: Tensor
+    presence_penalty: Tensor
+    counts: Tensor  # (R,V) int32: twice the times that a token stands in the answer, plus 1 if it is in the prompt
 
     @classmethod
-    def make(cls, B, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, device="cpu"):
-        """From numbers, for all rows alike, or lists, one entry a row. A row of temperature 0 is greedy."""
+    def make(cls, R: int, V: int, device="cpu") -> "Sampling":
+        """Rows that are greedy and use nothing else."""
+        kinds = dict.fromkeys(("seed", "top_k"), torch.int64)
+        fields = [torch.zeros(R, dtype=kinds.get(name, torch.float32), device=device) for name in cls._fields[:-1]]
+        return cls(*fields, torch.zeros(R, V, dtype=torch.int32, device=device))
 
-        def column(value, dtype):
-            values = value if isinstance(value, (list, tuple)) else [value] * B
-            assert len(values) == B, f"{len(values)} values for {B} rows"
-            return torch.tensor(values, dtype=dtype)
+    def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
+        """Give a row the settings of a request with this prompt."""
+        for name in self._fields[:-1]:
+            getattr(self, name)[row] = getattr(params, name)
+        if params.penalizes:  # else nobody looks at the counts
+            self.counts[row] = 0
+            self.counts[row, torch.tensor(prompt, device=self.counts.device)] = 1
 
-        temperature, top_k = column(temperature, torch.float32), column(top_k, torch.int64)
-        top_p, min_p = column(top_p, torch.float32), column(min_p, torch.float32)
-        penalty = column(repetition_penalty, torch.float32)
-        settings = cls(column(seed, torch.int64), penalty if (penalty != 1).any() else None)
-        greedy = temperature == 0
-        if not greedy.all():
-            top_k = top_k.masked_fill(greedy, 1)  # among equals the lowest id, as argmax has it
-            settings.temperature = temperature.masked_fill(greedy, 1)
-            settings.most_k, settings.every_k = int(top_k.max()), bool((top_k > 0).all())
-            settings.top_k = top_k if settings.most_k else None
-            settings.top_p = top_p if (top_p < 1).any() else None
-            settings.min_p = min_p if (min_p > 0).any() else None
-        return settings._map(lambda tensor: tensor.to(device))
-
-    def rows(self, index: Tensor) -> "Sampling":
-        """The settings of some of the rows, index (B',) int64."""
-        return self._map(lambda tensor: tensor[index])
-
-    def _map(self, change):
-        return Sampling(**{k: change(v) if isinstance(v, Tensor) else v for k, v in vars(self).items()})
+    def count(self, rows: Tensor, tokens: Tensor):
+        """The answers of rows (n,) have these tokens (n,) more; a pair may stand there several times."""
+        self.counts.index_put_((rows, tokens), self.counts.new_full((1,), 2), accumulate=True)
 
 
 # ---------------------------------------------------------------- sampling
 
+SETTINGS = (
+    "Tensor logits, Tensor rows, Tensor position, Tensor drafted, Tensor seed, Tensor temperature, Tensor top_k, "
+)
+SETTINGS += "Tensor top_p, Tensor min_p, Tensor repetition_penalty, Tensor frequency_penalty, Tensor presence_penalty, "
+SETTINGS += "Tensor counts"
+define(f"sample({SETTINGS}) -> (Tensor, Tensor)")
+define(f"probabilities({SETTINGS}) -> Tensor")
 
-def sample(logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Draw one token a row.
 
-    logits (B,V); position (B,) int64, that of the token drawn, so that every step has noise of its own; seen (B,V)
-    bool, the tokens that repetition_penalty counts. Returns ids (B,) int64.
+def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
+    """Draw a token for each of S places of B rows.
+
+    logits (B,S,V) of any float dtype, -inf for tokens that must not be drawn. rows (B,) int64: the row of `settings`
+    that each belongs to. position (B,) int64: that of the token drawn at place 0; 0 or less is padding. drafted (B,S-1)
+    int64: the tokens that the places after the first are to follow, which the penalties count.
+
+    Returns ids (B,S) int64, -1 where the largest logit is not finite (NaN anywhere, or infinity) and for padding; and
+    the log-probability of each by the logits as they came, (B,S) float32. Reads each logit once or twice.
     """
-    if settings.temperature is None:
-        return penalized(logits, settings, seen).argmax(1)
-    probs, ids = candidates(logits, settings, seen)  # (B,C)
-    race = probs / exponential_noise(settings.seed, position, ids)  # the exponential race: the winner's law is probs
-    return ids.gather(1, race.argmax(1, keepdim=True)).squeeze(1)
+    arguments = (logits, rows, position, drafted, *settings)
+    if has_kernels(logits.device):
+        return torch.ops.fastpath.sample(*arguments)
+    return sample_reference(*arguments)
 
 
-def known(logits: Tensor, n_token: int | None) -> Tensor:
-    """Logits (...,V), -inf for the ids that only pad the table."""
-    if n_token is None:
-        return logits
-    return torch.where(torch.arange(logits.shape[-1], device=logits.device) < n_token, logits, float("-inf"))
+def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
+    """The distribution that `sample` draws from, (B,S,V) float32: zero for what the filters drop, one-hot where a row is
+    greedy, NaN where a logit is. Arguments as in `sample`."""
+    arguments = (logits, rows, position, drafted, *settings)
+    if has_kernels(logits.device):
+        return torch.ops.fastpath.probabilities(*arguments)
+    return probabilities_reference(*arguments)
 
 
-def probabilities(logits: Tensor, settings: Sampling, seen: Tensor | None = None) -> Tensor:
-    """The law that `sample` draws from: (B,V) float32, zero for what the filters drop; one-hot for greedy rows."""
-    if settings.temperature is None:
-        ids = penalized(logits, settings, seen).argmax(1, keepdim=True)  # (B,1)
-        probs = torch.ones_like(ids, dtype=torch.float32)
-    else:
-        probs, ids = candidates(logits, settings, seen)
-    return torch.zeros_like(logits, dtype=torch.float32).scatter(1, ids, probs)
+def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor, Tensor]:
+    settings = Sampling(*settings)
+    S, V = logits.shape[1:]
+    x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
+    top, ids = x.max(-1)  # of equal logits the lowest id
+    random = settings.temperature[rows] > 0  # (B,)
+    if any_row(random):
+        p = torch.softmax(filtered(x, rows, settings), -1)
+        places = position[:, None] + torch.arange(S, device=logits.device)  # (B,S)
+        tokens = torch.arange(V, device=logits.device)
+        noise = exponential_noise(settings.seed[rows, None, None], places[..., None], tokens)  # (B,S,V)
+        ids = torch.where(random[:, None], (p / noise).argmax(-1), ids)  # argmax(p / Exponential(1)) is a sample from p
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return torch.where(top.isfinite() & (position > 0)[:, None], ids, -1), logprobs
 
 
-def candidates(logits: Tensor, settings: Sampling, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """probs (B,C) float32 and ids (B,C): C is V, or the largest top_k where every row has one."""
-    B, V = logits.shape
-    x = penalized(logits, settings, seen) / settings.temperature[:, None]
-    x = x - x.amax(1, keepdim=True)
-    ids = torch.arange(V, device=x.device).expand(B, V)
-    if settings.top_k is not None:
-        rank = ordered(x) * 2**32 + (V - 1 - ids)  # no two alike: of equal logits the lower id is first
-        best = rank.topk(min(settings.most_k, V), dim=1).values  # (B,most_k), falling
-        last = best.gather(1, settings.top_k.clamp(1, best.shape[1])[:, None] - 1)  # (B,1)
-        last = last.masked_fill(settings.top_k[:, None] == 0, -(2**63))
-        if settings.every_k:
-            ids = V - 1 - (best & 0xFFFFFFFF)  # (B,most_k)
-            x, rank = x.gather(1, ids), best
-        x = x.masked_fill(rank < last, float("-inf"))
-    if settings.top_p is not None:
-        x = x.masked_fill(~in_top_p(x, settings.top_p[:, None], settings.every_k), float("-inf"))
-    if settings.min_p is not None:
-        x = x.masked_fill(x.exp() < settings.min_p[:, None], float("-inf"))  # the likeliest has x = 0
-    return torch.softmax(x, dim=1), ids
+def probabilities_reference(logits, rows, position, drafted, *settings) -> Tensor:
+    settings = Sampling(*settings)
+    x = penalized(logits.float(), rows, drafted, settings)
+    greedy = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
+    random = settings.temperature[rows, None, None] > 0
+    return torch.where(random, torch.softmax(filtered(x, rows, settings), -1), greedy)
+
+
+def any_row(used: Tensor) -> bool:
+    """Whether a setting is used at all. Always True in a graph, and on a GPU, where looking at it would have to wait."""
+    return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 
 # ---------------------------------------------------------------- filters
 
 
-def penalized(logits: Tensor, settings: Sampling, seen: Tensor | None) -> Tensor:
-    """Logits in float32 after the repetition penalty."""
-    x = logits.float()
-    if settings.repetition_penalty is None:
+def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
+    """Logits x (B,S,V) float32 after the penalties."""
+    repetition, frequency, presence = (settings[i][rows, None, None] for i in (5, 6, 7))  # (B,1,1)
+    if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
-    penalty = settings.repetition_penalty[:, None]
-    return torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
+    counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
+    for i in range(drafted.shape[1]):  # place s follows drafted[:, :s]
+        ids = drafted[:, i, None, None].expand(-1, x.shape[1] - i - 1, 1)
+        counts[:, i + 1 :].scatter_add_(2, ids, torch.full_like(ids, 2, dtype=counts.dtype))
+    x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
+    times = counts >> 1
+    return x - times * frequency - (times > 0) * presence
 
 
-def in_top_p(x: Tensor, top_p: Tensor, falling: bool = False) -> Tensor:
-    """Which entries of x (B,C), unnormalized log-probabilities with maximum 0, are in the nucleus; (B,C) bool.
+def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
+    """Logits x (B,S,V) float32 by temperature, minus their maximum; -inf for what top_k, top_p and min_p drop."""
+    temperature, top_k, top_p, min_p = (settings[i][rows, None, None] for i in (1, 2, 3, 4))  # (B,1,1)
+    x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)
+    order = float_to_sortable_int(x)
+    if any_row(top_k > 0):
+        one = torch.ones_like(order)
+        target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
+        x = x.masked_fill(~top_mass(order, one, target), float("-inf"))
+    if any_row(top_p < 1):
+        mass = (x.exp() * 2.0**40).long()  # fixed point: sums of it are exact
+        target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
+        x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
+    return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest has x = 0
 
-    The nucleus (arXiv:1904.09751) is the shortest run of the likeliest tokens whose probability reaches top_p (B,1);
-    of equals the first come first. `falling` says that x is sorted.
-    """
-    mass = (x.exp() * 2.0**40).long()  # fixed point: these sums are exact
-    target = (mass.sum(1, keepdim=True).float() * top_p).long().clamp(min=1)  # (B,1)
-    if falling:
-        return mass.cumsum(1) - mass < target
-    return nucleus(ordered(x) + 2**31, mass, target)
 
-
-def ordered(x: Tensor) -> Tensor:
-    """float32 to int64 in [-2^31, 2^31) with the same order, exactly."""
-    bits = (x + 0.0).view(torch.int32).long()  # -0.0 and 0.0 are equals
-    return bits ^ ((bits >> 63) & 0x7FFFFFFF)  # negative floats count downwards
+def float_to_sortable_int(x: Tensor) -> Tensor:
+    """float32 to int64 in [0, 2^32), in the same order exactly."""
+    bits = (x + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0: they are equal
+    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # negative floats count downwards
 
 
 # ---------------------------------------------------------------- noise
 
 
 def exponential_noise(seed: Tensor, position: Tensor, ids: Tensor, stream: int = 0) -> Tensor:
-    """Exponential(1) variates (B,C) float32, one for each token of ids (B,C); a pure function of its arguments.
+    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them.
 
-    seed, position (B,) int64. stream separates uses that need noise of their own at the same position.
+    stream separates uses that need noise of their own at the same position.
     """
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     keys = []
-    for start in (0x3C6EF372, 0x1B873593):  # two chains: a row's key has 64 bits
+    for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits
         key = low ^ start
         for value in (high, position, torch.full_like(position, stream)):
             key = scramble(key) ^ value
-        keys.append(scramble(key)[:, None])  # (B,1)
-    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # (B,C), 32 bits each
+        keys.append(scramble(key))
+    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # 32 bits each
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)  # fine-grained near zero, where races are won
 

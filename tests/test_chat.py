@@ -83,9 +83,7 @@ def test_turns_equal_the_conversation_read_afresh(tiny, tiny_model, name, temper
         tiny_model(name, rows=1), 256, letters, letters, max_new_tokens=9, temperature=temperature
     )
     session.set_system(say(90, 17, 6))
-    for n, text in enumerate(
-        [say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]
-    ):
+    for n, text in enumerate([say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]):
         turn = session.ask(text, lambda piece: None)
         assert turn.prompt_tokens - turn.kept == (turn.prompt_tokens if n == 0 else len(text) + 5)
     fresh = load_model(tiny(name)[2], dtype=torch.float32)

@@ -235,7 +235,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 # ---------------------------------------------------------------- writing
 
 
-class Shard:
+class ShardFile:
     """A safetensors file to which tensors are written as they come; the header goes into the room left before them."""
 
     ROOM = 1 << 18  # bytes of header, which spaces fill up: as the format allows, and enough for 2,000 tensors
@@ -280,7 +280,7 @@ class Writer:
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
         self.replace = replace  # a checkpoint that is there by now, made by another process perhaps; else it stays
         self.path = self.target.parent / f".{self.target.name}.{os.getpid()}.tmp"
-        self.shards: list[Shard] = []  # the last one still open
+        self.shards: list[ShardFile] = []  # the last one still open
 
     def __enter__(self):
         if self.target.exists() and not is_replaceable(self.target):
@@ -303,7 +303,7 @@ class Writer:
         if not self.shards or not self.shards[-1].takes(name, tensor):
             if self.shards:
                 self.shards[-1].close()
-            self.shards.append(Shard(self.path / f"shard-{len(self.shards) + 1}"))
+            self.shards.append(ShardFile(self.path / f"shard-{len(self.shards) + 1}"))
         self.shards[-1].add(name, tensor)
 
     def add_json(self, name: str, value: dict):

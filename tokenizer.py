@@ -1,15 +1,16 @@
-"""Text to token ids and back, for a checkpoint directory's tokenizer.json or tokenizer.model.
+"""Text to token ids and back for a checkpoint directory, and conversations to text by the model's chat template.
 
-The work is done by the `tokenizers` and `sentencepiece` libraries; this is the one small class in front of them, and
-`TextStream`, which turns ids into text as they come. Knows nothing of models.
+Read down: Tokenizer, the one small class in front of the `tokenizers` and `sentencepiece` libraries; TextStream, which
+turns ids into text as they come; ChatTemplate; the two kinds of vocabulary. Knows nothing of models.
 
-Text is made of bytes: a vocabulary says which bytes a token stands for, and one incremental UTF-8 decoder makes text of
-them. So what is shown token by token is what the whole decodes to, by construction, and the only thing ever held back
-is a character of which some bytes are still to come. (The libraries decode lists only, and a byte more can change what
-they made of those before it.)
+A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
+token by token therefore gives the same text as decoding all tokens at once, and the only thing ever held back is a
+character whose last bytes are still to come. (The libraries decode whole lists only, and one more token can change the
+text of the tokens before it.)
 """
 
 import codecs
+import datetime
 import json
 import re
 from collections.abc import Iterable
@@ -21,31 +22,32 @@ from cli import UserError
 
 
 class Tokenizer:
-    """encode and decode, and the ids that mean something: bos_id (or None), eos_ids.
+    """encode, decode, and the ids with a meaning: bos_id (or None) and eos_ids.
 
-    tokenizer_config.json says what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token, the tokens that
-    a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens that are
-    recognized in text (token -> id) and whether spaces are `legacy`.
+    tokenizer_config.json holds what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token, the tokens
+    that a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens to look for
+    in text (token -> id) and whether spaces are handled the `legacy` way.
     """
 
     def __init__(self, directory: Path):
         directory = Path(directory)
-        config = read_json(directory / "tokenizer_config.json")
-        bos, ends = config.get("bos_token_id"), config.get("eos_token_ids") or []
-        for i in [*(ends if isinstance(ends, list) else [ends]), *([] if bos is None else [bos])]:
-            if type(i) is not int or i < 0 or not isinstance(ends, list):
-                raise UserError(
-                    f"{directory / 'tokenizer_config.json'}: {i!r} is no token id, or not in a list of them"
-                )
+        config_path = directory / "tokenizer_config.json"
+        config = read_json(config_path)
+        bos, eos = config.get("bos_token_id"), config.get("eos_token_ids") or []
+        if not isinstance(eos, list):
+            raise UserError(f"{config_path}: eos_token_ids {eos!r} is not a list of token ids")
+        for i in eos if bos is None else [bos, *eos]:
+            if type(i) is not int or i < 0:
+                raise UserError(f"{config_path}: {i!r} is not a token id")
         self.bos_id: int | None = bos
-        self.eos_ids: tuple[int, ...] = tuple(ends)
+        self.eos_ids: tuple[int, ...] = tuple(eos)
         self.add_bos: bool = bool(config.get("add_bos_token")) and self.bos_id is not None
-        self.named_tokens = {name: text for name, text in config.items() if name.endswith("_token") and text}
-        self.named_tokens = {name: text for name, text in self.named_tokens.items() if isinstance(text, str)}
+        texts = {name: text for name, text in config.items() if isinstance(text, str) and text}
+        self.named_tokens = {name: text for name, text in texts.items() if name.endswith("_token")}
         kinds = {"tokenizer.json": JsonVocabulary, "tokenizer.model": SentencePieceVocabulary}
         self.directory, self.vocabulary = directory, None
         path = next((directory / name for name in kinds if (directory / name).exists()), None)
-        if path is None:  # a model that only knows ids
+        if path is None:  # the model is used with token ids only
             return
         try:
             self.vocabulary = kinds[path.name](path, config)
@@ -53,7 +55,7 @@ class Tokenizer:
             raise UserError(f"{path} is not a readable tokenizer: {error}") from None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Ids of a text, with the beginning token in front where the model is used to one (add_bos=False: never).
+        """Token ids of a text. The beginning token comes first if the model expects one (add_bos=False: never).
 
         Special tokens written out in the text ("<|im_start|>") become their ids.
         """
@@ -66,14 +68,14 @@ class Tokenizer:
         return [self.bos_id] * (add_bos and self.add_bos) + self.vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, special tokens left out; each sequence of bytes that is not UTF-8 becomes one U+FFFD."""
+        """Text of ids without special tokens; each sequence of bytes that is not UTF-8 becomes one U+FFFD."""
         return TextStream(self).add(ids, last=True)
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that is not the same in both, as a reason not to use them together; None: they are alike."""
+        """The first token that differs from the other tokenizer's, as a reason not to use the two together, or None."""
         if self.vocabulary is None or other.vocabulary is None:
-            both = self.vocabulary is other.vocabulary
-            return None if both else "one of them has no tokenizer, so nothing says that their tokens are the same"
+            neither = self.vocabulary is other.vocabulary
+            return None if neither else "one of them has no tokenizer, so nothing says that their tokens are the same"
         for i, (mine, theirs) in enumerate(zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
             if mine != theirs:
                 return f"token {i} is {mine!r} there and {theirs!r} here"
@@ -81,31 +83,31 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of tokens as they come: the pieces that `add` returns join to the text of the whole.
+    """Decodes tokens as they come: the pieces that `add` returns join to the text of all tokens.
 
-    With stop strings the text ends before the first of them, as if it had been searched when all was there: what may
-    yet become one is held back, `stopped` tells that one was found, and nothing comes after it.
+    With stop strings the text ends before the first of them, exactly as if the whole text had been searched. Text that
+    may yet become a stop string is held back. Once one was found, `stopped` is True and `add` returns nothing more.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = ()):
-        """context: the ids before the first one added, on which spaces depend; context_text is what they show."""
+        """context: the ids before the first one added, on which leading spaces depend; context_text is their text."""
         self.vocabulary, self.stop = tokenizer.vocabulary, tuple(stop)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.started = False  # whether any text has come: the space before the first word is not meant to be seen
+        self.started = False  # whether any text has come: the space that some vocabularies put first is dropped
         self.held, self.stopped = "", False
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
-        """The text that these ids complete, possibly empty; `last` gives out what is held back too."""
+        """The text that these ids complete, possibly empty; with last=True also everything that was held back."""
         text = self._decode(ids, last)
         if self.stopped or not self.stop:
             return "" if self.stopped else text
         self.held += text
         found = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
-        open_from = len(self.held) if last else self._may_become_a_stop()
-        # A stop that was found counts once no longer one can begin before it.
-        self.stopped = found is not None and found <= open_from
-        out, self.held = self.held[: found if self.stopped else open_from], self.held[open_from:]
+        undecided = len(self.held) if last else self._start_of_possible_stop()
+        # A stop string that was found counts only once no other can begin before it.
+        self.stopped = found is not None and found <= undecided
+        out, self.held = self.held[: found if self.stopped else undecided], self.held[undecided:]
         return out
 
     def _decode(self, ids: Iterable[int], last: bool) -> str:
@@ -117,13 +119,128 @@ class TextStream:
             data = data.removeprefix(b" ") if self.vocabulary.begins_with_space else data
         return self.decoder.decode(data, final=last)
 
-    def _may_become_a_stop(self) -> int:
-        """Where the longest end of what is held begins that is the beginning of a stop string."""
+    def _start_of_possible_stop(self) -> int:
+        """Where the longest suffix of the held text begins that is a proper prefix of a stop string."""
         longest = max(map(len, self.stop))
         for at in range(max(0, len(self.held) - longest + 1), len(self.held)):
             if any(stop.startswith(self.held[at:]) for stop in self.stop):
                 return at
         return len(self.held)
+
+
+# ---------------------------------------------------------------- conversations
+
+
+class ChatTemplate:
+    """The chat template of a checkpoint directory: a Jinja2 program that writes a conversation as the model's text.
+
+    The template comes from whoever made the checkpoint. Jinja2's sandbox keeps it from Python's internals and from
+    changing its arguments; nothing limits the time and memory that it uses.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer):
+        self.path, self.tokenizer = Path(directory) / "chat_template.jinja", tokenizer
+        if not self.path.is_file():  # reading a device or a pipe might never end
+            raise UserError(f"{directory} has no chat template: the model was not made for conversation, or lost it")
+        try:
+            self.source = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path} cannot be read: {error}") from None
+        try:
+            self.template = template_environment().from_string(self.source)
+        except Exception as error:
+            raise self._failure(error) from None
+
+    def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+        """The text of messages ({"role": "user", "content": "Hello"}), up to where the assistant's next words begin.
+
+        UserError if the template refuses them (some know no system message) or fails.
+        """
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
+        values |= {"documents": None} | self.tokenizer.named_tokens
+        try:
+            return self.template.render(values)
+        except Exception as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: Exception) -> UserError:
+        """What the template raised (it can raise anything), in one line without escape sequences for the terminal."""
+        words = " ".join((str(error) or type(error).__name__).split())[:300]
+        printable = "".join(c for c in words if c.isprintable())
+        return UserError(f"{self.path}: the chat template fails: {printable}")
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Token ids of `render`, with a beginning token only if the template writes one."""
+        ids = self.tokenizer.encode(self.render(messages), add_bos=False)
+        if not ids:
+            raise UserError(f"{self.path}: the chat template makes nothing of the conversation")
+        return ids
+
+    def end_ids(self) -> set[int]:
+        """The special token that the template writes after an answer: the model ends its own answers with it, too.
+
+        Not every checkpoint lists it among its end tokens. Empty if no special token follows an answer.
+        """
+        answer = "An answer."
+        messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render(messages, add_generation_prompt=False)
+        except UserError:  # the template accepts no such conversation
+            return set()
+        _, found, rest = text.rpartition(answer)
+        after = self.tokenizer.encode(rest, add_bos=False) if found else []
+        return set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
+
+
+def template_environment():
+    """A Jinja2 environment with what transformers offers to templates (its utils/chat_template_utils.py)."""
+    from jinja2 import ext, nodes
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(ext.Extension):
+        """{% generation %} marks the assistant's words for training. Here it has no effect on its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class PlainNamespace(Namespace):
+        """Jinja2's namespace without private names, which its sandbox does not check on the way in."""
+
+        def __init__(*args, **kwargs):  # as Jinja2's own: the template may have a variable called self
+            for name in dict(*args[1:], **kwargs):
+                check_name(name)
+            Namespace.__init__(*args, **kwargs)
+
+        def __setitem__(self, name, value):
+            check_name(name)
+            super().__setitem__(name, value)
+
+    def check_name(name):
+        if str(name).startswith("_"):
+            raise SecurityError(f"may not set {name!r} on a namespace")
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # Jinja2's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    extensions = [ext.loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["namespace"] = PlainNamespace
+    return environment
+
+
+# ---------------------------------------------------------------- vocabularies
 
 
 class JsonVocabulary:
@@ -133,7 +250,7 @@ class JsonVocabulary:
         from tokenizers import Tokenizer as Library
 
         self.library = library = Library.from_file(str(path))
-        library.no_truncation()  # some files carry the limits of the run that wrote them
+        library.no_truncation()  # some files contain the limits of the run that wrote them
         library.no_padding()
         self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
         kinds = decoder_kinds(json.loads(library.decoder.__getstate__())) if library.decoder else set()
@@ -150,36 +267,35 @@ class JsonVocabulary:
         return [self.library.id_to_token(i) for i in range(self.library.get_vocab_size())]
 
     def token_bytes(self, i: int) -> bytes:
-        """What a token that is not the first adds to the text."""
+        """The bytes that a token adds to the text, unless it is the first token."""
         token = self.library.id_to_token(i) if 0 <= i < 2**32 else None
         if token is None or i in self.special_ids:
             return b""
         if self.byte_level:
-            known = all(c in self.byte_of for c in token)  # not so in tokens that were added as text
-            return bytes(self.byte_of[c] for c in token) if known else token.encode()
+            in_alphabet = all(c in self.byte_of for c in token)  # tokens that were added as text are not
+            return bytes(self.byte_of[c] for c in token) if in_alphabet else token.encode()
         if self.byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
             return bytes.fromhex(byte[1])
         return self.join(["x", token]).removeprefix("x").encode()
 
 
 def decoder_kinds(decoder: dict) -> set[str]:
-    """The types of a tokenizer.json's decoder and of those in its sequence."""
+    """The type of a tokenizer.json's decoder, and of all decoders in it if it is a sequence."""
     return {decoder["type"]}.union(*map(decoder_kinds, decoder.get("decoders", [])))
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies are written in (GPT-2's): printable bytes are themselves, the others
-    follow from U+0100 on."""
+    """GPT-2's characters for the 256 bytes: printable bytes stand for themselves, the others follow from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class SentencePieceVocabulary:
-    """A tokenizer.model, by the `sentencepiece` library, which knows special tokens but does not look for them in text.
+    """A tokenizer.model, by the `sentencepiece` library, which does not look for special tokens in text.
 
-    The text is therefore cut at them first. The library puts a space before every text; after a special token it
-    belongs there only in `legacy` vocabularies (transformers' word for it).
+    So the text is cut at them first. The library puts a space before every text that it encodes; after a special token
+    a space belongs there only in vocabularies that transformers calls `legacy`.
     """
 
     def __init__(self, path: Path, config: dict):
@@ -207,23 +323,24 @@ class SentencePieceVocabulary:
         return ids
 
     def tokens(self) -> list[str | None]:
-        names = {i: self.library.id_to_piece(i) for i in range(self.size)} | {
-            i: text for text, i in self.special.items()
-        }
+        names = {i: self.library.id_to_piece(i) for i in range(self.size)}
+        names |= {i: text for text, i in self.special.items()}
         return [names.get(i) for i in range(max(names) + 1)]
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Ids of text that does not open the prompt: no space is put before it. A line break joins no piece, so it
-        can stand in front and be taken off again."""
+        """Ids of text after a special token, without a space before it.
+
+        A line break never becomes part of a longer piece, so it can be put in front and its ids taken off again.
+        """
         return self.library.encode("\n" + text)[len(self.marker) :]
 
     def token_bytes(self, i: int) -> bytes:
-        """What a token that is not the first adds to the text."""
+        """The bytes that a token adds to the text, unless it is the first token."""
         if not 0 <= i < self.size or i in self.special_ids:
             return b""
         piece = self.library.id_to_piece(i)
         if self.library.is_byte(i):
             return bytes.fromhex(piece[3:5])  # <0x0A>
-        return (
-            self.library.decode([i]).encode() if self.library.is_unknown(i) else piece.replace("\u2581", " ").encode()
-        )
+        if self.library.is_unknown(i):
+            return self.library.decode([i]).encode()
+        return piece.replace("\u2581", " ").encode()

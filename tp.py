@@ -1,35 +1,46 @@
-"""Tensor parallelism: one model over several processes (ranks), each with a part of every large matrix.
+"""Tensor parallelism: one model over several processes (ranks), each with a slice of every large matrix.
 
-Read down: SPLIT, the table of what is split how; Shard, one rank's part of a model; the checks; the collectives. How
-the processes find each other and end together is in ranks.py. Knows nothing of text or of the command line.
+Read down: SPLIT, the table of how each module is split; Shard, one rank's share of a model; what cannot be split;
+run_together and Ranks, the processes of one run as torchrun starts them. Knows nothing of text or of the options.
 
-A block needs two all-reduces (Megatron-LM, arXiv:1909.08053): the matrices that read the block's input are split by
-their outputs, so that each rank has whole heads and whole hidden units; those that write to the residual are split by
-their inputs, and the sum over the ranks is the all-reduce. Embedding and head are split by vocabulary.
+A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's input are split by
+their outputs, so that each rank has whole heads and whole hidden units. Those that write to the residual are split by
+their inputs, and the all-reduce adds up the ranks' products. Embedding and head are split by vocabulary.
 
-A model is split in two steps, between which its weights are loaded: `cut` leaves of each tensor what this rank has,
-and says which part of the checkpoint's tensor that is; `connect` puts the all-reduces in.
+A model is split in two steps, and its weights are loaded between them: `cut` shrinks each tensor to this rank's slice
+and says which slice of the checkpoint's tensor that is; `connect` puts the all-reduces in. Every rank gathers all
+logits and draws the same tokens from them.
 """
 
 import dataclasses
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cli import UserError
+from cli import UserError, first_line, run_command
 from model import Config, Transformer
-from sampling import Sampling, known, ordered, penalized, sample
 
-# What becomes of a module's weight (N,K), N outputs and K inputs, and of its bias (N,), by the end of its name.
-#   heads    by outputs: the rows of this rank's query heads, then those of the key and value heads that they look at
-#   outputs  by outputs: an Nth of the rows of each of so many matrices that are stored as one
-#   inputs   by inputs; an all-reduce adds the ranks' products up, and rank 0 alone has the bias
-#   vocab    by rows, filled up with zeros where the ranks do not divide V
+# How a module's weight (N,K), N outputs and K inputs, and its bias (N,) are split, by the end of the module's name:
+#   heads    by outputs: the rows of this rank's query heads, then those of the key and value heads that they attend to
+#   outputs  by outputs: the same share of the rows of each of the matrices (this many) that are stored as one
+#   inputs   by inputs; an all-reduce adds up the ranks' products, and only rank 0 has the bias
+#   vocab    by rows, padded with zeros if V is not a multiple of the number of ranks
 #   whole    on every rank
-# A family with modules of other names needs its lines here: what the table does not know is refused.
+# A family with modules of other names needs its lines here: a module that is not in the table is refused.
 SPLIT = {
     "embedding": ("vocab", 1),
     "attention.qkv": ("heads", 1),
@@ -47,46 +58,36 @@ SPLIT = {
 }
 
 
-def apply_tp(model: Transformer, group: dist.ProcessGroup) -> Transformer:
-    """Split a model that all ranks of a group have loaded whole, before kernels are installed and caches set up;
-    returns it, this rank's part. (load_model with a Shard never holds the whole.)"""
-    shard = Shard.of(group)
-    shard.cut(model)
-    shard.connect(model)
-    return model
-
-
-# ---------------------------------------------------------------- a rank's part
+# ---------------------------------------------------------------- one rank's share
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of a tensor a rank has: ranges of its rows, one after the other, and a range of its columns."""
+class Slice:
+    """The part of a tensor that one rank has: ranges of its rows, one after the other, and a range of its columns."""
 
     rows: tuple[range, ...]
-    columns: range | None = None  # None: all; there may be no second dimension
-    height: int = 0  # fewer rows than this are filled up with zeros
+    columns: range | None = None  # None: all of them, or the tensor has no second dimension
+    height: int = 0  # padded with zeros to at least so many rows
 
     def of(self, source) -> Tensor:
-        """source: a tensor, or a slice of a safetensors file, of which no more than the part is read."""
-        at = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
-        parts = [source[(slice(r.start, r.stop), *at)] for r in self.rows]
-        part = torch.cat(parts) if len(parts) > 1 else parts[0]
-        missing = self.height - len(part)
-        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing > 0 else part
+        """The slice of a tensor, or of a safetensors file's get_slice, of which no more than that is then read."""
+        columns = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
+        pieces = [source[(slice(r.start, r.stop), *columns)] for r in self.rows]
+        out = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        missing = self.height - len(out)
+        return torch.cat([out, out.new_zeros(missing, *out.shape[1:])]) if missing > 0 else out
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `ranks`. group: the process group of the model's tensors; control: one for tensors on the CPU.
+    """Rank `rank` of `ranks`. group: the process group for the model's tensors; control: one for tensors on the CPU.
 
-    A model that it is connected to has it as `split`: `head` then gives this rank's columns of the logits, or, unless
-    told otherwise, gathers all of them.
+    A model that was split has it as `model.split`: by it `model.head` gathers the columns of the logits.
     """
 
     rank: int
     ranks: int
-    group: Any = None  # the name, as the collectives have it; cutting needs none
+    group: Any = None  # its name, as the functional collectives take it; `cut` needs no group
     control: Any = None
 
     @classmethod
@@ -94,14 +95,14 @@ class Shard:
         return cls(group.rank(), group.size(), group.group_name, control or group)
 
     def own(self, n: int) -> range:
-        """This rank's of n things, which the ranks divide."""
+        """This rank's range of n items, where n is a multiple of the number of ranks."""
         return range(self.rank * n // self.ranks, (self.rank + 1) * n // self.ranks)
 
     def kv_heads(self, config: Config) -> list[int]:
-        """The key and value heads that this rank keeps, in the order of its query heads, each for equally many.
+        """The key and value heads that this rank keeps, in the order of its query heads.
 
-        Where neither K nor the number of ranks is a multiple of the other, groups are torn at different places on
-        different ranks, and each query head gets a copy of its own.
+        Each serves the same number of query heads. If neither K nor the number of ranks is a multiple of the other,
+        the ranks cut through groups of query heads, and each query head gets its own copy.
         """
         H, K = config.n_head, config.n_kv_head
         heads = [head // (H // K) for head in self.own(H)]
@@ -112,111 +113,95 @@ class Shard:
         sizes = {"n_head": len(self.own(config.n_head)), "n_kv_head": len(self.kv_heads(config))}
         return dataclasses.replace(config, hidden_dim=len(self.own(config.hidden_dim)), **sizes)
 
-    def cut(self, model: Transformer) -> dict[str, Part]:
-        """Leave of each tensor (which may be on meta) what this rank has; returns, by the tensors' names, which part
-        that is. UserError where the model cannot be split like that."""
+    def cut(self, model: Transformer) -> dict[str, Slice]:
+        """Shrink each tensor (it may be on meta) to this rank's slice, and return the slices by the tensors' names.
+
+        UserError if the model cannot be split over so many ranks.
+        """
         check(model, self.ranks)
-        parts = {}
+        slices = {}
         for name, module in model.named_modules():
-            how, count = split_of(name)
             for kind, tensor in weights(module).items():
-                part, own = self._part(model.config, how, count, kind, tensor, module), None
-                if part is not None:
-                    parts[f"{name}.{kind}"], own = part, part.of(tensor).clone()  # so that the whole tensor can go
+                mine, own = self._slice(model.config, name, module, kind), None
+                if mine is not None:
+                    slices[f"{name}.{kind}"] = mine
+                    own = mine.of(tensor).clone()  # a copy, so that the whole tensor can be freed
                 is_parameter = isinstance(tensor, nn.Parameter) and own is not None
                 setattr(module, kind, nn.Parameter(own, requires_grad=False) if is_parameter else own)
-            self._resize(module, how)
+            self._resize(module, split_of(name)[0])
         for block in model.blocks:
             block.attention.config = self.config(model.config)
-        return parts
+        return slices
 
-    def _part(self, config: Config, how: str, count: int, kind: str, tensor: Tensor, module) -> Part | None:
-        """What this rank has of one tensor of a module; None: nothing."""
-        N = len(tensor)
+    def _slice(self, config: Config, name: str, module: nn.Module, kind: str) -> Slice | None:
+        """This rank's slice of a module's tensor (kind: "weight", "bias", "scales" ...), or None if it has none."""
+        how, count = split_of(name)
+        N = len(getattr(module, kind))
         if how == "heads":
             H, K, E = config.n_head, config.n_kv_head, config.head_dim
             heads = self.kv_heads(config)
             rows = [range(E * self.own(H).start, E * self.own(H).stop)]
             rows += [range(E * (first + head), E * (first + head + 1)) for first in (H, H + K) for head in heads]
-            return Part(tuple(rows))
+            return Slice(tuple(rows))
         if how == "outputs":
             own = self.own(N // count)
-            return Part(tuple(range(own.start + i * (N // count), own.stop + i * (N // count)) for i in range(count)))
+            return Slice(tuple(range(own.start + i * (N // count), own.stop + i * (N // count)) for i in range(count)))
         if how == "vocab":
             height = -(-N // self.ranks)
             start = min(self.rank * height, N)
-            return Part((range(start, min(start + height, N)),), height=height)
+            return Slice((range(start, min(start + height, N)),), height=height)
         if how == "whole" or (kind == "bias" and self.rank == 0):
-            return Part((range(N),))
+            return Slice((range(N),))
         if kind == "bias":
             return None
         own = self.own(module.in_features)
         if kind == "packed":
             own = range(own.start // 2, -(-own.stop // 2))
-        elif kind in ("scales", "mins"):  # no group is cut, as check has seen, but for one that is the whole row
+        elif kind in ("scales", "mins"):  # `check` refuses to cut a group, unless it is the whole row
             own = range(own.start // module.groupsize, -(-own.stop // module.groupsize))
-        return Part((range(N),), own)
+        return Slice((range(N),), own)
 
     def _resize(self, module: nn.Module, how: str):
-        """The sizes that a linear layer notes besides its tensors."""
+        """Adapt the sizes that a linear layer keeps besides its tensors."""
         if how == "inputs":
             K = len(self.own(module.in_features))
-            if getattr(module, "groupsize", 0) == module.in_features:  # one group a row
+            if getattr(module, "groupsize", 0) == module.in_features:  # one group per row
                 module.groupsize = K
             module.in_features = K
         elif how != "whole" and hasattr(module, "out_features"):
             module.out_features = len(next(iter(weights(module).values())))
 
     def connect(self, model: Transformer):
-        """Put the collectives into a model that was cut."""
+        """Put the collectives into a model that `cut` has shrunk."""
         for block in model.blocks:
             block.attention.out = SumOverRanks(block.attention.out, self.group)
             block.mlp.down = SumOverRanks(block.mlp.down, self.group)
         model.embedding = SplitEmbedding(model.embedding, self, model.config.vocab_size)
         model.split = self
 
-    # ------------------------------------------------------------ what the ranks tell each other
+    # The functional collectives, which torch.compile traces into its graph. They are called as operations because the
+    # Python functions around them wrap their results in a lazy tensor.
 
     def gather(self, logits: Tensor, V: int) -> Tensor:
-        """Everybody's columns of logits (...,V/ranks), in order, without padding: (...,V)."""
-        columns = logits.movedim(-1, 0).contiguous()  # gathered along the first dimension
-        return all_gather(columns, self.ranks, self.group)[:V].movedim(0, -1)
-
-    def choose(self, config: Config, logits: Tensor, settings: Sampling, position: Tensor, seen: Tensor | None):
-        """generate.choose by this rank's columns of the logits: the same ids (B,) on every rank.
-
-        Greedy, each rank contributes its best logit and that one's id, in one int64, so that the maximum over the
-        ranks is the largest logit and among equals the lowest id. Else all logits are gathered, and rank 0 draws.
-        """
-        V, real = config.vocab_size, config.n_token or config.vocab_size
-        if settings.temperature is not None:
-            logits = known(self.gather(logits, V), config.n_token)
-            return self.decided(sample(logits, settings, position, seen))
-        ids = self.rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)
-        x = penalized(logits, settings, None if seen is None else seen[:, ids.clamp(max=V - 1)])
-        order = ordered(x) * 2**32 + (2**32 - 1 - ids)
-        best = torch.where(ids < real, order, -(2**63)).amax(1)  # (B,)
-        return 2**32 - 1 - (all_reduce(best, self.group, "max") & 0xFFFFFFFF)
+        """All ranks' columns of the logits (...,V/ranks), in order and without the padding: (...,V)."""
+        columns = logits.movedim(-1, 0).contiguous()  # it gathers along the first dimension
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))[:V].movedim(0, -1)
 
     def decided(self, x: Tensor) -> Tensor:
-        """Rank 0's, of what every rank has worked out, perhaps with other roundings."""
-        return broadcast(x, self.group)
+        """Broadcast rank 0's tensor: ranks may round differently."""
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.broadcast(x, 0, self.group))
 
-    def decided_number(self, n: int) -> int:
-        number = torch.tensor([n])
-        dist.broadcast(number, group_src=0, group=self.control)
-        return int(number)
 
-    def agree(self, going: list[int], rows: int) -> list[int]:
-        """Which of the rows go on, by rank 0, which alone may know: it looks for stop strings, and asks the user."""
-        flags = torch.zeros(rows, dtype=torch.uint8)
-        flags[going] = 1
-        dist.broadcast(flags, group_src=0, group=self.control)
-        return flags.nonzero().flatten().tolist()
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum of x over the ranks."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group))
 
 
 class SumOverRanks(nn.Module):
-    """A linear layer that has some of its inputs."""
+    """A linear layer that is split by its inputs."""
 
     def __init__(self, linear: nn.Module, group: Any):
         super().__init__()
@@ -227,7 +212,7 @@ class SumOverRanks(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """A table of which each rank has some rows. Of a token looked up one rank has the vector, the others have zeros."""
+    """An embedding table that is split by rows: one rank has the vector of a token, the others add zeros to it."""
 
     def __init__(self, table: nn.Module, shard: Shard, V: int):
         super().__init__()
@@ -247,59 +232,247 @@ class SplitEmbedding(nn.Module):
 
 
 def split_of(name: str) -> tuple[str, int]:
-    """The line of SPLIT for a module; modules without weights have none and need none."""
-    found = [key for key in SPLIT if name == key or name.endswith("." + key)]
-    return SPLIT[max(found, key=len)] if found else ("unknown", 0)
+    """The line of SPLIT for a module, by the longest name that fits. Modules without weights need none."""
+    fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
+    return SPLIT[max(fitting, key=len)] if fitting else ("unknown", 0)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a module itself."""
-    found = module._parameters | module._buffers
-    return {k: t for k, t in found.items() if t is not None and k not in module._non_persistent_buffers_set}
+    """A module's own parameters and buffers, as far as a checkpoint holds them."""
+    tensors = module._parameters | module._buffers
+    return {k: t for k, t in tensors.items() if t is not None and k not in module._non_persistent_buffers_set}
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
-    """Why a model cannot be split over so many ranks; empty where it can."""
+    """The reasons why a model cannot be split over so many ranks; none if it can."""
     config = model.config
     sizes = {"n_head": config.n_head, "hidden_dim": config.hidden_dim}
-    found = [f"{name} {n} is no multiple of {ranks}" for name, n in sizes.items() if n % ranks]
+    reasons = [f"{name} {n} is not a multiple of {ranks}" for name, n in sizes.items() if n % ranks]
     for name, module in model.named_modules():
-        if found or ranks == 1 or split_of(name)[0] != "inputs" or not hasattr(module, "groupsize"):
+        if reasons or ranks == 1 or split_of(name)[0] != "inputs" or not hasattr(module, "groupsize"):
             continue
         K, size = module.in_features // ranks, module.groupsize
         if K % size and module.scales.shape[1] > 1:
-            found.append(f"{name}: {K} columns a rank are no multiple of the quantization group of {size}")
+            reasons.append(f"{name}: {K} columns per rank are not a multiple of the quantization group of {size}")
         elif K % 2 and hasattr(module, "packed"):
-            found.append(f"{name}: {K} columns a rank are odd, and 4-bit weights are stored in pairs")
-    return found
+            reasons.append(f"{name}: {K} columns per rank are odd, and 4-bit weights are stored in pairs")
+    return reasons
 
 
 def check(model: Transformer, ranks: int):
     for name, module in model.named_modules():
         assert not weights(module) or split_of(name)[0] != "unknown", f"SPLIT has no line for {name}"
-    if why := obstacles(model, ranks):
+    if reasons := obstacles(model, ranks):
         possible = [n for n in range(1, model.config.n_head + 1) if not obstacles(model, n)]
-        raise UserError(f"the model cannot be split over {ranks} ranks: {why[0]}; {possible} ranks are possible")
+        raise UserError(f"the model cannot be split over {ranks} ranks: {reasons[0]}; {possible} ranks are possible")
 
 
-# ---------------------------------------------------------------- collectives
+# ---------------------------------------------------------------- the processes of one run
 #
-# The functional ones, which torch.compile traces into its graph; called as operations, because the functions around
-# them wrap their results in a lazy tensor of Python's. All wait for the result.
+# Start-up, synchronization and shutdown of the ranks under torchrun. Only rank 0 reads the command line and the
+# prompts, talks to the user and prints. All ranks end together:
+#   an error   the rank that has it writes the reason to torchrun's store; rank 0 prints it, and all exit
+#   a death    every rank sets a heartbeat in the store twice a second; a rank that sees none of another for TIMEOUT_S,
+#              or for BROKEN_TIMEOUT_S after a connection broke, writes the reason
+#   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
+
+HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
+START_S = 300.0  # for all ranks to start: importing torch from a cold disk takes long
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # a user may think for long; the watch thread is what notices a death
 
 
-def all_reduce(x: Tensor, group: Any, operation: str = "sum") -> Tensor:
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(x, operation, group))
+def run_together(main: Callable):
+    """Run main(Ranks) in every rank and exit, all ranks with the same code: run_command's, or 1 after a traceback."""
+    ranks = Ranks()
+    errors = []
+    try:
+        run_command(lambda: ranks.run(main), errors.append)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+        if code:
+            ranks.abort(code, "\n".join(errors))
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            ranks.wait_for_reason()
+        ranks.abort(1, traceback.format_exc())
+    ranks.finish()
 
 
-def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
-    """(n,...) of each rank to (ranks*n,...)."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, ranks, group))
+class Ranks:
+    """This process, one of the ranks of a run."""
 
+    def __init__(self):
+        numbers = [int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        self.rank, self.size, self.local_rank = numbers
+        self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+        self.connection_broke = False  # a missing heartbeat counts sooner then
+        self.done, self.exiting = threading.Event(), threading.Lock()
+        if self.rank:  # only rank 0 prints
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
-def broadcast(x: Tensor, group: Any) -> Tensor:
-    """Rank 0's."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.broadcast(x, 0, group))
+    def connect(self):
+        """Set up the store, the watch thread, and a process group for tensors on the CPU."""
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun; else by rank 0
+        self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
+        self.store.set(f"alive {self.rank}", "0")
+        try:
+            self.store.wait([f"alive {rank}" for rank in range(self.size)], timedelta(seconds=START_S))
+        except dist.DistStoreError:
+            missing = [rank for rank in range(self.size) if not self.store.check([f"alive {rank}"])]
+            raise UserError(f"of {self.size} ranks {missing} did not start within {START_S:.0f} s") from None
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
+        stdout = os.dup(1)  # gloo prints a line there, where --json must have one object and nothing else
+        os.dup2(2, 1)
+        try:
+            group = dist.PrefixStore("group", self.store)
+            dist.init_process_group(
+                "gloo", store=group, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT
+            )
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        self.control = dist.group.WORLD
+
+    def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
+        """A connection to the store, on which each call waits at most so long.
+
+        A call that waits blocks other threads on the same connection, so the watch thread has its own.
+        """
+        options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
+        store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
+        return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+    def run(self, main: Callable):
+        """Connect, and return main(self). Signals end it at once: a Python handler would wait for the collective."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.connect()
+        return main(self)
+
+    def shard(self, device: torch.device) -> Shard:
+        """This rank's Shard of a model on its device."""
+        dist.barrier(self.control)  # by now every rank has checked that there is memory for it
+        group = self.control
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            group = dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT)
+        return Shard.of(group, self.control)
+
+    def portion(self, device: torch.device) -> float:
+        """The fraction of the model on this device. On CPU all ranks of a machine share the memory."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+        return here / self.size
+
+    def device(self, name: str | None) -> str | None:
+        """--device for this rank: one GPU for each rank of a machine."""
+        if name is None and not torch.cuda.is_available():
+            return "cpu"
+        if name in (None, "cuda"):
+            return f"cuda:{self.local_rank}"
+        if name != "cpu":
+            raise UserError(f"--device {name} cannot be shared by {self.size} ranks: give cuda (a GPU each) or cpu")
+        return name
+
+    # ------------------------------------------------------------ synchronization
+
+    def share(self, work: Callable = lambda: None):
+        """Call work() on rank 0 only, and return its result on every rank."""
+        box = [work() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, group_src=0, group=self.control)
+        return box[0]
+
+    def in_turn(self, work: Callable):
+        """Call work() on every rank, first on one rank of each machine: the others then find its files there."""
+        result = work() if self.local_rank == 0 else None
+        dist.barrier(self.control)
+        return work() if self.local_rank else result
+
+    def check_same(self, directory: Path):
+        """UserError if config.json or the weight files of a checkpoint directory are not the same on every rank."""
+        files = sorted((path.name, path.stat().st_size) for path in directory.glob("*.safetensors*"))
+        digest = hashlib.sha256((directory / "config.json").read_bytes() + repr(files).encode()).hexdigest()
+        digests = [None] * self.size
+        dist.all_gather_object(digests, digest, group=self.control)
+        if other := [rank for rank, value in enumerate(digests) if value != digests[0]]:
+            raise UserError(
+                f"{directory} of rank {other[0]} is not rank 0's: config.json, or the names or sizes of the "
+                "*.safetensors files differ; copy one to all machines"
+            )
+
+    # ------------------------------------------------------------ shutdown
+
+    def finish(self):
+        """Exit with code 0 when all ranks are done. Exits at once: C++ destructors at Python's end have been seen to
+        abort the process."""
+        try:
+            dist.barrier(self.control)
+            self.done.set()
+            self.watch.join()
+            dist.barrier(self.control)  # the store may be in rank 0, which must outlive all watch threads
+            dist.destroy_process_group()
+        except Exception:
+            self.wait_for_reason()
+            self.abort(1, traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def wait_for_reason(self):
+        """After a connection broke, some other rank has ended: the watch thread will find out which, and exit."""
+        self.connection_broke = True
+        self.watch.join(TIMEOUT_S)  # no longer, in case that thread itself has ended
+
+    def abort(self, code: int, text: str):
+        """End all ranks and exit, for this reason if the store has no earlier one."""
+        if self.rank:
+            time.sleep(HEARTBEAT_S)  # an error that all ranks have is better reported by rank 0 as its own
+        reason = json.dumps([code, self.rank, text])
+        try:
+            reason = self._client().compare_set("end", "", reason)
+        except dist.DistError:  # nobody will read it
+            pass
+        self._exit(*json.loads(reason))
+
+    def _exit(self, code: int, who: int, text: str):
+        """Exit. Rank 0 first prints the error of rank `who`; if it is itself dead, each machine's first rank does."""
+        if not self.exiting.acquire(blocking=False):
+            threading.Event().wait()  # the other thread is about to exit
+        if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
+            name = f"{Path(sys.argv[0]).name}: error: "
+            text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
+            print(text, file=sys.__stderr__, flush=True)  # the real one
+        try:
+            sys.stdout.flush()
+            store = self._client()
+            if self.rank == 0:
+                store.set("reported", "")
+            else:
+                store.wait(["reported"])  # torchrun ends all ranks as soon as one has exited
+        except Exception:  # the store, or the reader of stdout, has gone
+            pass
+        os._exit(code or 1)
+
+    def _watch(self):
+        """The watch thread: sets this rank's heartbeat, and exits the process when the store holds a reason to."""
+        store = self._client()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        last, silence = {}, dict.fromkeys(others, 0.0)
+        try:
+            for beat in range(1 << 60):
+                if self.done.wait(HEARTBEAT_S):
+                    return
+                store.set(f"alive {self.rank}", str(beat))
+                beats = store.multi_get([f"alive {rank}" for rank in others])
+                for rank, value in zip(others, beats):  # counted in beats of our own: a machine may have slept
+                    silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
+                    last[rank] = value
+                limit = BROKEN_TIMEOUT_S if self.connection_broke else TIMEOUT_S
+                if silent := [rank for rank in others if silence[rank] >= limit]:
+                    text = f"ended without an error message (no heartbeat of rank {', '.join(map(str, silent))})"
+                    store.compare_set("end", "", json.dumps([1, silent[0], text]))
+                if store.check(["end"]):
+                    self._exit(*json.loads(store.get("end")))
+        except Exception as error:
+            self._exit(1, 0, f"its store has gone, with torchrun or rank 0 ({first_line(error)})")

@@ -118,7 +118,7 @@ def test_loading_holds_little_besides_the_weights(tmp_path):
             writer.add(name, torch.zeros(tensor.shape))
     code = """if True:
         import sys, torch
-        from checkpoint import load_model
+        from load import load_model
         from report import peak_memory
         before = peak_memory(torch.device("cpu"))
         model = load_model(sys.argv[1], dtype=torch.bfloat16)
@@ -131,14 +131,14 @@ def test_loading_holds_little_besides_the_weights(tmp_path):
 
 
 def test_writer_leaves_nothing_after_an_error(tmp_path, monkeypatch):
-    class Full(checkpoint.Shard):
+    class Full(checkpoint.ShardFile):
         def close(self):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
         raise ZeroDivisionError
-    monkeypatch.setattr(checkpoint, "Shard", Full)
+    monkeypatch.setattr(checkpoint, "ShardFile", Full)
     why = "cannot write .*No space left on device; nothing was left"
     with pytest.raises(UserError, match=why), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
@@ -152,8 +152,8 @@ def test_shards_are_plain_safetensors_files(tmp_path, monkeypatch):
     tensors = {f"t{i}": torch.randn(i % 7, 3).to(dtype) for i, dtype in enumerate(list(checkpoint.STORED)[:3] * 9)}
     tensors |= {"bytes": torch.arange(7, dtype=torch.uint8), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 5)}
     tensors |= {"turned": torch.randn(5, 6).t(), "signed": torch.tensor([[-3, 127]], dtype=torch.int8)}
-    for room in (checkpoint.Shard.ROOM, 600):
-        monkeypatch.setattr(checkpoint.Shard, "ROOM", room)
+    for room in (checkpoint.ShardFile.ROOM, 600):
+        monkeypatch.setattr(checkpoint.ShardFile, "ROOM", room)
         with Writer(tmp_path / "out", replace=True) as writer:
             writer.add_config(Config(1, 1, 1, 2, 2, 2, 2, 2))
             for name, tensor in tensors.items():

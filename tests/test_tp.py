@@ -23,8 +23,7 @@ from linear import Quantization
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
-from ranks import QUIET_S
-from tp import SPLIT, Shard, check, split_of
+from tp import SPLIT, TIMEOUT_S, Shard, check, split_of
 
 LOGITS = 1e-4  # sums of float32 in another order; the logits are of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine
@@ -138,15 +137,15 @@ def test_a_rank_has_its_share_of_the_bytes(mode, tied):
     whole = size(empty_model(config, quantization))
     for rank in range(3):
         model = empty_model(config, quantization)
-        parts = Shard(rank, 3).cut(model)
+        slices = Shard(rank, 3).cut(model)
         assert size(model) == pytest.approx(whole / 3, rel=0.02)
-        assert parts.keys() == model.state_dict().keys() and model.config is config, "the caller's Config stays"
+        assert slices.keys() == model.state_dict().keys() and model.config is config, "the caller's Config stays"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_parts_make_up_the_whole(ranks, bits):
-    """Every number of a checkpoint's tensor is in exactly one rank's part, but for what the table says is on all."""
+def test_slices_make_up_the_whole(ranks, bits):
+    """Every number of a checkpoint's tensor is in exactly one rank's slice, but for what the table says is on all."""
     config = Config(2, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     quantization = bits and Quantization(f"int{bits}", 0, f"int{bits}")
     whole = empty_model(config, quantization).state_dict()
@@ -177,15 +176,15 @@ def test_key_and_value_heads_of_a_rank():
 @pytest.mark.parametrize(
     "sizes, quantization, ranks, why",
     [
-        ((9, 3, 64, 1536), None, 2, "n_head 9 is no multiple of 2; [1, 3] ranks are possible"),
-        ((8, 2, 10, 92), None, 8, "hidden_dim 92 is no multiple of 8; [1, 2, 4] ranks are possible"),
-        ((8, 2, 16, 96), ("int8", 32, "int8"), 2, "blocks.0.mlp.down: 48 columns a rank are no multiple of the "
+        ((9, 3, 64, 1536), None, 2, "n_head 9 is not a multiple of 2; [1, 3] ranks are possible"),
+        ((8, 2, 10, 92), None, 8, "hidden_dim 92 is not a multiple of 8; [1, 2, 4] ranks are possible"),
+        ((8, 2, 16, 96), ("int8", 32, "int8"), 2, "blocks.0.mlp.down: 48 columns per rank are not a multiple of the "
          "quantization group of 32; [1] ranks are possible"),
-        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns a rank are no multiple of the "
-         "quantization group of 64; [1, 2] ranks are possible"),
-        ((6, 2, 4, 78), ("int4", 0, "int8"), 6, "blocks.0.mlp.down: 13 columns a rank are odd, and 4-bit weights are "
+        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns per rank are not a multiple of "
+         "the quantization group of 64; [1, 2] ranks are possible"),
+        ((6, 2, 4, 78), ("int4", 0, "int8"), 6, "blocks.0.mlp.down: 13 columns per rank are odd, and 4-bit weights are "
          "stored in pairs; [1, 3] ranks are possible"),
-        ((4, 2, 6, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is no multiple of 2; [1] ranks are possible"),
+        ((4, 2, 6, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is not a multiple of 2; [1] ranks are possible"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, ranks, why):
@@ -253,7 +252,7 @@ def test_the_program_under_torchrun(checkpoint):
 def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
     code, out, err = finish(torchrun(4, *arguments(checkpoint), **PIPES))
     assert code != 0 and out == ""
-    why = "the model cannot be split over 4 ranks: n_head 6 is no multiple of 4; [1, 2, 3, 6] ranks are possible"
+    why = "the model cannot be split over 4 ranks: n_head 6 is not a multiple of 4; [1, 2, 3, 6] ranks are possible"
     assert ours(err) == [f"generate.py: error: {why}"]
 
 
@@ -265,12 +264,12 @@ def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
         (1, "SIGKILL", 10, None),  # torchrun sees it at once, and says which
         (0, "SIGKILL", 10, None),
         # Which nobody but our own watch sees. torchrun gives what is stopped 30 s more before it kills that.
-        (2, "SIGSTOP", QUIET_S + 35, "rank 2: ended without a word"),
+        (2, "SIGSTOP", TIMEOUT_S + 35, "rank 2: ended without an error message"),
         (1, "raise", 10, "rank 1: Traceback"),
     ],
 )
 def test_one_rank_s_end_is_everybody_s(checkpoint, step, rank, how, limit, told):
-    """Within seconds, with its number; after QUIET_S, where it lives but does nothing any more."""
+    """Within seconds, with its number; after TIMEOUT_S, where it lives but does nothing any more."""
     args = ["sabotage", rank, step, how, *arguments(checkpoint)]
     start = time.monotonic()
     process = torchrun(3, *args, program=ROOT / "tests" / "tp_worker.py", **PIPES)
@@ -338,7 +337,7 @@ def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"norm_eps": 1e-4}))
     script = tmp_path / "start.py"
     script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom ranks import run_together\n"
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom tp import run_together\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, str(int(os.environ['RANK']) // 2)))\nrun_together(generate.main)\n"
     )
     code, out, err = finish(torchrun(3, *arguments("."), program=script, **PIPES))
@@ -407,7 +406,8 @@ def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
     script = """if True:
         import sys, torch
         from pathlib import Path
-        from checkpoint import empty_model, load_model, read_config
+        from checkpoint import empty_model, read_config
+        from load import load_model
         from report import peak_memory
         from tp import Shard
         class Cut(Shard):

@@ -16,12 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-import generate as program
-from generate import compiled_steps, generate, prefill_rows
 from load import load_model
-from sampling import Sampling
-from speculative import Lookup, ModelDraft, Speculation
-from tp import Shard, apply_tp
+from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # ragged
 NEW, FEW = 32, 8  # new tokens
@@ -30,6 +26,10 @@ NEW, FEW = 32, 8  # new tokens
 def outcome(model, compiled: bool = False, draft=None) -> dict:
     """Everything that is compared, of every row: greedy tokens alone and in a batch, with and without penalty, drawn
     tokens, those with proposals of a draft (whole or split) and of the text itself, and all logits of a prefill."""
+    from generate import compiled_steps, generate, prefill_rows
+    from sampling import Sampling
+    from speculative import Lookup, ModelDraft, Speculation
+
     steps = compiled_steps(compiled, False)
     model.setup_caches(3, 64)
     found = {}
@@ -72,10 +72,7 @@ def run_cases(folder: Path):
         if rank >= case["ranks"]:
             continue
         group = groups[case["ranks"]]
-        if case["kernels"] == "torch":  # the other way to the same
-            model = apply_tp(load_model(case["path"], "cpu", torch.float32, "torch"), group)
-        else:
-            model = load_model(case["path"], "cpu", torch.float32, shard=Shard.of(group))
+        model = load_model(case["path"], "cpu", torch.float32, case["kernels"], shard=Shard.of(group))
         drafts = {"whole": None, "split": Shard.of(group)}
         if draft := case["draft"]:
             draft = load_model(case["path"], "cpu", torch.float32, shard=drafts[draft])
@@ -94,6 +91,8 @@ def run_cases(folder: Path):
 
 
 def sabotage(rank: int, step: str, how: str):
+    import generate as program
+
     real, calls = getattr(program, step), []
 
     def broken(*arguments, **options):
@@ -105,7 +104,7 @@ def sabotage(rank: int, step: str, how: str):
         return real(*arguments, **options)
 
     setattr(program, step, broken)
-    from ranks import run_together
+    from tp import run_together
 
     run_together(program.main)
 

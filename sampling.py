@@ -123,8 +123,8 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
-    """The distribution that `sample` draws from, (B,S,V) float32: zero for what the filters drop, one-hot where a row is
-    greedy, NaN where a logit is. Arguments as in `sample`."""
+    """The distribution that `sample` draws from, (B,S,V) float32: zero for what the filters drop, one-hot for greedy
+    rows, NaN where a logit is. Arguments as in `sample`."""
     arguments = (logits, rows, position, drafted, *settings)
     if has_kernels(logits.device):
         return torch.ops.fastpath.probabilities(*arguments)
@@ -156,7 +156,7 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether a setting is used at all. Always True in a graph, and on a GPU, where looking at it would have to wait."""
+    """Whether a setting is used at all; always True in a graph, and on a GPU, where looking would have to wait."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 

@@ -43,17 +43,16 @@ def install_kernels(model: Transformer, kernels: str = "auto", exact_activations
     """
     if kernels != "auto":
         return model
-    if model.norm.weight.device.type != "cuda":
-        from kernels_cpu import install
-
-        install(model, exact_activations)
-        return model
     try:
-        import triton  # noqa: F401  comes with torch for CUDA on Linux
-    except ImportError:
-        print_status("Triton is not installed: the GPU kernels are left out, torch's own operations serve")
+        if model.device.type == "cuda":
+            from kernels_triton import install
+        else:
+            from kernels_cpu import install
+    except ModuleNotFoundError as error:  # Triton is missing, or the file itself: models run without either
+        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
         return model
-    from kernels_triton import install
-
-    install(model)
+    if model.device.type == "cuda":
+        install(model)
+    else:
+        install(model, exact_activations)
     return model

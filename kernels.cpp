@@ -1326,21 +1326,9 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
 
 }  // namespace
 
+// kernels.py declares their schemas.
 TORCH_LIBRARY_FRAGMENT(fastpath, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor");
-  m.def("linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
-        " -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
-  m.def("attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
-        " -> Tensor");
   m.def("nucleus(Tensor order, Tensor mass, Tensor target) -> Tensor");
-  m.def("prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
-        "bool exact) -> int", &prepare_block);
-  m.def("release_blocks(int[] numbers) -> ()", &release_blocks);
-  m.def("blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
-        "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] numbers) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
@@ -1352,4 +1340,9 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("attention", &attention);
   m.impl("nucleus", &nucleus);
   m.impl("blocks", &blocks);
+  m.impl("prepare_block", &prepare_block);
+}
+
+TORCH_LIBRARY_IMPL(fastpath, CompositeImplicitAutograd, m) {
+  m.impl("release_blocks", &release_blocks);  // has no tensors to tell a device by
 }

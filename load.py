@@ -186,20 +186,20 @@ def install_kernels(model: Transformer, kernels: str = "auto", exact_activations
 
     exact_activations: activations are not quantized on their way into quantized layers (CPU).
     """
-    device = model.norm.weight.device.type
-    if kernels != "auto" or device not in ("cpu", "cuda"):
+    if kernels != "auto":
         return model
     try:
-        if device == "cpu":
-            from kernels_cpu import install
-
-            install(model, exact_activations)
-        else:
+        if model.device.type == "cuda":
             from kernels_triton import install
-
-            install(model)
-    except ModuleNotFoundError as error:  # Triton, which comes with torch for CUDA on Linux; or a fork without the file
-        print_status(f"there is no {error.name}: torch's own operations are used instead of our kernels")
+        else:
+            from kernels_cpu import install
+    except ModuleNotFoundError as error:  # Triton is missing, or the file itself: models run without either
+        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
+        return model
+    if model.device.type == "cuda":
+        install(model)
+    else:
+        install(model, exact_activations)
     return model
 
 

@@ -299,5 +299,4 @@ def declare():
     fake("fastpath::rms_norm", shape_of_x)
     fake("fastpath::layer_norm", shape_of_x)
     fake("fastpath::attention", shape_of_x)
-    fake("fastpath::nucleus", lambda order, mass, target: torch.empty_like(order, dtype=torch.bool))
     fake("fastpath::blocks", shape_of_x)

@@ -1,72 +1,55 @@
 """A conversation at the terminal, turn by turn (`generate.py --interactive`).
 
-`Session` keeps the messages, and knows which tokens the KV cache holds, so that a turn reads only what is new;
-`converse` is the loop around it: lines, commands, Ctrl-C. Knows nothing of the model: what answers is a function.
+`Session` keeps the messages and asks the engine; `chat` is the loop around it: lines, commands, Ctrl-C. What earlier
+turns left in the cache is the engine's business: it reads only what is new.
 
-Answers go to stdout, all else to stderr.
+Answers go to stdout, everything else to stderr.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
-from chat_template import ChatTemplate
 from cli import UserError, has_colours, print_status
-from report import Timing
-from tokenizer import TextStream, Tokenizer
+from engine import Engine, Request, check_prompt
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
 /system TEXT    set the system message (without TEXT: show it)
-/stats          what was read, kept and written so far
+/stats          what was read, reused and written so far
 /exit           leave (so does Ctrl-D)
 Ctrl-C ends an answer; a line that is empty is not sent"""
 
 
-@dataclass
-class Turn:
-    """What one question and its answer took."""
-
-    reason: str  # the answer's end: "stop", "length" or "interrupted"
-    prompt_tokens: int
-    kept: int  # of them, those that the cache held already
-    new_tokens: int
-    timing: Timing = field(default_factory=Timing)
-
-
 class Session:
-    """A conversation with a model that has one cache row of `context` positions.
-
-    answer(prompt, kept, limit, timing, on_token) continues the ids of prompt, of which the cache holds the first
-    `kept`, by at most `limit` tokens, and returns "stop" or "length"; it is generate() with what does not change
-    filled in. Without a template (a base model) the lines and answers are one text.
-    """
+    """A conversation in an engine's row of `context` positions. Without a template (a base model) the lines and answers
+    are one text."""
 
     def __init__(
         self,
-        answer: Callable,
+        engine: Engine,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        context: int,
-        end_ids: Iterable[int] = (),
+        params: SamplingParams,
+        max_new_tokens: int | None = None,  # of an answer; None: what the context holds
+        stop_ids: Iterable[int] = (),
         stop: Iterable[str] = (),
-        max_new_tokens: int | None = None,
     ):
-        self.answer, self.tokenizer, self.template, self.context = answer, tokenizer, template, context
-        self.end_ids, self.stop, self.max_new_tokens = frozenset(end_ids), tuple(stop), max_new_tokens
+        self.engine, self.tokenizer, self.template, self.params = engine, tokenizer, template, params
+        self.max_new_tokens, self.stop_ids, self.stop = max_new_tokens, frozenset(stop_ids), tuple(stop)
+        self.context = engine.length
         self.system: str | None = None
         self.messages: list[dict] = []  # without the system message
-        self.cached: list[int] = []  # the ids whose keys and values are in the cache, from position 0
-        self.turns: list[Turn] = []
+        self.turns: list[Request] = []
 
     def set_system(self, text: str | None):
         """Change the system message; the conversation goes on, and is read again from there."""
         before, self.system = self.system, text
         try:
             self.encode([{"role": "user", "content": "?"}])
-        except BaseException:  # some templates know no such message; Ctrl-C
+        except BaseException:  # some templates refuse such a message; Ctrl-C
             self.system = before
             raise
 
@@ -79,10 +62,10 @@ class Session:
         breaks = ["\n" if i and message["role"] == "user" else "" for i, message in enumerate(messages)]
         return self.tokenizer.encode("".join(b + message["content"] for b, message in zip(breaks, messages)))
 
-    def ask(self, text: str, show: Callable[[str], None]) -> Turn:
+    def ask(self, text: str, show: Callable[[str], None]) -> Request:
         """Answer a message, giving each piece of text to show(); UserError where it does not fit into the context.
 
-        Ctrl-C ends the answer, which stays in the conversation as far as it came.
+        Ctrl-C ends the answer, which stays in the conversation as far as it came (finish_reason "cancelled").
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.encode(messages)
@@ -92,59 +75,55 @@ class Session:
                 f"the context is full: with this message the conversation has {len(prompt)} tokens, of {self.context} "
                 "that there is room for; shorten it, or /reset"
             )
+        check_prompt(prompt, self.engine.model.config, self.context)
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
-            print_status(
-                f"(room for {room} more tokens in the context of {self.context}; /reset makes all of it free)", dim=True
-            )
-        kept = min(len(os.path.commonprefix([prompt, self.cached])), len(prompt) - 1)
-        self.cached = self.cached[:kept]  # what follows is overwritten
-        stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop)
-        ids, pieces = [], []
+            more = f"room for {room} more tokens in the context of {self.context}"
+            print_status(f"({more}; /reset makes all of it free)", dim=True)
+        stream, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), []
 
-        def take(row: int, token: int, last: bool) -> bool:
-            if ids:
-                self.cached.append(ids[-1])  # a token is read when the next one is decided
-            else:
-                self.cached = list(prompt)
-            ids.append(token)
-            pieces.append(stream.add(() if token in self.end_ids else (token,), last))
+        def take(token: int) -> bool:
+            pieces.append(stream.add(() if token in self.stop_ids else (token,)))
             show(pieces[-1])
             return stream.stopped
 
-        turn = Turn("interrupted", len(prompt), kept, 0)
-        with suppress(KeyboardInterrupt):
-            turn.reason = self.answer(prompt, kept, min(room, self.max_new_tokens or room), turn.timing, take)
+        request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, take)
+        self.engine.add(request)
+        try:
+            while request.finish_reason is None:
+                self.engine.step()
+        except KeyboardInterrupt:
+            self.engine.cancel(request)
+        if request.finish_reason == "error":
+            raise UserError(f"the answer broke off: {request.error}")
         pieces.append(stream.add((), last=True))
         show(pieces[-1])
-        turn.new_tokens = len(ids)
-        if ids:
+        if request.new_tokens:
             self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-        self.turns.append(turn)
-        return turn
+        self.turns.append(request)
+        return request
 
     @property
     def low_water(self) -> int:
-        """Tokens of room that are few enough to speak of."""
+        """So little room, in tokens, is worth a warning."""
         return max(64, self.context // 10)
 
     def reset(self):
         """Forget the messages; the cache keeps what the next conversation may begin with again."""
         self.messages = []
 
-    def summary(self, turn: Turn) -> str:
+    def summary(self, turn: Request) -> str:
         """A turn in a line."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
-        line = f"{turn.new_tokens} token" + "s" * (turn.new_tokens > 1)
-        line += rate(turn.timing.decode_tokens, turn.timing.decode_s)
-        line += f"; {turn.prompt_tokens - turn.kept} read, {turn.kept} kept"
-        used = turn.prompt_tokens + turn.new_tokens - 1
-        line += f"; context {used} of {self.context}"
+        n, read = len(turn.new_tokens), len(turn.prompt) - turn.cached_tokens
+        line = f"{n} token{'s' if n > 1 else ''}" + rate(n - 1, decode_seconds(turn))
+        used = len(turn.prompt) + n - 1
+        line += f"; {read} read, {turn.cached_tokens} kept; context {used} of {self.context}"
         if used >= self.context:
             line += ", full: the answer is cut; /reset"
-        elif turn.reason == "length":
+        elif turn.finish_reason == "length":
             line += "; cut at --max_new_tokens"
-        elif turn.reason == "interrupted":
+        elif turn.finish_reason == "cancelled":
             line += "; interrupted"
         if self.context - self.low_water <= used < self.context:
             line += "; nearly full: /reset makes room"
@@ -152,19 +131,25 @@ class Session:
 
     def statistics(self) -> str:
         """All turns in a few lines."""
-        times = [turn.timing for turn in self.turns]
-        read, written = sum(t.prefill_tokens for t in times), sum(turn.new_tokens for turn in self.turns)
-        prefill_s, decode_s = sum(t.prefill_s for t in times), sum(t.decode_s for t in times)
-        decoded, kept = sum(t.decode_tokens for t in times), sum(turn.kept for turn in self.turns)
-        lines = [f"turns: {len(self.turns)}", f"context: {len(self.cached)} of {self.context} tokens in the cache"]
-        lines.append(f"read: {read} tokens{rate(read, prefill_s)}")
+        turns = [turn for turn in self.turns if turn.new_tokens]
+        kept = sum(turn.cached_tokens for turn in turns)
+        read, written = sum(len(turn.prompt) for turn in turns) - kept, sum(len(turn.new_tokens) for turn in turns)
+        read_s = sum(turn.times.first_token - turn.times.started for turn in turns)
+        written_s = sum(map(decode_seconds, turns))
+        held = max(len(row.tokens) for row in self.engine.rows)
+        lines = [f"turns: {len(self.turns)}", f"context: {held} of {self.context} tokens in the cache"]
+        lines.append(f"read: {read} tokens{rate(read, read_s)}")
         lines.append(f"kept from earlier turns: {kept} tokens")
-        lines.append(f"written: {written} tokens{rate(decoded, decode_s)}")
+        lines.append(f"written: {written} tokens{rate(written - len(turns), written_s)}")
         return "\n".join(lines)
 
 
+def decode_seconds(turn: Request) -> float:
+    return turn.times.finished - turn.times.first_token
+
+
 def rate(tokens: int, seconds: float) -> str:
-    return f", {tokens / seconds:.1f} tokens/s" if seconds else ""
+    return f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
 
 
 @contextmanager
@@ -182,9 +167,9 @@ def one_interrupt():
         signal.signal(signal.SIGINT, before)
 
 
-def converse(session: Session, first: Iterable[str] = ()):
+def chat(session: Session, first: Iterable[str] = ()):
     """Talk until /exit or the end of the input; `first` are messages to begin with."""
-    sys.stdin.reconfigure(errors="replace")  # whatever the terminal sends, there is something to answer
+    sys.stdin.reconfigure(errors="replace")  # whatever bytes the terminal sends, there is something to answer
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
         print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
@@ -196,17 +181,20 @@ def converse(session: Session, first: Iterable[str] = ()):
             if first:
                 line = first.pop(0)
                 print_status(f"> {line}", dim=True)
-            elif (line := read_line()) is None:
-                return
+            else:
+                with session.engine.idle():
+                    line = read_line()
+                if line is None:
+                    return
             command, _, rest = line.strip().partition(" ")
             if command in ("/exit", "/quit"):
                 return
             if not command:
                 continue
             if command[0] == "/" and "/" not in command[1:]:
-                obey(session, command, rest.strip())
+                handle_command(session, command, rest.strip())
             else:
-                with one_interrupt():
+                with one_interrupt() if session.engine.ranks is None else suppress():  # torchrun ends by Ctrl-C
                     turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
                     print(flush=True)
                     print_status(session.summary(turn), dim=True)
@@ -216,30 +204,29 @@ def converse(session: Session, first: Iterable[str] = ()):
             print_status("\n(/exit or Ctrl-D leaves)", dim=True)
 
 
-def obey(session: Session, command: str, rest: str):
+def handle_command(session: Session, command: str, rest: str):
     if command == "/reset":
         session.reset()
-        print_status("(the conversation is forgotten)", dim=True)
+        text = "(the conversation is forgotten)"
     elif command == "/system" and rest:
         session.set_system(rest)
-        print_status("(system message set)", dim=True)
+        text = "(system message set)"
     elif command == "/system":
-        print_status(
-            "(no system message but what the template has)" if session.system is None else session.system, dim=True
-        )
+        text = "(no system message but what the template has)" if session.system is None else session.system
     elif command == "/stats":
-        print_status(session.statistics(), dim=True)
+        text = session.statistics()
     elif command == "/help":
-        print_status(HELP, dim=True)
+        text = HELP
     else:
-        print_status(f"{command} is no command. {HELP}", dim=True)
+        text = f"{command} is no command. {HELP}"
+    print_status(text, dim=True)
 
 
 def read_line() -> str | None:
-    """The next line without its end, None at the end of the input. From a pipe nothing is asked for."""
+    """The next line without its end, None at the end of the input. Prompts only on a terminal."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # Between \001 and \002 is what takes no room: with it readline counts the columns right.
+            # \001 and \002 enclose what takes no room on the screen, so that readline counts the columns right.
             return input("\001\033[1m\002> \001\033[0m\002" if has_colours(sys.stdout) else "> ")
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -1,15 +1,171 @@
-"""From the command line's arguments to a model that is ready to run.
+"""From the command line's arguments to an Engine: checkpoint, model, kernels, ranks, draft, compiled steps.
 
-Read down: the device, the model with its kernels.
+Read down: the options that commands share, the checkpoint, `load_engine`, which puts everything together, then its
+parts. What a run may do without (kernels, drafts, several ranks) is imported only where it is asked for.
 """
 
+import argparse
+import os
+import re
+import time
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from checkpoint import read_model
-from cli import UserError, first_line, print_status
-from model import Transformer
+from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
+from cli import Stopwatch, UserError, first_line, keep_freed_memory, number, print_status
+from convert_hf_checkpoint import ensure_checkpoint
+from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
+from linear import Quantization, quantize_model
+from model import Config, Transformer
+from sampling import SamplingParams
+from tokenizer import Tokenizer
+
+CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are found again
+
+# ---------------------------------------------------------------- options
+
+
+def add_model_options(parser: argparse.ArgumentParser):
+    """The options that say which model runs, and how."""
+    count = number(int, "at least 1", lambda n: n >= 1)
+    add = parser.add_argument_group("the model and the machine").add_argument
+    sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
+    add("--checkpoint_path", help=f"{sources}; without it SmolLM2-135M-Instruct")
+    add("--device", help="cpu, cuda, cuda:1, mps ...; without it the fastest there is")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
+    length = "positions of the cache; without it what is needed, rounded up (--interactive: up to 8192)"
+    add("--max_seq_length", type=count, help=length)
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
+    exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
+    add("--exact_activations", action="store_true", help=exact)
+    add("--compile", action="store_true", help="compile the decode step")
+    add("--compile_prefill", action="store_true", help="compile prefill")
+
+    add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
+    add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
+    kinds = "prompt-lookup: what followed the same words before; lookup:FILE: in a text file, too; int4-self: the model"
+    add("--draft", metavar="KIND", type=draft_kind, help=f"{kinds} itself in 4 bits (or the checkpoint just named)")
+    how_many = "tokens to propose at a time; auto: as many as pay, by what is measured meanwhile (auto)"
+    add("--speculate_k", metavar="N", type=draft_length, help=how_many)
+    add("--draft_tp", action="store_true", help="split the draft model over the ranks, too (else each has all of it)")
+
+
+def draft_length(text: str) -> int | str:
+    """The value of --speculate_k."""
+    from speculative import MAX_K
+
+    if text == "auto" or (text.isdecimal() and 1 <= int(text) <= MAX_K):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"must be auto, or between 1 and {MAX_K}, not {text}")
+
+
+def draft_kind(text: str) -> str:
+    if text in ("prompt-lookup", "int4-self") or (text.startswith("lookup:") and text != "lookup:"):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
+
+
+def check_model_options(args):
+    """UserError where options contradict each other."""
+    if args.draft_checkpoint_path == "":
+        raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it away")
+    if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
+        raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
+    if args.draft_tp and not args.draft_checkpoint_path:
+        raise UserError("--draft_tp is about the model of --draft_checkpoint_path, which is not given")
+    if args.draft_checkpoint_path and args.draft not in (None, "int4-self"):
+        raise UserError(f"--draft {args.draft} and --draft_checkpoint_path are two drafts; give one of them")
+
+
+# ---------------------------------------------------------------- the checkpoint, before its weights are read
+
+
+class SingleProcess:
+    """The only process of a run. Where torchrun has started several, each has a tp.Ranks instead."""
+
+    rank, size = 0, 1
+
+    def device(self, name: str | None):
+        return name
+
+    def portion(self, device: torch.device) -> float:
+        return 1.0
+
+    def shard(self, device: torch.device):
+        return None
+
+    def share(self, work: Callable = lambda: None):
+        return work()
+
+    in_turn = share
+
+    def check_same(self, directory: Path):
+        pass
+
+
+@dataclass
+class Checkpoint:
+    directory: Path
+    config: Config
+    quantization: Quantization | None
+    tokenizer: Tokenizer
+
+
+def open_checkpoint(args, ranks) -> Checkpoint:
+    """What --checkpoint_path names, converted if need be."""
+    directory = ranks.in_turn(lambda: ensure_checkpoint(args.checkpoint_path, args.dtype))
+    ranks.check_same(directory)
+    return Checkpoint(directory, read_config(directory), read_quantization(directory), Tokenizer(directory))
+
+
+def choose_cache_length(args, config: Config, needed: int) -> int:
+    """Cache positions a row: as given, or `needed` rounded up to one of a few lengths, within the model's context."""
+    given, context = args.max_seq_length, config.max_seq_length
+    if given is not None:
+        if given > context and not config.alibi:  # which has no end
+            raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
+        return given
+    return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), context)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> tuple[Engine, float]:
+    """An engine with so many rows of so many positions, and the seconds that reading the weights took."""
+    device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
+    texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
+    slots = rows * (length + 8)
+    check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
+    start = time.perf_counter()
+    how = (args.kernels, args.exact_activations, ranks.shard(device))
+    model = load_model(checkpoint.directory, device, dtype, *how)
+    load_s = time.perf_counter() - start
+    speculation = make_speculation(args, checkpoint, model, ranks, texts)
+    steps = compiled_steps(args.compile, args.compile_prefill)
+    chunk_tokens = 128 if checkpoint.quantization else 256
+    several = ranks if ranks.size > 1 else None
+    return Engine(model, rows, length, steps, chunk_tokens, speculation, several), load_s
+
+
+def load_model(
+    directory: Path,
+    device="cpu",
+    dtype=torch.bfloat16,
+    kernels: str = "auto",
+    exact_activations: bool = False,
+    shard=None,
+) -> Transformer:
+    """The checkpoint's model (checkpoint.read_model), with kernels installed as `install_kernels` says."""
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
+    return install_kernels(read_model(directory, device, dtype, shard), kernels, exact_activations)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -24,36 +180,148 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
-def load_model(
-    directory: Path,
-    device="cpu",
-    dtype=torch.bfloat16,
-    kernels: str = "auto",
-    exact_activations: bool = False,
-    shard=None,
-) -> Transformer:
-    """The checkpoint's model (checkpoint.read_model), with kernels installed as `install_kernels` says."""
-    return install_kernels(read_model(directory, device, dtype, shard), kernels, exact_activations)
-
-
 def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
     """The model; if kernels is "auto", with our own for the device that it is on, where they can run there.
 
     exact_activations: activations are not quantized on their way into quantized layers (CPU).
     """
-    if kernels != "auto":
-        return model
-    if model.norm.weight.device.type != "cuda":
-        from kernels_cpu import install
-
-        install(model, exact_activations)
+    device = model.norm.weight.device.type
+    if kernels != "auto" or device not in ("cpu", "cuda"):
         return model
     try:
-        import triton  # noqa: F401  comes with torch for CUDA on Linux
-    except ImportError:
-        print_status("Triton is not installed: the GPU kernels are left out, torch's own operations serve")
-        return model
-    from kernels_triton import install
+        if device == "cpu":
+            from kernels_cpu import install
 
-    install(model)
+            install(model, exact_activations)
+        else:
+            from kernels_triton import install
+
+            install(model)
+    except ModuleNotFoundError as error:  # Triton, which comes with torch for CUDA on Linux; or a fork without the file
+        print_status(f"there is no {error.name}: torch's own operations are used instead of our kernels")
     return model
+
+
+# ---------------------------------------------------------------- compiled steps
+
+
+def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16, which torch 2.13 warns about
+    compiled = torch.compile(prefill, dynamic=True, fullgraph=True) if prefilling else prefill
+    if not decoding:
+        return StepFunctions(compiled)
+    return StepFunctions(compiled, compile_per_shape(decode), fixed_shapes=True, compile=compile_per_shape)
+
+
+def compile_per_shape(function: Callable) -> Callable:
+    """function(model, ...) as one graph for each model, size of cache and shapes of its arguments.
+
+    The graphs skip Dynamo's guards on the model (about 2,000 of them, a fifth of a step of the default model in int4),
+    so a model must not be changed between steps, but for its caches.
+    """
+    graphs = {}
+
+    def step(model, *arguments):
+        shapes = (x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments)
+        case = model, model.blocks[0].attention.k_cache.shape, *shapes
+        if case not in graphs:
+            # Graphs belong to code objects: each case has its own.
+            own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+            options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # as mode="reduce-overhead"
+            graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+        return graphs[case](model, *arguments)
+
+    return step
+
+
+def guards_on_arguments(guards) -> list[bool]:
+    return [re.match(r"(L\['(model|draft)'\]|(model|draft)\b)", guard.name) is None for guard in guards]
+
+
+def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> float:
+    """Compile by running what will be run, shortly; returns the seconds it took, which no rate includes.
+
+    A decode graph each is made for one row and for all of them.
+    """
+    parts = [name for name, wanted in (("decode", args.compile), ("prefill", args.compile_prefill)) if wanted]
+    if not parts:
+        return 0.0
+    try:
+        first = "a minute or more the first time; torch keeps the result on disk"
+        with Stopwatch(f"compiling {' and '.join(parts)}", first) as watch:
+            if engine.speculation is not None:
+                engine.speculation.rehearsing = True
+            params = SamplingParams(temperature=1.0 if random else 0.0)
+            for some in (prompts[:1], prompts) if len(engine.rows) > 1 else (prompts,):
+                generate(engine, [Request(list(prompt), params, 3) for prompt in some])
+            if engine.speculation is not None:
+                engine.speculation.rehearsing = False
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if "InvalidCxxCompiler" not in repr(error):
+            raise
+        raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
+    engine.clear()
+    engine.timing.clear()
+    return watch.seconds
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]):
+    """What the arguments ask for, or None. texts: the tokens of the texts to look into."""
+    if not (args.draft or args.draft_checkpoint_path):
+        return None
+    from speculative import AUTO_K, LookupDraft, ModelDraft, Speculation
+
+    if args.draft and "lookup" in args.draft:
+        draft = LookupDraft(texts)
+    else:
+        draft = ModelDraft(load_draft(args, checkpoint, model, ranks), args.draft == "int4-self")
+    automatic = args.speculate_k in (None, "auto")
+    return Speculation(draft, AUTO_K if automatic else args.speculate_k, automatic)
+
+
+def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
+    """The tokens of the file of --draft lookup:FILE, where there is one."""
+    kind, _, name = (args.draft or "").partition(":")
+    if kind != "lookup":
+        return []
+    path = Path(os.path.expanduser(name))
+    if checkpoint.tokenizer.vocabulary is None:
+        raise UserError("--draft lookup:FILE is about text, and the checkpoint has no tokenizer")
+    try:
+        ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
+    check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
+    return [ids]
+
+
+def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Transformer:
+    """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32.
+
+    Of several ranks each has the whole draft, unless --draft_tp splits it or it works in the model's split caches.
+    """
+    directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
+    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    if args.draft_checkpoint_path is None:
+        quantization = checkpoint.quantization
+        if quantization is not None and quantization.mode != "int8":
+            raise UserError(f"--draft int4-self: {directory} has 4 bits already; a draft should be smaller")
+        draft = quantize_model(read_model(directory, device, dtype), Quantization("int4", 32, "int8"))
+        if model.split is not None:
+            model.split.cut(draft)
+            model.split.connect(draft)
+        return install_kernels(draft, args.kernels, args.exact_activations)
+    path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
+    ranks.check_same(path)
+    other = read_config(path)
+    if args.draft == "int4-self" and other != config:
+        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave --draft away")
+    if difference := Tokenizer(path).difference(tokenizer):
+        raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
+    if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
+        raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
+    shard = model.split if args.draft_tp or args.draft == "int4-self" else None
+    return load_model(path, device, dtype, args.kernels, args.exact_activations, shard)

@@ -1,37 +1,122 @@
-"""What a checkpoint is worth: perplexity on a text, and how far it is from a reference, position by position; tasks.
+"""How good a checkpoint is: perplexity on a text, distance from a reference model at every position, benchmark tasks.
 
-Read up from `main`: it prints what `evaluate` measures over the windows of a text (scoring.py does the arithmetic), and
-what a checkpoint reaches in tasks of a public harness (harness.py). Each window is run by itself, in one of two ways
-(--path), because a model's operations for many tokens at once and for one at a time round differently:
+Read down: a Window says which tokens are scored after which others; `scores` runs the models over a batch of windows;
+`interval` gives the error of a mean; `evaluate` puts them together; then the command. Tasks are run by EleutherAI's
+harness (harness.py).
+
+Each window is run by itself, in one of two ways (--path), because a model's operations for many tokens at once round
+differently from those for one token:
   prefill  a window in one pass
-  decode   a token at a time, several windows side by side
+  decode   one token per pass, for several windows side by side
 
-Source: perplexity with a stride (huggingface.co/docs/transformers/perplexity).
+Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); the error of a mean over windows whose
+positions depend on each other: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
 """
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import DTYPES, check_memory, read_config, read_quantization
-from cli import ArgumentParser, UserError, progress_bar, run_command
-from load import load_model
-from model import Transformer
-from scoring import interval, scores, windows
-from tokenizer import Tokenizer
+import torch
+from torch import Tensor
 
+from checkpoint import DTYPES, check_memory, read_config, read_quantization
+from cli import ArgumentParser, UserError, number, progress_bar, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from load import choose_device, load_model
+from model import Transformer
+from tokenizer import ChatTemplate, Tokenizer
+
+POSITIONS = 128  # positions whose (POSITIONS,V) probabilities are in memory at once
 SIDE_BY_SIDE = 8  # windows that are decoded together
+
+# ---------------------------------------------------------------- windows of a text
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token ids. Those from index `first` on are scored, each given the tokens before it in the window."""
+
+    ids: list[int]
+    first: int
+
+
+def windows(ids: list[int], length: int, stride: int) -> list[Window]:
+    """Cut ids into windows that start `stride` (less than length) tokens apart.
+
+    Each token but the first of the text is scored once, after at least length - stride tokens if the text has as many
+    before it.
+    """
+    out, scored = [], 1
+    for start in range(0, len(ids), stride):
+        end = min(start + length, len(ids))
+        if end > scored:
+            out.append(Window(ids[start:end], scored - start))
+            scored = end
+    return out
+
+
+@torch.no_grad()
+def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Tensor]:
+    """The last hidden state (S,D) of every position of each window."""
+    device = model.norm.weight.device
+    longest = max(len(window.ids) for window in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    position = torch.full((len(batch), longest), -1)
+    for row, window in enumerate(batch):
+        ids[row, : len(window.ids)] = torch.tensor(window.ids)
+        position[row, : len(window.ids)] = torch.arange(len(window.ids))
+    ids, position = ids.to(device), position.to(device)
+    if path == "prefill":
+        states = model.hidden(ids, position)  # (B,S,D)
+    else:
+        states = torch.cat([model.hidden(ids[:, t : t + 1], position[:, t : t + 1]) for t in range(longest)], 1)
+    return [states[row, : len(window.ids)] for row, window in enumerate(batch)]
+
+
+@torch.no_grad()
+def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterator[dict[str, Tensor]]:
+    """For each window the numbers of its n scored positions, each (n,) float64 on CPU.
+
+    loss: the first model's, in nats. If there is a second model, the reference, also kl: KL(reference || model) in
+    nats; and top1: whether both have the same likeliest token.
+    """
+    states = [hidden_states(model, batch, path) for model in models]
+    for i, window in enumerate(batch):
+        targets = torch.tensor(window.ids[window.first :], device=states[0][i].device)
+        parts = []
+        for at in range(0, len(targets), POSITIONS):
+            place = slice(window.first - 1 + at, min(window.first - 1 + at + POSITIONS, len(window.ids) - 1))
+            logs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
+            part = {"loss": -logs[0].gather(1, targets[at : at + POSITIONS, None])[:, 0]}
+            if len(models) == 2:
+                p = logs[1].exp()
+                part["kl"] = torch.where(p == 0, 0, p * (logs[1] - logs[0])).sum(1)  # 0 log 0 is 0
+                part["top1"] = logs[0].argmax(1) == logs[1].argmax(1)
+            parts.append({name: values.double().cpu() for name, values in part.items()})
+        yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def interval(clusters: list[Tensor]) -> tuple[float, float]:
+    """(mean, half the width of its 95 % confidence interval) of all numbers; those in one tensor may be dependent."""
+    count = sum(map(len, clusters))
+    mean = sum(float(values.sum()) for values in clusters) / count
+    residuals = sum(float((values - mean).sum()) ** 2 for values in clusters)
+    n = len(clusters)
+    return mean, 1.96 * math.sqrt(residuals * n / (n - 1)) / count if n > 1 else math.nan
 
 
 def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int, path: str):
-    """The JSON fields of a text, by a model and perhaps a reference."""
+    """The JSON fields for a text's ids, by a model and perhaps a reference."""
     cut, found = windows(ids, length, stride), []
-    group = SIDE_BY_SIDE if path == "decode" else 1
+    rows = SIDE_BY_SIDE if path == "decode" else 1
     for model in models:
-        model.setup_caches(group, length)
+        model.setup_caches(rows, length)
     with progress_bar(len(ids), "evaluating", delay=2) as bar:
-        for start in range(0, len(cut), group):
-            for numbers in scores(models, cut[start : start + group], path):
+        for start in range(0, len(cut), rows):
+            for numbers in scores(models, cut[start : start + rows], path):
                 found.append(numbers)
                 bar.update(len(numbers["loss"]))
     total = float(sum(numbers["loss"].sum() for numbers in found))
@@ -46,28 +131,19 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     return result | {"path": path, "window": length, "stride": stride}
 
 
-def read_text(path: Path, tokenizer: Tokenizer, most: int | None) -> list[int]:
-    try:
-        ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {path} cannot be read: {error}") from None
-    if len(ids) < 2:
-        raise UserError(f"--text {path} has {len(ids)} tokens; at least 2 are needed")
-    return ids[:most]
+# ---------------------------------------------------------------- the command
 
 
 def parse_arguments():
-    from cli import number
-
     above_1 = number(int, "at least 2", lambda n: n >= 2)
     count = number(int, "at least 1", lambda n: n >= 1)
-    about = "Perplexity of a text, and the distance from a reference; tasks of EleutherAI's lm-evaluation-harness."
+    about = "Perplexity on a text, and the distance from a reference; tasks of EleutherAI's lm-evaluation-harness."
     parser = ArgumentParser(description=about)
     add = parser.add_argument
     add("--checkpoint_path", help="as generate.py takes it; without it SmolLM2-135M-Instruct")
     add("--reference_checkpoint_path", help="the model to compare with: KL divergence and agreement of the top token")
     add("--text", type=Path, help="a UTF-8 file")
-    add("--max_tokens", type=above_1, help="read no more of it")
+    add("--max_tokens", type=above_1, help="read only so many tokens of it")
     add("--window", type=above_1, default=1024, help="tokens in a pass (1024, at most the model's context)")
     add("--stride", type=count, help="tokens from one window to the next (half a window)")
     add("--path", choices=("prefill", "decode"), default="prefill", help="a window at once, or token by token")
@@ -79,8 +155,8 @@ def parse_arguments():
     add("--chat", action="store_true", help="set the tasks in the model's chat template")
     add("--device", help="cpu, cuda ...; without it the fastest there is")
     add("--dtype", choices=DTYPES, default="bfloat16", help="in which to compute (bfloat16)")
-    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
-    exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: only torch's own operations")
+    exact = "quantized weights are multiplied with activations as they are, not rounded to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
     add("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
@@ -93,11 +169,64 @@ def parse_arguments():
     return args
 
 
+def read_text(path: Path, tokenizer: Tokenizer, most: int | None) -> list[int]:
+    """The first `most` token ids of a text file."""
+    try:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {path} cannot be read: {error}") from None
+    if len(ids) < 2:
+        raise UserError(f"--text {path} has {len(ids)} tokens; at least 2 are needed")
+    return ids[:most]
+
+
+def on_text(args, directory: Path) -> dict:
+    """What `evaluate` finds for the command line's text."""
+    directories, dtype = [directory], DTYPES[args.dtype]
+    if args.reference_checkpoint_path:
+        directories.append(ensure_checkpoint(args.reference_checkpoint_path, args.dtype))
+    configs = [read_config(directory) for directory in directories]
+    tokenizer = Tokenizer(directory)
+    ids = read_text(args.text, tokenizer, args.max_tokens)
+    length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
+    stride = args.stride or max(1, length // 2)
+    if stride >= length:
+        raise UserError(f"--stride {stride} is not less than the window of {length}: tokens would have no context")
+    if len({config.vocab_size for config in configs}) > 1:
+        sizes = " and ".join(str(config.vocab_size) for config in configs)
+        raise UserError(f"the two checkpoints have vocabularies of {sizes}: their probabilities cannot be compared")
+    if max(ids) >= configs[0].vocab_size:
+        raise UserError(f"the tokenizer made id {max(ids)} of the text, the vocabulary has {configs[0].vocab_size}")
+    models = []
+    for directory, config in zip(directories, configs):
+        slots = (length + 8) * (SIDE_BY_SIDE if args.path == "decode" else 1)
+        check_memory(config, args.device, dtype, slots, read_quantization(directory))
+        models.append(load_model(directory, args.device, dtype, args.kernels, args.exact_activations))
+    return evaluate(models, tokenizer, ids, length, stride, args.path)
+
+
+def on_tasks(args, directory: Path) -> dict:
+    """The harness's metrics, by task."""
+    try:
+        from harness import HarnessModel, run_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
+    tokenizer = Tokenizer(directory)
+    template = ChatTemplate(directory, tokenizer) if args.chat else None
+    model = load_model(directory, args.device, DTYPES[args.dtype], args.kernels, args.exact_activations)
+    harness_model = HarnessModel(model, tokenizer, args.batch_size, template)
+    return run_tasks(harness_model, args.tasks, args.num_fewshot, args.limit, args.chat)
+
+
+def finite(value):
+    """The value with null for each number that is not finite, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def main():
     args = parse_arguments()
-    from convert_hf_checkpoint import ensure_checkpoint
-    from generate import choose_device
-
     args.device = choose_device(args.device)
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
     result = on_text(args, directory) if args.text else {}
@@ -115,56 +244,6 @@ def main():
         print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")
     for task, metrics in result.get("tasks", {}).items():
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-
-
-def finite(value):
-    """As JSON can have it: null for what is not a finite number."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def on_text(args, directory: Path) -> dict:
-    """What `evaluate` finds for the command line's text."""
-    from convert_hf_checkpoint import ensure_checkpoint
-
-    directories, dtype = [directory], DTYPES[args.dtype]
-    if args.reference_checkpoint_path:
-        directories.append(ensure_checkpoint(args.reference_checkpoint_path, args.dtype))
-    configs = [read_config(directory) for directory in directories]
-    tokenizer = Tokenizer(directory)
-    ids = read_text(args.text, tokenizer, args.max_tokens)
-    length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
-    stride = args.stride or max(1, length // 2)
-    if stride >= length:
-        raise UserError(f"--stride {stride} is no less than the window of {length}: tokens would stand without context")
-    if len({config.vocab_size for config in configs}) > 1:
-        sizes = " and ".join(str(config.vocab_size) for config in configs)
-        raise UserError(f"the two checkpoints have vocabularies of {sizes}: their probabilities cannot be compared")
-    if max(ids) >= configs[0].vocab_size:
-        raise UserError(f"the tokenizer made id {max(ids)} of the text, the vocabulary has {configs[0].vocab_size}")
-    models = []
-    for directory, config in zip(directories, configs):
-        slots = (length + 8) * (SIDE_BY_SIDE if args.path == "decode" else 1)
-        check_memory(config, args.device, dtype, slots, read_quantization(directory))
-        models.append(load_model(directory, args.device, dtype, args.kernels, args.exact_activations))
-    return evaluate(models, tokenizer, ids, length, stride, args.path)
-
-
-def on_tasks(args, directory: Path) -> dict:
-    """The harness's metrics, by task."""
-    from chat_template import ChatTemplate
-
-    try:
-        from harness import HarnessModel, run_tasks
-    except ImportError as error:
-        raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
-    tokenizer = Tokenizer(directory)
-    template = ChatTemplate(directory, tokenizer) if args.chat else None
-    model = load_model(directory, args.device, DTYPES[args.dtype], args.kernels, args.exact_activations)
-    return run_tasks(
-        HarnessModel(model, tokenizer, args.batch_size, template), args.tasks, args.num_fewshot, args.limit, args.chat
-    )
 
 
 if __name__ == "__main__":

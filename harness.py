@@ -1,15 +1,13 @@
 """Tasks of EleutherAI's lm-evaluation-harness (arXiv:2405.14782), for evaluate.py --tasks.
 
-Read `run_tasks`, then HarnessModel: the three things that the harness asks of a model. It decides all else: which
-documents, which prompts, how answers are judged. Needs requirements-eval.txt.
+Read `run_tasks`, then HarnessModel: the three things that the harness asks of a model, each as requests to the engine.
+The harness decides everything else: the documents, the prompts, how answers are judged. Needs requirements-eval.txt.
 """
 
-import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -17,26 +15,29 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from cli import UserError, first_line, progress_bar
-from generate import generate
-from sampling import Sampling
-from scoring import Window, scores
-from tokenizer import TextStream
+from engine import Engine, Request
+from model import Transformer
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-MOST_TOKENS = 256  # of an answer, where a task does not say
+MAX_NEW_TOKENS = 256  # of an answer, if a task does not say
 
 
 def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: int | None, chat: bool) -> dict:
-    """Task to {metric: value}. names: the harness's tasks, or paths of YAML files that define some; few: examples
-    before each question; limit: documents of each task."""
+    """Run tasks and return {task: {metric: value}}.
+
+    names: the harness's tasks, or paths of YAML files that define some. few: examples before each question. limit:
+    documents of each task.
+    """
     if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # as for any program that is run from here
         sys.path.append(sys.path.pop(0))  # some tasks import a package called evaluate, which is not our evaluate.py
-    with redirect_stdout(sys.stderr):  # the harness reports there
+    with redirect_stdout(sys.stderr):  # the harness prints its progress
         try:
-            wanted = EvaluatorConfig(tasks=names)
-            manager = wanted.process_tasks()
+            config = EvaluatorConfig(tasks=names)
+            manager = config.process_tasks()
             found = simple_evaluate(
                 model,
-                tasks=wanted.tasks,
+                tasks=config.tasks,
                 num_fewshot=few,
                 limit=limit,
                 apply_chat_template=chat,
@@ -45,7 +46,7 @@ def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: i
             )
         except UserError:
             raise
-        except Exception as error:  # no such task, no data set, and whatever the code in task files raises
+        except Exception as error:  # no such task, no data set, or anything that code in task files raises
             raise UserError(f"--tasks {' '.join(names)}: {type(error).__name__}: {first_line(error)}") from error
     return {
         task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
@@ -56,13 +57,12 @@ def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: i
 class HarnessModel(TemplateLM):
     """A Transformer with its tokenizer, up to batch_size rows at a time."""
 
-    def __init__(self, model, tokenizer, batch_size: int, template=None):
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, batch_size: int, template: ChatTemplate | None = None):
         super().__init__()
         self.model, self.tokenizer, self.batch_size, self.template = model, tokenizer, batch_size, template
         self.max_length = model.config.max_seq_length
         if not tokenizer.eos_ids:
             raise UserError("--tasks needs a tokenizer with an end token, which this checkpoint does not have")
-        self._device = model.norm.weight.device
 
     # ------------------------------------------------------------ text
 
@@ -72,13 +72,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        """What stands before a text that has nothing before it."""
+        """The token before a text that has no context."""
         return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         ids, bos = self.tokenizer.encode(string, add_bos=False), self.tokenizer.bos_id
-        wanted = self.tokenizer.add_bos and add_special_tokens is not False
-        return [bos, *ids] if wanted and ids[:1] != [bos] else ids  # a chat template may have written it
+        add_bos = self.tokenizer.add_bos and add_special_tokens is not False
+        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have written it
 
     @property
     def tokenizer_name(self):
@@ -92,27 +92,30 @@ class HarnessModel(TemplateLM):
 
     # ------------------------------------------------------------ what the harness asks
 
-    @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
-        """requests: (texts, context ids, continuation ids). For each (log-probability of the continuation in nats,
-        whether it is what greedy decoding says)."""
-        answers = [None] * len(requests)
-        cut = []
+        """requests: (texts, context ids, continuation ids).
+
+        For each (log-probability of the continuation in nats, whether greedy decoding gives the continuation).
+        """
+        prompts = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(f"a task scores {len(continuation)} tokens at once, the context is {self.max_length}")
             ids = (context + continuation)[-self.max_length - 1 :]
-            cut.append(Window(ids, len(ids) - len(continuation)))
-        for batch in self.batches([len(window.ids) for window in cut], "scoring"):
-            self.model.setup_caches(len(batch), max(len(cut[i].ids) for i in batch))
-            for i, found in zip(batch, scores([self.model], [cut[i] for i in batch], "prefill")):
-                answers[i] = -float(found["loss"].sum()), bool(found["greedy"].all())
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
+            prompts.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
+        self.run(prompts, "scoring")
+        answers = []
+        for (texts, _, continuation), prompt in zip(requests, prompts):
+            first = len(prompt.prompt) - len(continuation)
+            scored = list(zip(continuation, prompt.prompt_token_logprobs[first - 1 :])) if continuation else []
+            greedy = all(likeliest == token for token, (_, [(likeliest, _)]) in scored)
+            answers.append((sum(logprob for _, (logprob, _) in scored), greedy))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """For each (text,) its log-probability in nats, windows as the harness cuts them."""
+        """For each (text,) its log-probability in nats, in windows as the harness cuts them."""
         windows, owner = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -128,53 +131,60 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """For each (context, settings) the text that follows, up to one of settings["until"] or an end token."""
-        answers = [None] * len(requests)
-        alike: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(i)
-        for group in alike.values():
-            settings = normalize_gen_kwargs(requests[group[0]].args[1], MOST_TOKENS)
-            most = settings["max_gen_toks"]
-            if most >= self.max_length:
-                raise UserError(f"a task wants {most} tokens, all that the context of {self.max_length} holds")
-            if most < 1 or float(settings.get("temperature") or 0.0) < 0:
-                raise UserError(f"a task wants {most} tokens at a temperature of {settings.get('temperature')}")
-            prompts = [self.tok_encode(requests[i].args[0])[most - self.max_length :] for i in group]
-            prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
-            for batch in self.batches([len(prompt) + most for prompt in prompts], "generating"):
-                texts = self.continued([prompts[i] for i in batch], settings)
-                for i, text in zip(batch, texts):
-                    answers[group[i]] = text
-                    self.cache_hook.add_partial("generate_until", requests[group[i]].args, text)
-        return answers
-
-    def continued(self, prompts: list[list[int]], settings: dict) -> list[str]:
-        B, most = len(prompts), settings["max_gen_toks"]
-        until = settings.get("until") or []
-        until = [text for text in ([until] if isinstance(until, str) else until) if text]
-        streams, texts = [TextStream(self.tokenizer, stop=until) for _ in prompts], [""] * B
-
-        def on_token(row, token, last):
-            texts[row] += streams[row].add([token], last)
-            return streams[row].stopped
-
-        sampling = Sampling.make(
-            B,
-            seed=list(range(B)),
-            temperature=float(settings.get("temperature") or 0.0),
-            top_k=int(settings.get("top_k") or 0),
-            top_p=float(settings.get("top_p") or 1.0),
-            device=self._device,
-        )
-        self.model.setup_caches(B, max(map(len, prompts)) + most)
-        generate(self.model, prompts, sampling, most, self.tokenizer.eos_ids, on_token=on_token)
+        answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
+        self.run([answer.request for answer in answers], "generating")
+        texts = [answer.finish() for answer in answers]
+        for request, text in zip(requests, texts):
+            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def batches(self, lengths: list[int], what: str):
-        """Indices by length, the longest first, in batches; with a progress bar."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        with progress_bar(sum(lengths), what, delay=2) as bar:
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                yield batch
-                bar.update(sum(lengths[i] for i in batch))
+    def run(self, requests: list[Request], what: str):
+        """Run requests to their end, the longest first, with a progress bar."""
+        if not requests:
+            return
+
+        def length(request):
+            return len(request.prompt) + request.max_new_tokens
+
+        engine = Engine(self.model, min(self.batch_size, len(requests)), max(map(length, requests)))
+        for request in sorted(requests, key=length, reverse=True):
+            engine.add(request)
+        with progress_bar(sum(map(length, requests)), what, delay=2) as bar:
+            while engine.active:
+                for request in engine.step():
+                    if request.finish_reason == "error":
+                        raise UserError(f"the model failed on a task: {request.error}")
+                    bar.update(length(request))
+
+
+class Answer:
+    """A text that is being generated for a task: the request, and its text as the tokens come."""
+
+    def __init__(self, model: HarnessModel, context: str, settings: dict, seed: int):
+        settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
+        most = settings["max_gen_toks"]
+        if not 1 <= most < model.max_length:
+            raise UserError(f"a task wants {most} tokens, the context holds 1 to {model.max_length - 1} and a prompt")
+        try:
+            params = SamplingParams(
+                temperature=float(settings.get("temperature") or 0.0),
+                top_k=int(settings.get("top_k") or 0),
+                top_p=float(settings.get("top_p") or 1.0),
+                seed=seed,
+            )
+        except ValueError as error:
+            raise UserError(f"a task wants what cannot be: {error}") from None
+        until = settings.get("until") or []
+        until = [text for text in ([until] if isinstance(until, str) else until) if text]
+        self.stream, self.text = TextStream(model.tokenizer, stop=until), ""
+        prompt = model.tok_encode(context)[most - model.max_length :] or [model.prefix_token_id]
+        self.request = Request(prompt, params, most, frozenset(model.tokenizer.eos_ids), self.add)
+
+    def add(self, token: int) -> bool:
+        """Note a new token; True if a stop string is complete."""
+        self.text += self.stream.add([token])
+        return self.stream.stopped
+
+    def finish(self) -> str:
+        """The text, with what may have become a stop string and did not."""
+        return self.text + self.stream.add([], last=True)

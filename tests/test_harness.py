@@ -12,14 +12,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
-from chat_template import ChatTemplate
 from cli import UserError
 from convert_hf_checkpoint import convert, hf_source
-from generate import generate
+from engine import Engine, Request, generate
 from harness import HarnessModel, run_tasks
 from load import load_model
-from sampling import Sampling
-from tokenizer import Tokenizer
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, Tokenizer
 
 CONTEXT = 90  # tokens
 TEMPLATE = (
@@ -69,9 +68,10 @@ def test_loglikelihood(both):
 
 
 def test_what_greedy_decoding_says_is_greedy(both):
-    model, context = both[0].model, both[0].tok_encode("once upon")
-    model.setup_caches(1, 40)
-    [(ids, _)] = generate(model, [context], Sampling.make(1, temperature=0.0), 20)
+    context = both[0].tok_encode("once upon")
+    request = Request(context, SamplingParams(temperature=0.0), 20)
+    generate(Engine(both[0].model, 1, 40), [request])
+    ids = request.new_tokens
     found = both[0]._loglikelihood_tokens([(None, context, ids), (None, context, ids[:-1] + [ids[-1] ^ 1])])
     assert [greedy for _, greedy in found] == [True, False]
 
@@ -92,7 +92,7 @@ def test_generate_until(both):
     assert ours == theirs and len(set(ours)) > 10
 
 
-def test_sampled_answers_depend_on_the_row_only(both):
+def test_sampled_answers_can_be_repeated(both):
     settings = {"until": [], "max_gen_toks": 12, "temperature": 2.0, "do_sample": True}
     requests = instances("generate_until", [("same", settings)] * 3)
     once = both[0].generate_until(requests)
@@ -101,7 +101,7 @@ def test_sampled_answers_depend_on_the_row_only(both):
 
 def test_more_tokens_than_the_context_holds(both):
     request = instances("generate_until", [("x", {"until": [], "max_gen_toks": CONTEXT})])
-    with pytest.raises(UserError, match="a task wants 90 tokens, all that the context of 90 holds"):
+    with pytest.raises(UserError, match="a task wants 90 tokens, the context holds 1 to 89 and a prompt"):
         both[0].generate_until(request)
 
 
@@ -113,6 +113,7 @@ def test_empty_and_odd_requests(both):
     for kind, request, why in (
         ("loglikelihood", ("x", " far" * 300), "tokens at once, the context is 90"),
         ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task wants 0 tokens"),
+        ("generate_until", ("x", {"until": [], "temperature": -1.0}), "temperature must be a number from 0"),
     ):
         with pytest.raises(UserError, match=why):
             getattr(model, kind)(instances(kind, [request]))

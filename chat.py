@@ -9,7 +9,7 @@ Answers go to stdout, everything else to stderr.
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from cli import UserError, has_colours, print_status
 from engine import Engine, Request, check_prompt
@@ -194,7 +194,7 @@ def chat(session: Session, first: Iterable[str] = ()):
             if command[0] == "/" and "/" not in command[1:]:
                 handle_command(session, command, rest.strip())
             else:
-                with one_interrupt() if session.engine.ranks is None else suppress():  # torchrun ends by Ctrl-C
+                with one_interrupt() if session.engine.ranks is None else nullcontext():  # torchrun ends by Ctrl-C
                     turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
                     print(flush=True)
                     print_status(session.summary(turn), dim=True)

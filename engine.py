@@ -259,7 +259,7 @@ class Engine:
             self._run(plan)
 
     def close(self):
-        if self.ranks is not None:
+        if self.ranks is not None and self.ranks.rank == 0:
             self.ranks.share(lambda: None)
 
     @contextmanager
@@ -425,6 +425,8 @@ class Engine:
             index = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).reshape(-1, 2)
             self.sampling.count(index[:, 0], index[:, 1])
         for i, (row, request) in enumerate(zip(rows, requests)):
+            if request.finish_reason is not None:  # cancelled by another's on_token
+                continue
             if request.logprobs is not None and request.max_new_tokens:
                 self._record_logprobs(request, found[i], logprobs[i], logits[i])
             if request.times.first_token is None:

@@ -1,9 +1,9 @@
 // The CPU kernels: products of a few rows with bfloat16, 8-bit and 4-bit weights at the speed of memory, norms,
-// attention, and all blocks of a transformer in one operation.
+// attention, all blocks of a transformer in one operation, and sampling.
 //
 // kernels_cpu.py builds this file, packs the weights and declares the operations; kernels.py says what they compute.
-// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, blocks, and at the
-// end the operations, which check what they are given.
+// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, blocks, sampling, and
+// at the end the operations, which check what they are given.
 //
 // A matrix has N rows (outputs) and K columns (inputs); x has M rows of K. Decoding is bound by reading weights, so each
 // is read once for a whole tile of rows of x, in long streams. Every output is summed in one fixed order, by one thread:
@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <immintrin.h>
 #include <omp.h>
@@ -25,6 +26,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -1030,6 +1032,432 @@ struct Block {
   }
 };
 
+// ---------------------------------------------------------------- sampling: sampling.py's, one row of logits at a time
+//
+// Weights are exp((x - max) / temperature), never normalized. A row is read once for its maximum and log-sum-exp, and
+// once or twice more if it is to be drawn from. Filters copy the tokens that they keep to a short list, on which all
+// that follows works: a pass over the whole row only drops what is certainly out.
+
+constexpr int BLOCK_VECTORS = 16;  // vectors of a row that are surveyed together
+inline __m512 minus_infinity() { return _mm512_set1_ps(-std::numeric_limits<float>::infinity()); }
+
+// x from p, the lanes from `left` on minus infinity.
+template <class T>
+inline __m512 load_or_minus_infinity(const T* p, int64_t left) {
+  return left >= LANES ? load(p) : _mm512_mask_mov_ps(minus_infinity(), first(left), load(p, first(left)));
+}
+
+// 2^x for x <= 0 with a relative error of 1e-7. Fewer instructions than `exponential`.
+inline __m512 power_of_two(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  __m512 y = _mm512_set1_ps(0.00187757661f);
+  for (float c : {0.00898934025f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f})
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, x);
+}
+
+struct Survey {
+  float max;
+  float log_sum;  // log(sum(exp(x - max)))
+  bool finite;    // max is, and no x is NaN
+};
+
+// One pass over a row. Softmax state for each lane: running maximum m, running sum l of exp(x - m). maxima (blocks,16):
+// of each lane in each block.
+template <class T>
+Survey survey(const T* x, int64_t V, float* maxima) {
+  const __m512 log2e = _mm512_set1_ps(1.44269504f);
+  __m512 max = minus_infinity(), m = _mm512_set1_ps(-std::numeric_limits<float>::max()), l = _mm512_setzero_ps();
+  auto block = [&](auto&& take) {
+    __m512 xs[BLOCK_VECTORS], even = minus_infinity(), odd = minus_infinity(), sums[2] = {};
+#pragma GCC unroll 16
+    for (int j = 0; j < BLOCK_VECTORS; j++) xs[j] = take(j);
+#pragma GCC unroll 8
+    for (int j = 0; j < BLOCK_VECTORS; j += 2) {
+      even = _mm512_max_ps(even, xs[j]), odd = _mm512_max_ps(odd, xs[j + 1]);  // NaN shows in the sum
+    }
+    const __m512 here = _mm512_max_ps(even, odd), m_new = _mm512_max_ps(m, here);
+    _mm512_storeu_ps(maxima, here), maxima += LANES;
+    max = _mm512_max_ps(max, here);
+#pragma GCC unroll 16
+    for (int j = 0; j < BLOCK_VECTORS; j++)
+      sums[j % 2] = _mm512_add_ps(sums[j % 2], power_of_two(_mm512_mul_ps(_mm512_sub_ps(xs[j], m_new), log2e)));
+    l = _mm512_fmadd_ps(l, power_of_two(_mm512_mul_ps(_mm512_sub_ps(m, m_new), log2e)), _mm512_add_ps(sums[0], sums[1]));
+    m = m_new;
+  };
+  constexpr int64_t SIZE = BLOCK_VECTORS * LANES;
+  int64_t v = 0;
+  for (; v + SIZE <= V; v += SIZE) block([&](int j) { return load(x + v + j * LANES); });
+  if (v < V) block([&](int j) { return load_or_minus_infinity(x + v + j * LANES, V - v - j * LANES); });
+  const float top = _mm512_reduce_max_ps(m);
+  l = _mm512_mul_ps(l, power_of_two(_mm512_mul_ps(_mm512_sub_ps(m, _mm512_set1_ps(top)), log2e)));
+  const float sum = sum_of_lanes(l);
+  const float largest = _mm512_reduce_max_ps(max);
+  return {largest, std::log(sum), std::isfinite(largest) && !std::isnan(sum)};
+}
+
+// The first place of a row's maximum.
+template <class T>
+int64_t place_of(float max, const T* x, int64_t V, const float* maxima) {
+  const __m512 wanted = _mm512_set1_ps(max);
+  int64_t v = 0;
+  while (!_mm512_cmp_ps_mask(load(maxima), wanted, _CMP_EQ_OQ)) maxima += LANES, v += BLOCK_VECTORS * LANES;
+  for (;; v += LANES)
+    if (const __mmask16 here = _mm512_cmp_ps_mask(load_or_minus_infinity(x + v, V - v), wanted, _CMP_EQ_OQ))
+      return v + __builtin_ctz(here);
+}
+
+// What a row asks for, as in sampling.py's Sampling.
+struct Request {
+  int64_t seed, top_k, position;
+  float temperature, top_p, min_p, repetition, frequency, presence;
+  const int32_t* counts;
+  const int64_t* drafted;  // before this place
+  int64_t n_drafted;
+
+  bool penalizes() const { return repetition != 1 || frequency != 0 || presence != 0; }
+};
+
+// Memory that a thread needs for a row. The longer arrays are written as far as they are used.
+struct Scratch {
+  float* maxima;     // of the survey
+  float* x;          // (V,) logits after penalties
+  float* kept;       // (V,) logits of the tokens that are left, ids in ascending order
+  int32_t* ids;      // (V,)
+  uint32_t* orders;  // (V,)
+  int64_t* masses;   // (V,)
+
+  static Scratch lay_out(Layout& layout, int64_t V) {
+    const int64_t padded = (V + 255) / 256 * 256;
+    Scratch s{layout.take<float>(padded / BLOCK_VECTORS), layout.take<float>(padded), layout.take<float>(padded)};
+    s.ids = layout.take<int32_t>(padded), s.orders = layout.take<uint32_t>(padded);
+    s.masses = layout.take<int64_t>(padded);
+    return s;
+  }
+};
+
+// Each operation is rounded, as in torch: explicit rounding keeps the compiler from fusing them.
+inline __m512 penalize(__m512 x, __m512i counts, const Request& r) {
+  constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __mmask16 seen = _mm512_cmpgt_epi32_mask(counts, _mm512_setzero_si512());
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  const __m512 repetition = _mm512_set1_ps(r.repetition);
+  __m512 y = _mm512_mask_div_ps(x, seen & ~negative, x, repetition);
+  y = _mm512_mask_mul_ps(y, seen & negative, x, repetition);
+  const __m512i times = _mm512_srai_epi32(counts, 1);
+  const __mmask16 answered = _mm512_cmpgt_epi32_mask(times, _mm512_setzero_si512());
+  const __m512 of_times = _mm512_mul_round_ps(_mm512_cvtepi32_ps(times), _mm512_set1_ps(r.frequency), NEAREST);
+  y = _mm512_sub_round_ps(y, of_times, NEAREST);
+  return _mm512_mask_sub_ps(y, answered, y, _mm512_set1_ps(r.presence));
+}
+
+template <class T>
+void penalize_row(const T* x, int64_t V, const Request& r, float* out) {
+  for (int64_t v = 0; v < V; v += LANES) {
+    const __mmask16 there = first(V - v);
+    const __m512i counts = _mm512_maskz_loadu_epi32(there, r.counts + v);
+    const __m512 y = load(x + v, there);
+    store(out + v, _mm512_test_epi32_mask(counts, counts) ? penalize(y, counts, r) : y, there);
+  }
+  for (int64_t i = 0; i < r.n_drafted; i++) {
+    const int64_t id = r.drafted[i];
+    if (id < 0) continue;
+    const int32_t count = r.counts[id] + 2 * std::count(r.drafted, r.drafted + r.n_drafted, id);
+    store(out + id, penalize(_mm512_set1_ps(float(x[id])), _mm512_set1_epi32(count), r), 1);
+  }
+}
+
+// ---------------------------------------------------------------- sampling: filters
+
+// Weights of logits: exp((x - max) / temperature).
+struct Weights {
+  __m512 max, inverse;
+  Weights(float max, float temperature)
+      : max(_mm512_set1_ps(max)),
+        inverse(_mm512_set1_ps(std::min(1 / temperature, std::numeric_limits<float>::max()))) {}
+  __m512 log_of(__m512 x) const { return _mm512_mul_ps(_mm512_sub_ps(x, max), inverse); }
+  __m512 of(__m512 x) const { return exponential(log_of(x)); }
+};
+
+// Tokens of a row, ids ascending: all of them if ids is null.
+template <class T>
+struct Tokens {
+  const T* x;
+  const int32_t* ids;
+  int64_t n;
+
+  __m512i ids_at(int64_t i) const {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return ids ? _mm512_maskz_loadu_epi32(first(n - i), ids + i) : _mm512_add_epi32(lanes, _mm512_set1_epi32(i));
+  }
+};
+
+// Copies the tokens for which keep(x) says so to s.kept and s.ids, where they may come from.
+template <class T, class Keep>
+Tokens<float> collect(Tokens<T> tokens, const Scratch& s, const Keep& keep) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < tokens.n; i += LANES) {
+    const __mmask16 there = first(tokens.n - i);
+    const __m512 x = load(tokens.x + i, there);
+    const __mmask16 kept = keep(x, there);
+    if (!kept) continue;
+    const int count = __builtin_popcount(kept);
+    const __m512i ids = tokens.ids_at(i);
+    _mm512_mask_storeu_ps(s.kept + n, first(count), _mm512_maskz_compress_ps(kept, x));
+    _mm512_mask_storeu_epi32(s.ids + n, first(count), _mm512_maskz_compress_epi32(kept, ids));
+    n += count;
+  }
+  return {s.kept, s.ids, n};
+}
+
+// Integers in the same order as these floats, -0.0 as 0.0; and back.
+inline __m512i sortable(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(_mm512_add_ps(x, _mm512_setzero_ps()));
+  return _mm512_xor_si512(bits, _mm512_or_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(1 << 31)));
+}
+
+inline float from_sortable(uint32_t order) {
+  const uint32_t bits = order >> 31 ? order ^ (1u << 31) : ~order;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+void write_orders(const float* x, int64_t n, uint32_t* orders) {
+  for (int64_t i = 0; i < n; i += LANES)
+    _mm512_mask_storeu_epi32(orders + i, first(n - i), sortable(load(x + i, first(n - i))));
+}
+
+// Weights in fixed point, so that sums of them are exact; the lower and the upper eight of sixteen.
+inline std::pair<__m512i, __m512i> fixed_point(__m512 weights) {
+  const __m512 scaled = _mm512_mul_ps(weights, _mm512_set1_ps(0x1p40f));
+  return {_mm512_cvttps_epi64(_mm512_castps512_ps256(scaled)), _mm512_cvttps_epi64(_mm512_extractf32x8_ps(scaled, 1))};
+}
+
+struct Edge {
+  float x;        // the lowest logit of the run
+  int64_t above;  // the mass of those that are larger
+};
+
+// The shortest run of the largest entries whose masses (null: 1 each) reach target, which all of them do. A histogram
+// over 256 parts of their range finds the part in which it ends, and so on in that part. Overwrites both arrays.
+Edge run_to(int64_t target, uint32_t* orders, int64_t* masses, int64_t n) {
+  const auto [least, most] = std::minmax_element(orders, orders + n);
+  uint32_t low = *least;
+  uint64_t range = uint64_t(*most) - low + 1;
+  int64_t above = 0;
+  while (range > 1) {
+    int shift = 0;
+    while ((range - 1) >> shift > 255) shift++;
+    int64_t histogram[4][256] = {};  // of every fourth, so that one sum need not wait for the last
+    for (int64_t i = 0; i < n; i++) histogram[i % 4][(orders[i] - low) >> shift] += masses ? masses[i] : 1;
+    int64_t edge = (range - 1) >> shift;
+    auto total = [&] { return histogram[0][edge] + histogram[1][edge] + histogram[2][edge] + histogram[3][edge]; };
+    for (; edge > 0 && above + total() < target; edge--) above += total();
+    int64_t inside = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+      const __m512i order = _mm512_maskz_loadu_epi32(first(n - i), orders + i);
+      const __m512i part = _mm512_srli_epi32(_mm512_sub_epi32(order, _mm512_set1_epi32(low)), shift);
+      const __mmask16 here = _mm512_mask_cmpeq_epi32_mask(first(n - i), part, _mm512_set1_epi32(edge));
+      _mm512_mask_compressstoreu_epi32(orders + inside, here, order);
+      for (int j = 0; masses && j < LANES; j += 8) {
+        const __mmask8 half = here >> j;
+        _mm512_mask_compressstoreu_epi64(masses + inside, half, _mm512_maskz_loadu_epi64(half, masses + i + j));
+        inside += __builtin_popcount(half);
+      }
+      inside += masses ? 0 : __builtin_popcount(here);
+    }
+    n = inside, low += edge << shift, range = uint64_t(1) << shift;
+  }
+  return {from_sortable(low), above};
+}
+
+// Keeps what is above the edge, and of those that lie on it the first `ties`.
+Tokens<float> keep_run(Tokens<float> tokens, const Scratch& s, float edge, int64_t ties) {
+  return collect(tokens, s, [&, edge = _mm512_set1_ps(edge)](__m512 x, __mmask16 there) -> __mmask16 {
+    const __mmask16 equal = _mm512_mask_cmp_ps_mask(there, x, edge, _CMP_EQ_OQ);
+    const int count = std::min<int64_t>(__builtin_popcount(equal), ties);
+    ties -= count;
+    return _mm512_mask_cmp_ps_mask(there, x, edge, _CMP_GT_OQ) | _pdep_u32((1u << count) - 1, equal);
+  });
+}
+
+// maxima are those of the row's survey: the k-th largest of them is at most the k-th largest logit.
+template <class T>
+Tokens<float> keep_top_k(Tokens<T> tokens, const Scratch& s, int64_t k) {
+  const int64_t lanes = (tokens.n + BLOCK_VECTORS * LANES - 1) / (BLOCK_VECTORS * LANES) * LANES;
+  float least = -std::numeric_limits<float>::max();
+  if (k < lanes) {
+    write_orders(s.maxima, lanes, s.orders);
+    least = std::max(least, run_to(k, s.orders, nullptr, lanes).x);
+  }
+  auto kept = collect(tokens, s, [&](__m512 x, __mmask16 there) {
+    return _mm512_mask_cmp_ps_mask(there, x, _mm512_set1_ps(least), _CMP_GE_OQ);
+  });
+  if (kept.n <= k) return kept;
+  write_orders(kept.x, kept.n, s.orders);
+  const Edge edge = run_to(k, s.orders, nullptr, kept.n);
+  return keep_run(kept, s, edge.x, k - edge.above);
+}
+
+template <class T>
+Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weights, float top_p) {
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t i = 0; i < tokens.n; i += LANES) {
+    const auto [low, high] = fixed_point(weights.of(load_or_minus_infinity(tokens.x + i, tokens.n - i)));
+    sums = _mm512_add_epi64(sums, _mm512_add_epi64(low, high));
+  }
+  const int64_t total = _mm512_reduce_add_epi64(sums);
+  const int64_t target = std::max<int64_t>(1, float(total) * top_p);
+  // All that weigh less than (total - target) / n make up less than total - target, so they are out.
+  const float least = std::max<int64_t>(1, (total - target) / tokens.n) * 0x1p-40f;
+  const __m512 bound = _mm512_set1_ps(std::log(least) - 1e-4f);
+  auto kept = collect(tokens, s, [&](__m512 x, __mmask16 there) {
+    return _mm512_mask_cmp_ps_mask(there, weights.log_of(x), bound, _CMP_GE_OQ);
+  });
+  write_orders(kept.x, kept.n, s.orders);
+  for (int64_t i = 0; i < kept.n; i += LANES) {
+    const auto [low, high] = fixed_point(weights.of(load(kept.x + i, first(kept.n - i))));
+    _mm512_storeu_si512(s.masses + i, low), _mm512_storeu_si512(s.masses + i + 8, high);
+  }
+  const Edge edge = run_to(target, s.orders, s.masses, kept.n);
+  const int64_t each = _mm_cvtsi128_si64(_mm512_castsi512_si128(fixed_point(weights.of(_mm512_set1_ps(edge.x))).first));
+  return keep_run(kept, s, edge.x, (target - edge.above + each - 1) / each);
+}
+
+// Calls use(tokens), which are those that top-k and top-p leave.
+template <class T, class Use>
+void filter(const T* x, int64_t V, const Request& r, const Scratch& s, const Weights& weights, const Use& use) {
+  const Tokens<T> all{x, nullptr, V};
+  const bool some = r.top_k > 0 && r.top_k < V;
+  if (!some && r.top_p >= 1) return use(all);
+  if (!some) return use(keep_top_p(all, s, weights, r.top_p));
+  const auto kept = keep_top_k(all, s, r.top_k);
+  use(r.top_p < 1 ? keep_top_p(kept, s, weights, r.top_p) : kept);
+}
+
+// ---------------------------------------------------------------- sampling: noise and the draw
+
+inline uint64_t scramble(uint64_t x) {
+  x = uint32_t((x ^ x >> 16) * 0x21F0AAAD), x = uint32_t((x ^ x >> 15) * 0x735A2D97);
+  return x ^ x >> 15;
+}
+
+inline __m512i scramble(__m512i x) {
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x21F0AAAD));
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(0x735A2D97));
+  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+}
+
+// sampling.py's exponential_noise of a seed and position, in two steps: 32 random bits, and what they stand for.
+struct Noise {
+  uint64_t keys[2];
+
+  Noise(int64_t seed, int64_t position) {
+    const uint64_t starts[2] = {0x3C6EF372, 0x1B873593};
+    for (int i = 0; i < 2; i++) {
+      uint64_t key = (uint64_t(seed) & 0xFFFFFFFF) ^ starts[i];
+      for (uint64_t value : {uint64_t(seed) >> 32, uint64_t(position), uint64_t(0)}) key = scramble(key) ^ value;
+      keys[i] = scramble(key);
+    }
+  }
+  __m512i bits(__m512i ids) const {
+    const __m512i once = scramble(_mm512_xor_si512(ids, _mm512_set1_epi32(keys[0])));
+    return scramble(_mm512_xor_si512(once, _mm512_set1_epi32(keys[1])));
+  }
+  static float exponential(uint32_t bits) {
+    return -std::log1p(-std::min((float(bits) + 0.5f) * 0x1p-32f, 1 - 0x1p-24f));
+  }
+};
+
+// argmax(weight / noise), of equals the lowest id, of the tokens that min_p leaves; `likeliest` is among them.
+//
+// noise = -log(1 - u) >= u, so a token can win only if u <= weight / best, the best so far: most fail that before any
+// logarithm is taken. It is tested with an upper bound of 2^32 weight / best, by which 2^y <= 2^n (1 + y - n), n =
+// floor(y): the float whose bits are (y + 127) 2^23.
+template <class T>
+int64_t race(Tokens<T> tokens, const Weights& weights, float min_p, const Noise& noise, int64_t likeliest) {
+  alignas(64) uint32_t bits[LANES];
+  alignas(64) float xs[LANES];
+  const __m512i of_likeliest = noise.bits(_mm512_set1_epi32(likeliest));
+  float best = 1 / Noise::exponential(_mm512_cvtsi512_si32(of_likeliest));
+  const float scale = 1.44269504f * 0x1p23f;
+  const __m512 slope = _mm512_set1_ps(std::min(_mm512_cvtss_f32(weights.inverse) * scale, 3e38f));
+  auto start = [&] { return _mm512_set1_ps((127 + 32 + 1e-3f - std::log2(best)) * 0x1p23f); };
+  const __m512i half = _mm512_castps_si512(_mm512_set1_ps(0.5f));  // the smallest of 2^32 u
+  __m512 offset = start();
+  for (int64_t i = 0; i < tokens.n; i += LANES) {
+    const __mmask16 there = first(tokens.n - i);
+    const __m512 x = load(tokens.x + i, there);
+    const __m512i bound = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_sub_ps(x, weights.max), slope, offset));
+    __mmask16 hopeful = _mm512_mask_cmpge_epi32_mask(there, bound, half);
+    if (!hopeful) continue;
+    const __m512i ids = tokens.ids_at(i), random = noise.bits(ids);
+    const __m512 u = _mm512_cvtepu32_ps(random);
+    hopeful = _mm512_mask_cmp_ps_mask(hopeful, u, _mm512_castsi512_ps(bound), _CMP_LE_OQ);
+    if (!hopeful) continue;
+    _mm512_store_si512(bits, random);
+    _mm512_store_ps(xs, weights.of(x));
+    for (; hopeful; hopeful &= hopeful - 1) {
+      const int lane = __builtin_ctz(hopeful);
+      const int64_t id = tokens.ids ? tokens.ids[i + lane] : i + lane;
+      const float ratio = xs[lane] / Noise::exponential(bits[lane]);
+      if (xs[lane] < min_p || !(ratio > best || (ratio == best && id < likeliest))) continue;
+      best = ratio, likeliest = id, offset = start();
+    }
+  }
+  return likeliest;
+}
+
+// ---------------------------------------------------------------- sampling: rows
+
+// draw(x, survey) for the row as it is, or after penalties.
+template <class T, class Draw>
+void with_penalties(const T* x, int64_t V, const Request& r, const Survey& raw, const Scratch& s, const Draw& draw) {
+  if (!r.penalizes()) return draw(x, raw);
+  penalize_row(x, V, r, s.x);
+  draw((const float*)s.x, survey(s.x, V, s.maxima));
+}
+
+template <class T>
+void sample_row(const T* x, int64_t V, const Request& r, const Scratch& s, int64_t& id, float& logprob) {
+  const Survey raw = survey(x, V, s.maxima);
+  id = -1, logprob = std::numeric_limits<float>::quiet_NaN();
+  with_penalties(x, V, r, raw, s, [&](const auto* x, const Survey& top) {
+    if (!top.finite) return;
+    id = place_of(top.max, x, V, s.maxima);
+    if (!(r.temperature > 0)) return;
+    const Weights weights(top.max, r.temperature);
+    filter(x, V, r, s, weights, [&](auto tokens) {
+      id = race(tokens, weights, r.min_p, Noise(r.seed, r.position), id);
+    });
+  });
+  if (id >= 0) logprob = (float(x[id]) - raw.max) - raw.log_sum;
+}
+
+template <class T>
+void probabilities_row(const T* x, int64_t V, const Request& r, const Scratch& s, float* out) {
+  std::fill(out, out + V, 0.0f);
+  with_penalties(x, V, r, survey(x, V, s.maxima), s, [&](const auto* x, const Survey& top) {
+    if (!top.finite) return std::fill(out, out + V, std::numeric_limits<float>::quiet_NaN());
+    if (!(r.temperature > 0)) return void(out[place_of(top.max, x, V, s.maxima)] = 1);
+    const Weights weights(top.max, r.temperature);
+    filter(x, V, r, s, weights, [&](auto tokens) {
+      __m512d sums = _mm512_setzero_pd();
+      for (int64_t i = 0; i < tokens.n; i += LANES) {
+        const __mmask16 there = first(tokens.n - i);
+        __m512 w = weights.of(load(tokens.x + i, there));
+        w = _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(there, w, _mm512_set1_ps(r.min_p), _CMP_GE_OQ), w);
+        sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_castps512_ps256(w)));
+        sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)));
+        _mm512_mask_i32scatter_ps(out, there, tokens.ids_at(i), w, 4);
+      }
+      const float sum = _mm512_reduce_add_pd(sums);
+      for (int64_t v = 0; v < V; v++) out[v] /= sum;
+    });
+  });
+}
+
 // ---------------------------------------------------------------- the operations
 
 template <class Work>
@@ -1192,44 +1620,103 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
-// As kernels.py's, by 11, 11 and 10 bits. order and mass (B,C), target (B,1); rows are shared among threads.
-Tensor nucleus(const Tensor& order, const Tensor& mass, const Tensor& target) {
-  const int64_t B = order.size(0), C = order.size(1);
-  const Tensor orders = order.contiguous(), masses = mass.contiguous(), targets = target.contiguous();
-  checked(orders, "order", at::kLong, {-1, -1}), checked(masses, "mass", at::kLong, {B, C});
-  checked(targets, "target", at::kLong, {B, 1});
-  const Tensor out = at::empty({B, C}, order.options().dtype(at::kBool));
-  auto row = [&](const int64_t* order, const int64_t* mass, int64_t target, bool* kept) {
-    std::vector<int32_t> inside(C);  // those that are equal to the lowest in the bits looked at so far; at first all are
-    int64_t left = C, above = 0;  // how many that are; the mass of those that are larger
-    for (const auto [shift, size] : {std::pair(21, 2048), std::pair(10, 2048), std::pair(0, 1024)}) {
-      auto entry = [&, all = shift == 21](int64_t n) { return all ? n : inside[n]; };
-      auto bucket_of = [&, shift = shift, size = size](int64_t i) { return (order[i] >> shift) & (size - 1); };
-      int64_t histogram[4][2048] = {};  // of every fourth, so that one sum need not wait for the last
-      for (int64_t n = 0; n < left; n++) histogram[n % 4][bucket_of(entry(n))] += mass[entry(n)];
-      int64_t edge = size - 1;  // the bucket in which target is reached
-      auto total = [&] { return histogram[0][edge] + histogram[1][edge] + histogram[2][edge] + histogram[3][edge]; };
-      for (; edge > 0 && above + total() < target; edge--) above += total();
-      int64_t kept_inside = 0;
-      for (int64_t n = 0; n < left; n++) {
-        const int64_t i = entry(n), bucket = bucket_of(i);
-        kept[i] = bucket > edge;
-        inside[kept_inside] = i;
-        kept_inside += bucket == edge;
-      }
-      left = kept_inside;
+// The arguments of sample and probabilities: logits (B,S,V), what stands behind a row's place, and checks.
+struct Sampling {
+  Tensor logits, rows, position, drafted;
+  at::TensorList settings;  // seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts
+  int64_t B, S, V;
+
+  Sampling(const Tensor& x, const Tensor& rows, const Tensor& position, const Tensor& drafted, at::TensorList settings)
+      : logits(x.stride(-1) == 1 ? x : x.contiguous()), rows(rows.contiguous()), position(position.contiguous()),
+        drafted(drafted.contiguous()), settings(settings) {
+    TORCH_CHECK(x.dim() == 3 && x.size(2) > 0 && x.size(2) < INT32_MAX, "logits (B,S,V) expected, got ", x.sizes());
+    B = x.size(0), S = x.size(1), V = x.size(2);
+    checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
+    checked(this->drafted, "drafted", at::kLong, {B, std::max<int64_t>(0, S - 1)});
+    const int64_t R = settings[0].numel();
+    const char* names[] = {"seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+                           "presence_penalty"};
+    for (int i = 0; i < 8; i++) checked(settings[i], names[i], i == 0 || i == 2 ? at::kLong : at::kFloat, {R});
+    checked(settings[8], "counts", at::kInt, {R, -1});
+    TORCH_CHECK(settings[8].size(1) >= V, "counts of ", settings[8].size(1), " tokens for logits of ", V);
+    for (int64_t b = 0; b < B; b++) {
+      const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
+      TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
     }
-    inside.resize(left);
-    for (int32_t i : inside) kept[i] = above < target, above += mass[i];
-  };
-  together(B == 1, [&](const Team& team) {
-    team.split(B, 1, [&](int64_t b, int64_t end) {
-      for (; b < end; b++)
-        row(orders.const_data_ptr<int64_t>() + b * C, masses.const_data_ptr<int64_t>() + b * C,
-            targets.const_data_ptr<int64_t>()[b], out.data_ptr<bool>() + b * C);
+    for (int64_t i = 0; i < this->drafted.numel(); i++) {
+      const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK(id < V, "drafted token ", id, " of ", V);
+    }
+  }
+
+  bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
+
+  Request request(int64_t b, int64_t place) const {
+    const int64_t row = rows.const_data_ptr<int64_t>()[b], at = position.const_data_ptr<int64_t>()[b] + place;
+    auto of = [&](int i) { return settings[i].const_data_ptr<float>()[row]; };
+    auto whole = [&](int i) { return settings[i].const_data_ptr<int64_t>()[row]; };
+    const int32_t* counts = settings[8].const_data_ptr<int32_t>() + row * settings[8].size(1);
+    const int64_t* tokens = drafted.const_data_ptr<int64_t>() + b * std::max<int64_t>(0, S - 1);
+    return {whole(0), whole(2), at, of(1), of(3), of(4), of(5), of(6), of(7), counts, tokens, place};
+  }
+
+  // Calls work(x, request, scratch, place among B * S) for all that is no padding; threads share the places.
+  template <class Work>
+  void for_each(const Work& work) const {
+    std::vector<int64_t> places;
+    for (int64_t i = 0; i < B * S; i++)
+      if (!is_padding(i / S)) places.push_back(i);
+    const int64_t n = places.size();
+    const int threads = n <= 1 ? 1 : omp_get_max_threads();
+    auto [scratch, memory] = laid_out([&](Layout& layout) {
+      std::vector<Scratch> all;
+      for (int i = 0; i < threads; i++) all.push_back(Scratch::lay_out(layout, V));
+      return all;
     });
+    by_dtype(logits, [&](auto type) {
+      const auto* x = logits.const_data_ptr<decltype(type)>();
+      together(n <= 1 || n * V < ALONE, [&, &scratch = scratch](const Team& team) {
+        team.split(n, 1, [&](int64_t i, int64_t end) {
+          for (; i < end; i++) {
+            const int64_t b = places[i] / S, s = places[i] % S;
+            work(x + b * logits.stride(0) + s * logits.stride(1), request(b, s), scratch[team.thread], places[i]);
+          }
+        });
+      });
+    });
+  }
+};
+
+#define SAMPLING_ARGUMENTS                                                                                        \
+  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted, const Tensor &seed,    \
+      const Tensor &temperature, const Tensor &top_k, const Tensor &top_p, const Tensor &min_p,                   \
+      const Tensor &repetition, const Tensor &frequency, const Tensor &presence, const Tensor &counts
+#define SAMPLING_SETTINGS {seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts}
+
+std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
+  const Tensor settings[] = SAMPLING_SETTINGS;
+  const Sampling all(logits, rows, position, drafted, settings);
+  const Tensor ids = at::full({all.B, all.S}, -1, rows.options());
+  const Tensor logprobs = at::full({all.B, all.S}, std::numeric_limits<float>::quiet_NaN(), temperature.options());
+  auto *id = ids.data_ptr<int64_t>();
+  auto *logprob = logprobs.data_ptr<float>();
+  all.for_each([&](const auto* x, const Request& r, const Scratch& s, int64_t i) {
+    sample_row(x, all.V, r, s, id[i], logprob[i]);
   });
-  return out;
+  return {ids, logprobs};
+}
+
+Tensor probabilities(SAMPLING_ARGUMENTS) {
+  const Tensor settings[] = SAMPLING_SETTINGS;
+  const Sampling all(logits, rows, position, drafted, settings);
+  const Tensor probs = at::empty({all.B, all.S, all.V}, temperature.options());
+  float* out = probs.data_ptr<float>();
+  for (int64_t b = 0; b < all.B; b++)
+    if (all.is_padding(b)) std::fill(out + b * all.S * all.V, out + (b + 1) * all.S * all.V, 0.0f);
+  all.for_each([&](const auto* x, const Request& r, const Scratch& s, int64_t i) {
+    probabilities_row(x, all.V, r, s, out + i * all.V);
+  });
+  return probs;
 }
 
 std::mutex layers_lock;
@@ -1326,23 +1813,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastpath, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor");
-  m.def("linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
-        " -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
-  m.def("attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
-        " -> Tensor");
-  m.def("nucleus(Tensor order, Tensor mass, Tensor target) -> Tensor");
-  m.def("prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
-        "bool exact) -> int", &prepare_block);
-  m.def("release_blocks(int[] numbers) -> ()", &release_blocks);
-  m.def("blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
-        "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] numbers) -> Tensor");
-}
-
+// kernels.py and sampling.py declare their schemas.
 TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("linear", &linear);
   m.impl("linear_int8", &linear_int8);
@@ -1350,6 +1821,12 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("rms_norm", &rms_norm);
   m.impl("layer_norm", &layer_norm);
   m.impl("attention", &attention);
-  m.impl("nucleus", &nucleus);
+  m.impl("sample", &sample);
+  m.impl("probabilities", &probabilities);
   m.impl("blocks", &blocks);
+  m.impl("prepare_block", &prepare_block);
+}
+
+TORCH_LIBRARY_IMPL(fastpath, CompositeImplicitAutograd, m) {
+  m.impl("release_blocks", &release_blocks);  // has no tensors to tell a device by
 }

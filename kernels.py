@@ -1,8 +1,10 @@
-"""The operations worth writing by hand: each a plain torch reference, which is its specification.
+"""The operations worth writing by hand. Each has a reference in plain torch, which is its specification, and a schema,
+by which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register theirs; the dispatcher picks by the tensors' device.
 
-`attention`, products with quantized weights, `nucleus` of top-p. Knows nothing of models or files.
-Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of
-a matrix N rows (outputs), K columns (inputs), G groups of columns.
+Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
+has, quantized weights, top-k and top-p. Knows nothing of models or files. Shapes are named as in model.py: B rows,
+S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K columns
+(inputs), G groups of columns.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -18,11 +20,17 @@ import torch.nn.functional as F
 
 LIBRARY = torch.library.Library("fastpath", "DEF")
 DEVICES_WITH_KERNELS = set()  # "cpu" once kernels_cpu.py has loaded its operations, "cuda" likewise
+MAX_DECODE_TOKENS = 16  # new tokens a row up to which a product is bound by reading the weights; more are a prefill
 
 
-def define(schema):
-    """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement."""
+def define(schema, fake=None):
+    """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement.
+
+    fake: a function of the same arguments that returns empty tensors in the results' shapes, for torch.compile.
+    """
     LIBRARY.define(schema)
+    if fake is not None:
+        torch.library.register_fake(f"fastpath::{schema.partition('(')[0]}", fake, lib=LIBRARY)
 
 
 def has_kernels(device):
@@ -31,8 +39,17 @@ def has_kernels(device):
     return device.type in DEVICES_WITH_KERNELS
 
 
+def empty_like_first(x, *rest):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 # ---------------------------------------------------------------- attention
 
+define(
+    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
+    " -> Tensor",
+    empty_like_first,
+)
 QUERY_BLOCK = 128  # queries: scores of (B,H,128,T) are small beside a model, products of 128 rows are still efficient
 
 
@@ -48,14 +65,20 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     window: int, a token sees only the last `window` positions, its own included.
 
     Returns (B,S,H,E) in q's dtype; padding gives zeros. Slots that no token of the row sees may hold anything, NaN too.
-    Eager on CPU goes by blocks of queries, each of which reads only the slots up to its furthest position: twice as
-    fast as torch's own at S = 512 in bfloat16. A compiled graph has fixed shapes and reads all T.
     """
+    if has_kernels(q.device):
+        return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window)
+    return attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window)
+
+
+def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+    """Eager on CPU goes by blocks of queries, each of which reads only the slots up to its furthest position: twice as
+    fast as torch's own at S = 512 in bfloat16. A compiled graph has fixed shapes and reads all T."""
     B, S, H, E = q.shape
     eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager_cpu and S > QUERY_BLOCK:
         blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
-        parts = [attention(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
+        parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
         return torch.cat(parts, dim=1)
     newest = input_pos.amax(1)  # (B,)
     oldest, last, even = 0, k_cache.shape[2], False
@@ -68,7 +91,7 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     slot = torch.arange(k.shape[2], device=q.device)
     bias = None if slopes is None else (slot - newest[:, None, None]).float() * slopes[:, None]  # (B,H,T)
     if even and S == 1:
-        return _attention_reference(q, k, v, bias=bias)
+        return softmax_attention(q, k, v, bias=bias)
 
     visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
     if window is not None:
@@ -83,11 +106,11 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
     else:
-        out = _attention_reference(q, k, v, visible, bias)
+        out = softmax_attention(q, k, v, visible, bias)
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
-def _attention_reference(q, k, v, visible=None, bias=None):
+def softmax_attention(q, k, v, visible=None, bias=None):
     """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
 
     q (B,S,H,E); k, v (B,K,T,E); visible (B,S,<=T) of the last slots (those before are seen), None: all are; bias
@@ -104,6 +127,81 @@ def _attention_reference(q, k, v, visible=None, bias=None):
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)
 
+
+# ---------------------------------------------------------------- linear layers and norms
+
+
+def empty_with_columns(x, N):
+    return x.new_empty((*x.shape[:-1], N))
+
+
+define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, bias: empty_with_columns(x, len(w)))
+
+
+def linear(x, weight, bias=None):
+    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). Up to MAX_DECODE_TOKENS rows read each weight
+    once; with more tokens a row, x (B,S,K), all implementations are torch's."""
+    if has_kernels(x.device):
+        return torch.ops.fastpath.linear.default(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", empty_like_first)
+
+
+def rms_norm(x, weight, eps):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+    if has_kernels(x.device):
+        return torch.ops.fastpath.rms_norm.default(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", empty_like_first)
+
+
+def layer_norm(x, weight, bias, eps):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (arXiv:1607.06450)."""
+    if has_kernels(x.device):
+        return torch.ops.fastpath.layer_norm.default(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+# ---------------------------------------------------------------- what only one kind of device has
+#
+# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in the device's own layout.
+
+# CPU: exact: activations are not quantized to 8 bits. A block is prepared once, and its handle stands for its weights.
+define(
+    "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
+    lambda x, weight, scales, groupsize, bias, N, exact: empty_with_columns(x, N),
+)
+define(
+    "linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
+    " -> Tensor",
+    lambda x, weight, scales, mins, groupsize, bias, N, exact: empty_with_columns(x, N),
+)
+define(
+    "prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
+    "bool exact) -> int"
+)
+define("release_blocks(int[] handles) -> ()")
+define(
+    "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
+    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
+    empty_like_first,
+)
+
+# GPU: a product with what goes along with it, RMSNorm before, bias, SwiGLU and residual after; RoPE and cache write.
+define(
+    "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
+    "int N, int bits, int group, bool gated, float eps) -> Tensor",
+    lambda x, weight, scales, bias, norm, residual, N, *rest: empty_with_columns(x, N),
+)
+define(
+    "rotary(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor input_pos, Tensor? rows, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
+    lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[-2], rest[-3].shape[-1])),
+)
 
 # ---------------------------------------------------------------- quantized weights
 

@@ -1,7 +1,7 @@
-"""The C++ kernels of kernels.cpp, in place of a model's torch operations, on CPUs that have AVX-512.
+"""The C++ kernels of kernels.cpp, in place of torch's operations, on CPUs that have AVX-512.
 
-Read down: `install`, which walks a loaded model and swaps its layers; the layers; how weights are packed for the
-kernels; the build, which happens at first use. What each operation computes is said in kernels.py.
+Read down: `install`, which prepares a loaded model for them; all blocks as one operation; the packed layers, and how
+weights are packed; the build, which happens at first use. What each operation computes is said in kernels.py.
 
 Decoding a few rows is bound by reading weights. torch's own products for one row reach a part of the memory's
 bandwidth; these come near all of it, and give each row the same bits however many rows there are and whatever the
@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import weakref
 from functools import cache
@@ -27,128 +28,78 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import Stopwatch, print_status, release_freed_memory
-from kernels import unpack_levels, unpack_nibbles
-from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
-from model import Attention, Block, Blocks, Embedding, Transformer
+from kernels import DEVICES_WITH_KERNELS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles
+from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear, matrices
+from model import Block, Config, Transformer
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
 LANES, GROUP = 16, 32  # rows of a packed block; columns of a group
-SMALL_S = 16  # new tokens a row up to which reading the weights is what takes the time
 
 # ---------------------------------------------------------------- into a model
 
 
 def install(model: Transformer, exact_activations: bool = False) -> bool:
-    """Swap the model's layers for ones that call the kernels; False, and nothing changed, where these cannot run.
-
-    The weights of quantized layers are packed anew, one layer at a time.
-    """
-    if model.norm.weight.device.type != "cpu" or not load_kernels():
+    """Load the kernels for the model's operations, pack its quantized weights for them, one layer at a time, and let
+    them run all blocks as one. False, and nothing changed, where the kernels cannot run."""
+    if model.device.type != "cpu" or not load_kernels():
         return False
-    kinds = LAYERS.keys() - ({Blocks} if model.split is not None else set())  # all-reduces stand inside the blocks
-    names = [name for name, module in model.named_modules() if type(module) in kinds]
-    for name in reversed(names):  # blocks after what they consist of
-        module = model.get_submodule(name)
-        packed = (exact_activations,) if isinstance(module, (Int8Linear, Int4Linear)) else ()
-        model.set_submodule(name, LAYERS[type(module)](module, *packed))
-        if packed:
-            release_freed_memory()  # the next layer would not fit the holes: up to half the model's size
+    for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
+        plain = model.get_submodule(name)
+        model.set_submodule(name, PACKED[type(plain)](plain, exact_activations))
+        del plain
+        release_freed_memory()  # the next layer would not fit the holes: up to half the model's size
+    if can_fuse(model.config) and model.split is None:  # over ranks, all-reduces stand inside the blocks
+        # More tokens are bound by arithmetic: plain weights then go block by block, by torch's products.
+        all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
+        model.fused = FusedBlocks(model.blocks)
+        model.max_fused_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
+        model.chunk_invariant = all_packed and not matrices(model)  # the head, too
     return True
 
 
-class FastBlocks(Blocks):
-    """All blocks as one operation, in which no hook of a block or its parts is called.
+def can_fuse(config: Config) -> bool:
+    """Whether kernels.cpp's `blocks` has what these models consist of; the others run operation by operation."""
+    return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
 
-    More than 16 new tokens a row are bound by arithmetic: plain weights then go block by block, by torch's products.
+
+class FusedBlocks:
+    """All blocks of a model as one operation (Transformer.fused), in which no hook of a block or its parts is called.
+
+    Holds the weights as they are now: a layer that is replaced afterwards is not noticed.
     """
 
-    def __init__(self, plain: Blocks):
-        nn.Module.__init__(self)
-        self.__dict__.update(plain.__dict__)  # the blocks, under their names
-        self.packed = all(isinstance(layer, PackedLinear) for block in plain for layer in layers_of(block))
-        self.numbers = [prepare_block(block) for block in plain]
-        self.caches = [block.attention._buffers for block in plain]  # looked up as attributes they take 50 us
-        weakref.finalize(self, torch.ops.fastpath.release_blocks, self.numbers).atexit = False
+    def __init__(self, blocks: nn.ModuleList):
+        self.handles = [prepare_block(block) for block in blocks]
+        self.buffers = [block.attention._buffers for block in blocks]  # looked up as attributes caches take 50 us
+        weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
-        if x.shape[1] > SMALL_S and not self.packed:
-            return super().forward(x, rope, input_pos, rows)
+    def __call__(self, blocks, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         cos, sin = rope or (None, None)
-        k_caches, v_caches = ([cache[name] for cache in self.caches] for name in ("k_cache", "v_cache"))
-        places = (input_pos, rows, cos, sin, self.caches[0]["slopes"])
-        return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.numbers)
+        k_caches, v_caches = ([buffers[name] for buffers in self.buffers] for name in ("k_cache", "v_cache"))
+        slopes = self.buffers[0]["slopes"]
+        places = (input_pos, rows, cos, sin, slopes)
+        return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.handles)
 
 
-def layers_of(block: Block) -> list[nn.Module]:
+def linears_of(block: Block) -> list[nn.Module]:
     mlp = block.mlp
     return [block.attention.qkv, block.attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
 
 
 def prepare_block(block: Block) -> int:
-    """The number that the kernels know a block by; its layers are those of this file."""
+    """The handle that the kernels know a block by."""
     attention, mlp, config = block.attention, block.mlp, block.attention.config
-    layers = layers_of(block)
-    norms = [block.attention_norm, block.mlp_norm]
+    linears, norms = linears_of(block), [block.attention_norm, block.mlp_norm]
     weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
     weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
-    for layer in layers:
+    for layer in linears:
         weights += [layer.weight, getattr(layer, "scales", None), getattr(layer, "mins", None), layer.bias]
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim]
-    sizes += [getattr(layer, "groupsize", 0) for layer in layers]
-    exact = any(getattr(layer, "exact", False) for layer in layers)
+    sizes += [getattr(layer, "groupsize", 0) for layer in linears]
+    exact = any(getattr(layer, "exact", False) for layer in linears)
     settings = (attention.window, config.norm_eps, mlp.gated, block.post_norm_residual, exact)
     return torch.ops.fastpath.prepare_block(weights, sizes, *settings)
-
-
-class FastAttention(Attention):
-    def __init__(self, plain: Attention):
-        nn.Module.__init__(self)
-        self.__dict__.update(plain.__dict__)
-        self.attend = torch.ops.fastpath.attention.default
-
-
-class FastLinear(nn.Module):
-    """nn.Linear's."""
-
-    def __init__(self, plain: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = plain.weight, plain.bias
-
-    def forward(self, x: Tensor):
-        return torch.ops.fastpath.linear.default(x, self.weight, self.bias)
-
-
-class FastEmbedding(nn.Module):
-    """A table, and where the output head is tied to it, that."""
-
-    def __init__(self, plain: Embedding):
-        super().__init__()
-        self.weight = plain.weight
-
-    def forward(self, tokens: Tensor):
-        return F.embedding(tokens, self.weight)
-
-    def logits(self, x: Tensor):
-        return torch.ops.fastpath.linear.default(x, self.weight, None)
-
-
-class FastRMSNorm(nn.Module):
-    def __init__(self, plain: nn.RMSNorm):
-        super().__init__()
-        self.weight, self.eps = plain.weight, plain.eps
-
-    def forward(self, x: Tensor):
-        return torch.ops.fastpath.rms_norm.default(x, self.weight, self.eps)
-
-
-class FastLayerNorm(nn.Module):
-    def __init__(self, plain: nn.LayerNorm):
-        super().__init__()
-        self.weight, self.bias, self.eps = plain.weight, plain.bias, plain.eps
-
-    def forward(self, x: Tensor):
-        return torch.ops.fastpath.layer_norm.default(x, self.weight, self.bias, self.eps)
 
 
 class PackedLinear(nn.Module):
@@ -189,9 +140,8 @@ class PackedEmbedding(PackedLinear):
         return unpack_levels(q[..., : self.in_features], self.scales[block, :, lane], mins, self.groupsize)
 
 
-LAYERS = {nn.Linear: FastLinear, Embedding: FastEmbedding, nn.RMSNorm: FastRMSNorm, nn.LayerNorm: FastLayerNorm}
-LAYERS |= {Blocks: FastBlocks, Attention: FastAttention, Int8Linear: PackedLinear, Int4Linear: PackedLinear}
-LAYERS |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
+PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
+PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 # ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
 
@@ -231,18 +181,15 @@ def load_kernels() -> bool:
         return False  # nothing to say: this machine has no use for them
     compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
     if compiler is None:
-        print_status(
-            "no C++ compiler (g++, clang++ or CXX=...): the CPU kernels are not built, torch's operations are used"
-        )
+        print_status("no C++ compiler (g++, clang++, CXX=...): the CPU kernels are not built, torch's own are used")
         return False
     try:
         torch.ops.load_library(str(build(compiler)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        print_status(
-            f"the CPU kernels cannot be built, torch's own operations serve: {str(error).strip().splitlines()[-1]}"
-        )
+        why = str(error).strip().splitlines()[-1]
+        print_status(f"the CPU kernels cannot be built, torch's own operations are used: {why}")
         return False
-    declare()
+    DEVICES_WITH_KERNELS.add("cpu")
     return True
 
 
@@ -281,23 +228,3 @@ def build(compiler: str) -> Path:
                 raise RuntimeError(errors[0])
             temporary.replace(path)
     return path
-
-
-def declare():
-    """Tell the compiler the shapes of what the operations return."""
-
-    def shape_of_x(x, *rest):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    def with_rows(x, N):
-        return x.new_empty((*x.shape[:-1], N))
-
-    fake = torch.library.register_fake
-    fake("fastpath::linear", lambda x, weight, bias: with_rows(x, weight.shape[0]))
-    fake("fastpath::linear_int8", lambda x, weight, scales, groupsize, bias, N, exact: with_rows(x, N))
-    fake("fastpath::linear_int4", lambda x, weight, scales, mins, groupsize, bias, N, exact: with_rows(x, N))
-    fake("fastpath::rms_norm", shape_of_x)
-    fake("fastpath::layer_norm", shape_of_x)
-    fake("fastpath::attention", shape_of_x)
-    fake("fastpath::nucleus", lambda order, mass, target: torch.empty_like(order, dtype=torch.bool))
-    fake("fastpath::blocks", shape_of_x)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
-from model import Embedding, Transformer
+from model import Embedding, Linear, Transformer
 
 MODES = ("int8", "int4", "int4-gptq")
 FORMATS = ("int8", "int4", "none")
@@ -179,7 +179,7 @@ EMBEDDING = {"int8": Int8Embedding, "int4": Int4Embedding}
 
 def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
     """(name, module) of everything that quantization is about: the linear layers and the embedding table."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Embedding))]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
 
 
 def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
@@ -201,7 +201,7 @@ def quantize_model(model: Transformer, quantization: Quantization) -> Transforme
     for name, module in list(model.named_modules()):
         eight = isinstance(module, Int8Linear)
         format = quantization.format(name)
-        if format == "none" or not (eight or isinstance(module, (nn.Linear, Embedding))):
+        if format == "none" or not (eight or isinstance(module, (Linear, Embedding))):
             continue
         is_table = isinstance(module, (Embedding, Int8Embedding))
         w = unpack_int8(module.weight, module.scales, module.groupsize) if eight else module.weight

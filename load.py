@@ -23,6 +23,7 @@ from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
 from linear import Quantization, quantize_model
 from model import Config, Transformer
+from report import Timing
 from sampling import SamplingParams
 from tokenizer import Tokenizer
 
@@ -143,6 +144,8 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
     slots = rows * (length + 8)
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
+    if device.type == "cpu":
+        keep_freed_memory()
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.directory, device, dtype, *how)
@@ -163,8 +166,6 @@ def load_model(
     shard=None,
 ) -> Transformer:
     """The checkpoint's model (checkpoint.read_model), with kernels installed as `install_kernels` says."""
-    if torch.device(device).type == "cpu":
-        keep_freed_memory()
     return install_kernels(read_model(directory, device, dtype, shard), kernels, exact_activations)
 
 
@@ -185,20 +186,20 @@ def install_kernels(model: Transformer, kernels: str = "auto", exact_activations
 
     exact_activations: activations are not quantized on their way into quantized layers (CPU).
     """
-    device = model.norm.weight.device.type
-    if kernels != "auto" or device not in ("cpu", "cuda"):
+    if kernels != "auto":
         return model
     try:
-        if device == "cpu":
-            from kernels_cpu import install
-
-            install(model, exact_activations)
-        else:
+        if model.device.type == "cuda":
             from kernels_triton import install
-
-            install(model)
-    except ModuleNotFoundError as error:  # Triton, which comes with torch for CUDA on Linux; or a fork without the file
-        print_status(f"there is no {error.name}: torch's own operations are used instead of our kernels")
+        else:
+            from kernels_cpu import install
+    except ModuleNotFoundError as error:  # Triton is missing, or the file itself: models run without either
+        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
+        return model
+    if model.device.type == "cuda":
+        install(model)
+    else:
+        install(model, exact_activations)
     return model
 
 
@@ -261,7 +262,7 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
     engine.clear()
-    engine.timing.clear()
+    engine.timing = Timing()
     return watch.seconds
 
 

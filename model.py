@@ -1,6 +1,7 @@
 """A decoder-only transformer, whole, in one file.
 
-Read down: Config, Transformer, Block, Attention, MLP, positions. Knows nothing of text, sampling, files or devices.
+Read down: Config, Transformer, Block, Attention, MLP, layers, positions. Knows nothing of text, sampling, files or
+devices: kernels.py has the operations, and picks who computes them.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   T cache slots   D model width   V vocabulary
@@ -12,13 +13,14 @@ sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qw
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import attention
+from kernels import attention, layer_norm, linear, rms_norm
 
 # ---------------------------------------------------------------- Config
 
@@ -122,6 +124,8 @@ class Config:
 
 # ---------------------------------------------------------------- Transformer
 
+SCRATCH_SLOTS = 8  # at the end of each cache row: see setup_caches
+
 
 class Transformer(nn.Module):
     """Tokens at positions in, logits out. Build it on the meta device, fill it by assignment, then set up the caches.
@@ -135,11 +139,17 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
-        self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, bias=False)
         self.split = None  # over ranks, by tp.py: this one's tp.Shard
-        self.requires_grad_(False)
+        # A device's kernels may run all blocks as one call, fused(blocks, x, rope, input_pos, rows), which returns what
+        # the blocks one by one would. It is taken for up to so many new tokens a row.
+        self.fused: Callable | None = None
+        self.max_fused_tokens = 0
+        # Whether a token's K/V and logits have the same bits in a call of few tokens a row (up to 16, as in decoding)
+        # as in one of many. Where not, the same prompt in other chunks may differ in last bits.
+        self.chunk_invariant = False
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
@@ -149,16 +159,16 @@ class Transformer(nn.Module):
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
         config = self.blocks[0].attention.config  # of a rank's own heads, where the model is split
-        shape = (max_batch_size, config.n_kv_head, max_seq_length + 8, config.head_dim)  # (R,K,T,E)
+        shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
         # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
         alibi = self.config.alibi
-        rope = None, None
+        rope = None, None  # (T,1,1,E) float32 each
         if not alibi:  # looked up, not computed in each step: the compiler's cosine is another one in its last bit
             freqs = rope_frequencies(self.config).to(weight.device)
             rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
         slopes = alibi_slopes(self.config.n_head).to(weight.device) if alibi else None  # one tensor for all layers
-        for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
-            self.register_buffer(name, table, persistent=False)
+        self.register_buffer("rope_cos", rope[0], persistent=False)
+        self.register_buffer("rope_sin", rope[1], persistent=False)
         if alibi and self.split is not None:
             slopes = slopes[list(self.split.own(self.config.n_head))]
         for block in self.blocks:
@@ -166,32 +176,49 @@ class Transformer(nn.Module):
                 block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
             block.attention.register_buffer("slopes", slopes, persistent=False)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        input_pos: Tensor,
-        rows: Tensor | None = None,
-        all_logits: bool = False,
-        gather: bool = True,
-    ):
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def cache_rows(self) -> int:
+        return self.blocks[0].attention.k_cache.shape[0]
+
+    @property
+    def cache_length(self) -> int:
+        """Positions of a cache row, without the scratch slots."""
+        return self.blocks[0].attention.k_cache.shape[2] - SCRATCH_SLOTS
+
+    def copy_cache(self, source_row: int, target_row: int, n: int):
+        """Copy the keys and values of the first n positions of one cache row to another, in all layers."""
+        for block in self.blocks:
+            for cache in (block.attention.k_cache, block.attention.v_cache):
+                cache[target_row, :, :n] = cache[source_row, :, :n]
+
+    def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
 
         Within a row positions are contiguous and padding (-1) is on the right. Returns the logits of each row's last
         real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding mean nothing.
-        gather: see head.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
         if not all_logits:  # a long prompt never builds an (S,V) tensor
             last = input_pos.argmax(1)  # padding is -1
             x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
-        return self.head(x, gather)
+        return self.head(x)
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
         x = self.embedding(tokens).to(self.norm.weight.dtype)  # (B,S,D)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return self.norm(self.blocks(x, self.rope(input_pos), input_pos, rows))
+        rope = self.rope(input_pos)
+        if self.fused is not None and x.shape[1] <= self.max_fused_tokens:
+            x = self.fused(self.blocks, x, rope, input_pos, rows)
+        else:
+            for block in self.blocks:
+                x = block(x, rope, input_pos, rows)
+        return self.norm(x)
 
     def rope(self, input_pos: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of positions (B,S), as `rotate` takes them: (B,S,1,E) float32 each. None with ALiBi."""
@@ -199,31 +226,10 @@ class Transformer(nn.Module):
             return None
         return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
 
-    def head(self, x: Tensor, gather: bool = True):
-        """(...,D) to logits (...,V); of a model that is split over ranks, without gather, to this rank's columns."""
+    def head(self, x: Tensor):
+        """(...,D) to logits (...,V); of a model that is split over ranks, all of them on every rank."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
-        return logits if self.split is None or not gather else self.split.gather(logits, self.config.vocab_size)
-
-
-class Embedding(nn.Embedding):
-    """A vector for each token, and where the output head is tied to it, each token's logit."""
-
-    def logits(self, x: Tensor):
-        return F.linear(x, self.weight)
-
-
-def make_norm(config: Config) -> nn.Module:
-    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
-    return kind(config.dim, config.norm_eps)
-
-
-class Blocks(nn.ModuleList):
-    """One after another."""
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
-        for block in self:
-            x = block(x, rope, input_pos, rows)
-        return x
+        return logits if self.split is None else self.split.gather(logits, self.config.vocab_size)
 
 
 class Block(nn.Module):
@@ -248,17 +254,16 @@ class Attention(nn.Module):
     k_cache: Tensor  # (R,K,T,E), by Transformer.setup_caches
     v_cache: Tensor
     slopes: Tensor | None  # (H,) float32 with ALiBi, by the same
-    attend = staticmethod(attention)  # kernels_cpu.py puts its own here
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
         self.config = config
         self.window = config.window(layer)
         H, K, E = config.n_head, config.n_kv_head, config.head_dim
-        self.qkv = nn.Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # rows q, then k, then v
-        self.out = nn.Linear(H * E, config.dim, bias=config.out_bias)
-        self.q_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # rows q, then k, then v
+        self.out = Linear(H * E, config.dim, bias=config.out_bias)
+        self.q_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         B, S, _ = x.shape
@@ -273,7 +278,7 @@ class Attention(nn.Module):
         where = (where[:, None], slice(None), input_pos)  # position -1 is the last slot, the scratch one
         self.k_cache[where] = k
         self.v_cache[where] = v
-        y = self.attend(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
+        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
         return self.out(y.reshape(B, S, H * E))
 
 
@@ -285,16 +290,75 @@ class MLP(nn.Module):
         D, hidden, bias = config.dim, config.hidden_dim, config.mlp_bias
         self.gated = config.mlp == "swiglu"
         if self.gated:
-            self.gate_up = nn.Linear(D, 2 * hidden, bias)  # rows gate, then up
+            self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
         else:
-            self.up = nn.Linear(D, hidden, bias)
-        self.down = nn.Linear(hidden, D, bias)
+            self.up = Linear(D, hidden, bias)
+        self.down = Linear(hidden, D, bias)
 
     def forward(self, x: Tensor):
         if not self.gated:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
         return self.down(F.silu(gate) * up)
+
+
+# ---------------------------------------------------------------- layers
+#
+# torch.nn's initialize their weights, which takes time, and on the meta device imports torch's compiler (1.2 s).
+
+
+class Linear(nn.Module):
+    """y = x weight^T + bias."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = empty_parameter(out_features, in_features)
+        self.register_parameter("bias", empty_parameter(out_features) if bias else None)
+
+    def forward(self, x: Tensor):
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """A vector for each token, and where the output head is tied to it, each token's logit."""
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, dim)
+
+    def forward(self, tokens: Tensor):
+        return F.embedding(tokens, self.weight)
+
+    def logits(self, x: Tensor):
+        return linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = empty_parameter(dim), eps
+
+    def forward(self, x: Tensor):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = empty_parameter(dim), empty_parameter(dim), eps
+
+    def forward(self, x: Tensor):
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def make_norm(config: Config) -> nn.Module:
+    kind = LayerNorm if config.norm == "layer" else RMSNorm
+    return kind(config.dim, config.norm_eps)
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 # ---------------------------------------------------------------- positions

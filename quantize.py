@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import checkpoint as ck
 from cli import ArgumentParser, UserError, print_status, progress_bar, release_freed_memory, run_command
 from kernels import unpack_int4
 from linear import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
-from model import Transformer
+from model import Linear, Transformer
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -72,7 +72,7 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats
     if model.embedding_norm is not None:
         states = [model.embedding_norm(x) for x in states]
     for i, block in enumerate(model.blocks):
-        linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
         linears = {name: module for name, module in linears.items() if formats[f"blocks.{i}.{name}"] == "int4"}
         hessians = collect(linears, lambda block=block, xs=states: [block(x, rope, at, None) for x in xs])
         for name, module in linears.items():
@@ -83,7 +83,7 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats
         states = [block(x, rope, at, None) for x in states]
 
 
-def collect(linears: dict[str, nn.Linear], run) -> dict[str, Tensor]:
+def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
     """The sum of x x^T over the inputs that each linear layer sees while run() runs, (K,K) float32."""
     sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
 

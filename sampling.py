@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import define, has_kernels, top_mass
+from kernels import LIBRARY, define, has_kernels, top_mass
 
 # ---------------------------------------------------------------- settings
 
@@ -97,24 +97,31 @@ class Sampling(NamedTuple):
 
 # ---------------------------------------------------------------- sampling
 
-SETTINGS = (
-    "Tensor logits, Tensor rows, Tensor position, Tensor drafted, Tensor seed, Tensor temperature, Tensor top_k, "
-)
-SETTINGS += "Tensor top_p, Tensor min_p, Tensor repetition_penalty, Tensor frequency_penalty, Tensor presence_penalty, "
-SETTINGS += "Tensor counts"
-define(f"sample({SETTINGS}) -> (Tensor, Tensor)")
-define(f"probabilities({SETTINGS}) -> Tensor")
+ARGUMENTS = ", ".join(f"Tensor {name}" for name in ("logits", "rows", "position", "drafted", *Sampling._fields))
+define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)")
+define(f"probabilities({ARGUMENTS}) -> Tensor")
+
+
+@torch.library.register_fake("fastpath::sample", lib=LIBRARY)
+def sample_shapes(logits, *rest):
+    return tuple(logits.new_empty(logits.shape[:2], dtype=dtype) for dtype in (torch.int64, torch.float32))
+
+
+@torch.library.register_fake("fastpath::probabilities", lib=LIBRARY)
+def probabilities_shape(logits, *rest):
+    return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
     """Draw a token for each of S places of B rows.
 
-    logits (B,S,V) of any float dtype, -inf for tokens that must not be drawn. rows (B,) int64: the row of `settings`
-    that each belongs to. position (B,) int64: that of the token drawn at place 0; 0 or less is padding. drafted (B,S-1)
-    int64: the tokens that the places after the first are to follow, which the penalties count.
+    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be drawn. rows (B,) int64: the row of
+    `settings` that each belongs to. position (B,) int64: that of the token drawn at place 0; 0 or less is padding, and
+    its logits may be anything. drafted (B,S-1) int64: the tokens that the places after the first are to follow, which
+    the penalties count; a negative one is none.
 
-    Returns ids (B,S) int64, -1 where the largest logit is not finite (NaN anywhere, or infinity) and for padding; and
-    the log-probability of each by the logits as they came, (B,S) float32. Reads each logit once or twice.
+    Returns ids (B,S) int64, -1 for padding and where the largest logit is not finite (NaN anywhere, or infinity); and
+    the log-probability of each by the logits as they came, (B,S) float32, NaN where the id is -1.
     """
     arguments = (logits, rows, position, drafted, *settings)
     if has_kernels(logits.device):
@@ -123,8 +130,8 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
-    """The distribution that `sample` draws from, (B,S,V) float32: zero for what the filters drop, one-hot where a row is
-    greedy, NaN where a logit is. Arguments as in `sample`."""
+    """The distribution that `sample`, with the same arguments, draws from, (B,S,V) float32: zero for what the filters
+    drop, one-hot where a row is greedy; all zero for padding, all NaN where the largest logit is not finite."""
     arguments = (logits, rows, position, drafted, *settings)
     if has_kernels(logits.device):
         return torch.ops.fastpath.probabilities(*arguments)
@@ -135,28 +142,33 @@ def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor
     settings = Sampling(*settings)
     S, V = logits.shape[1:]
     x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
-    top, ids = x.max(-1)  # of equal logits the lowest id
+    largest, ids = x.max(-1)  # of equal logits the lowest id
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
-        p = torch.softmax(filtered(x, rows, settings), -1)
+        weights = filtered(x, rows, settings).exp()
         places = position[:, None] + torch.arange(S, device=logits.device)  # (B,S)
         tokens = torch.arange(V, device=logits.device)
         noise = exponential_noise(settings.seed[rows, None, None], places[..., None], tokens)  # (B,S,V)
-        ids = torch.where(random[:, None], (p / noise).argmax(-1), ids)  # argmax(p / Exponential(1)) is a sample from p
+        drawn = (weights / noise).argmax(-1)  # argmax(p / Exponential(1)) is a sample from p, normalized or not
+        ids = torch.where(random[:, None], drawn, ids)
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    return torch.where(top.isfinite() & (position > 0)[:, None], ids, -1), logprobs
+    valid = largest.isfinite() & (position > 0)[:, None]
+    return torch.where(valid, ids, -1), torch.where(valid, logprobs, float("nan"))
 
 
 def probabilities_reference(logits, rows, position, drafted, *settings) -> Tensor:
     settings = Sampling(*settings)
-    x = penalized(logits.float(), rows, drafted, settings)
-    greedy = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
+    x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
+    largest, ids = x.max(-1, keepdim=True)
+    greedy = torch.zeros_like(x).scatter(-1, ids, 1.0)
     random = settings.temperature[rows, None, None] > 0
-    return torch.where(random, torch.softmax(filtered(x, rows, settings), -1), greedy)
+    probs = torch.where(random, torch.softmax(filtered(x, rows, settings), -1), greedy)
+    probs = probs.masked_fill(~largest.isfinite(), float("nan"))
+    return probs.masked_fill((position <= 0)[:, None, None], 0)
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether a setting is used at all. Always True in a graph, and on a GPU, where looking at it would have to wait."""
+    """Whether a setting is used at all. True in a graph, and on a GPU, where looking at it would have to wait."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 
@@ -165,28 +177,29 @@ def any_row(used: Tensor) -> bool:
 
 def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """Logits x (B,S,V) float32 after the penalties."""
-    repetition, frequency, presence = (settings[i][rows, None, None] for i in (5, 6, 7))  # (B,1,1)
+    repetition, frequency, presence = (penalty[rows, None, None] for penalty in settings[5:8])  # (B,1,1)
     if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
     counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
     for i in range(drafted.shape[1]):  # place s follows drafted[:, :s]
         ids = drafted[:, i, None, None].expand(-1, x.shape[1] - i - 1, 1)
-        counts[:, i + 1 :].scatter_add_(2, ids, torch.full_like(ids, 2, dtype=counts.dtype))
+        counts[:, i + 1 :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
     x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
     times = counts >> 1
     return x - times * frequency - (times > 0) * presence
 
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
-    """Logits x (B,S,V) float32 by temperature, minus their maximum; -inf for what top_k, top_p and min_p drop."""
-    temperature, top_k, top_p, min_p = (settings[i][rows, None, None] for i in (1, 2, 3, 4))  # (B,1,1)
-    x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)
-    order = float_to_sortable_int(x)
+    """Logits x (B,S,V) float32 minus their maximum, by temperature; -inf for what top_k, top_p and min_p drop."""
+    temperature, top_k, top_p, min_p = (setting[rows, None, None] for setting in settings[1:5])  # (B,1,1)
+    logits = x
+    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # 0 * inf would be NaN
     if any_row(top_k > 0):
-        one = torch.ones_like(order)
+        order = float_to_sortable_int(logits)
         target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
-        x = x.masked_fill(~top_mass(order, one, target), float("-inf"))
+        x = x.masked_fill(~top_mass(order, torch.ones_like(order), target), float("-inf"))
     if any_row(top_p < 1):
+        order = float_to_sortable_int(logits)
         mass = (x.exp() * 2.0**40).long()  # fixed point: sums of it are exact
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))

@@ -1,0 +1,456 @@
+"""The engine: every request gets the tokens that it would get alone, whoever joins and leaves beside it."""
+
+import copy
+import pickle
+import random
+from itertools import count
+
+import pytest
+import torch
+from conftest import VOCABULARY, hf_greedy, random_prompts
+
+import engine as engine_module
+from cli import UserError
+from engine import Engine, Request, generate
+from linear import Quantization
+from load import load_model
+from quantize import quantize_checkpoint
+from sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    """(name, format, dtype) -> a model, loaded once."""
+    made = {}
+
+    def get(name="llama-gqa-biased", format=None, dtype=torch.float32):
+        if (name, format, dtype) not in made:
+            directory = tiny(name)[2]
+            if format:
+                directory = tmp_path_factory.mktemp("quantized") / format
+                quantize_checkpoint(tiny(name)[2], directory, Quantization(format, 32, "int8"))
+            made[name, format, dtype] = load_model(directory, dtype=dtype)
+        return made[name, format, dtype]
+
+    return get
+
+
+def tokens_of(model, request: Request, rows: int = 1, **options) -> list[int]:
+    """What a request with these wishes gets when it is alone in an engine of its own."""
+    alone = Request(request.prompt, request.params, request.max_new_tokens, request.stop_ids)
+    generate(Engine(model, rows, LENGTH, **options), [alone])
+    return alone.new_tokens
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    if chance.random() < 0.3:
+        return GREEDY
+    return SamplingParams(
+        temperature=chance.choice([0.0, 0.6, 1.3]),
+        top_k=chance.choice([0, 0, 1, 17]),
+        top_p=chance.choice([1.0, 1.0, 0.8]),
+        min_p=chance.choice([0.0, 0.05]),
+        repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
+        frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
+        presence_penalty=chance.choice([0.0, 0.0, -0.4]),
+        seed=chance.randrange(1000),
+    )
+
+
+def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
+    chance = random.Random(seed)
+    shared = random_prompts([23], seed=seed + 1)[0]
+    requests = []
+    for prompt in random_prompts([chance.randrange(1, longest) for _ in range(n)], seed=seed):
+        if chance.random() < 0.4:  # some begin alike
+            prompt = shared[: chance.randrange(1, 23)] + prompt[: longest - 23]
+        requests.append(Request(prompt, random_params(chance), chance.randrange(1, 18)))
+    return requests
+
+
+def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
+    """Add the requests at random moments, and cancel some."""
+    chance, waiting = random.Random(seed), list(requests)
+    finished = []
+    while waiting or engine.active:
+        while waiting and chance.random() < 0.35:
+            engine.add(waiting.pop(0))
+        if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
+            engine.cancel(chance.choice(running))
+        finished += engine.step()
+    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each ends once"
+
+
+# ---------------------------------------------------------------- the tokens
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "bloom-5"])
+def test_greedy_tokens_are_those_of_transformers(tiny, models, name):
+    engine = Engine(models(name), 3, LENGTH, chunk_tokens=11)
+    prompts = random_prompts([5, 31, 1, 17, 44, 9, 2])  # more than there are rows
+    requests = [Request(prompt, GREEDY, 13) for prompt in prompts]
+    generate(engine, requests)
+    for request in requests:
+        assert request.new_tokens == hf_greedy(tiny(name)[0], request.prompt, 13)
+        assert request.finish_reason == "length" and request.error is None
+
+
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_schedules_change_no_tokens(models, format):
+    model = models(format=format)
+    for seed in range(3):
+        requests = random_requests(14, seed)
+        run_randomly(Engine(model, 4, LENGTH, chunk_tokens=7), requests, seed)
+        for request in requests:
+            alone = tokens_of(model, request)
+            if request.finish_reason == "cancelled":
+                assert request.new_tokens == alone[: len(request.new_tokens)]
+            else:
+                assert (request.new_tokens, request.finish_reason) == (alone, "length")
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, format, dtype):
+    """With the CPU kernels: whatever the chunks, the neighbours, the offset, and what wrote the prefix."""
+    model = models(format=format, dtype=dtype)
+    if not model.chunk_invariant:
+        pytest.skip("the CPU kernels cannot run here")
+    for seed in range(3):
+        requests = random_requests(10, seed + 10, longest=60)
+        for request in requests:
+            request.logprobs = 0
+        engine = Engine(model, 3, LENGTH, chunk_tokens=random.Random(seed).choice([3, 16, 17, 29]))
+        run_randomly(engine, requests, seed, cancel=0)
+        held = {row.index: cache_of(model, row.index, len(row.tokens)) for row in engine.rows}
+        tokens = [list(row.tokens) for row in engine.rows]
+        for text, index in zip(tokens, held):
+            afresh = Engine(model, 1, LENGTH)
+            generate(afresh, [Request(text, GREEDY, 0)])
+            assert torch.equal(cache_of(model, 0, len(text)), held[index])
+        for request in requests:
+            alone = Request(request.prompt, request.params, request.max_new_tokens, logprobs=0)
+            generate(Engine(model, 1, LENGTH), [alone])
+            assert alone.token_logprobs == request.token_logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
+    """Within prefill; what decode writes may differ in last bits. torch promises nothing of the kind: this probes it."""
+    model = models(dtype=dtype)
+    prompts = random_prompts([90, 61, 35, 17, 8])
+
+    def caches(rows: int, chunk_tokens: int, beside: bool) -> list:
+        engine = Engine(model, rows, 128, chunk_tokens=chunk_tokens)
+        if beside:  # a row that decodes all the time, so that the prompts are read in chunks
+            engine.add(Request([5, 6, 7], GREEDY, 100))
+            engine.step()
+        found = []
+        for prompt in prompts:
+            request = Request(prompt, GREEDY, 0)
+            engine.add(request)
+            while request.finish_reason is None:
+                engine.step()
+            row = next(row for row in engine.rows if row.tokens == prompt)
+            found.append(cache_of(model, row.index, len(prompt)))
+            engine.clear()
+        return found
+
+    whole = caches(1, 256, beside=False)
+    for rows, chunk_tokens in ((2, 256), (2, 32), (3, 19), (2, 7)):
+        for prompt, expected, got in zip(prompts, whole, caches(rows, chunk_tokens, beside=True)):
+            assert torch.equal(expected, got), f"a prompt of {len(prompt)} tokens in chunks of {chunk_tokens}"
+
+
+def cache_of(model, row: int, n: int) -> torch.Tensor:
+    caches = [cache for block in model.blocks for cache in (block.attention.k_cache, block.attention.v_cache)]
+    return torch.stack([cache[row, :, :n].clone() for cache in caches])
+
+
+# ---------------------------------------------------------------- prefixes
+
+
+def test_prefixes_are_found_again(models):
+    model = models()
+    engine = Engine(model, 3, LENGTH)
+    prompt, other = random_prompts([30, 20])
+    first = Request(prompt, GREEDY, 8)
+    generate(engine, [first])
+    assert first.cached_tokens == 0
+    turn = Request(prompt + first.new_tokens + other[:5], GREEDY, 4)  # the next turn of a conversation
+    generate(engine, [turn])
+    assert turn.cached_tokens == 30 + 7, "the last new token was never read"
+    assert turn.new_tokens == tokens_of(model, turn)
+    again = Request(prompt, GREEDY, 8)
+    generate(engine, [again])
+    assert again.cached_tokens == 29 and again.new_tokens == first.new_tokens, "the last token's logits are wanted"
+
+
+def test_a_prefix_of_a_busy_row_is_copied(models):
+    model = models()
+    engine = Engine(model, 2, LENGTH)
+    prompt = random_prompts([30])[0]
+    busy = Request(prompt, GREEDY, 30)
+    engine.add(busy)
+    for _ in range(4):
+        engine.step()
+    late = Request(prompt[:25] + [3, 4], GREEDY, 6)
+    engine.add(late)
+    while engine.active:
+        engine.step()
+    assert late.cached_tokens == 25
+    for request in (busy, late):
+        assert request.new_tokens == tokens_of(model, request)
+
+
+def test_a_conversation_survives_one_that_begins_alike(models):
+    """A new request takes a row of its own, not that of a conversation with the same system prompt."""
+    engine = Engine(models(), 2, LENGTH)
+    system, rest, other = random_prompts([10, 40, 6])
+    conversation = Request(system + rest, GREEDY, 3)
+    generate(engine, [conversation])
+    newcomer = Request(system + other, GREEDY, 3)
+    generate(engine, [newcomer])
+    assert newcomer.cached_tokens == 10
+    turn = Request(system + rest + conversation.new_tokens, GREEDY, 3)
+    generate(engine, [turn])
+    assert turn.cached_tokens == 52
+
+
+def test_the_row_least_recently_used_is_overwritten(models):
+    engine = Engine(models(), 3, LENGTH)
+    prompts = [[i] * 9 for i in range(3, 7)]
+    for prompt in prompts[:3]:
+        generate(engine, [Request(prompt, GREEDY, 1)])
+    generate(engine, [Request(prompts[0], GREEDY, 1)])  # used again
+    generate(engine, [Request(prompts[3], GREEDY, 1)])
+    assert [row.tokens[0] for row in engine.rows] == [3, 6, 5]
+
+
+def test_clear_forgets(models):
+    engine = Engine(models(), 1, LENGTH)
+    for _ in range(2):
+        request = Request([5, 6, 7, 8], GREEDY, 3)
+        generate(engine, [request])
+        assert request.cached_tokens == 0
+        engine.clear()
+
+
+# ---------------------------------------------------------------- prompts in chunks
+
+
+def test_decoding_rows_go_on_while_a_prompt_is_read(models):
+    engine = Engine(models(), 2, LENGTH, chunk_tokens=10)
+    first = Request([5, 6], GREEDY, 40)
+    engine.add(first)
+    engine.step()
+    long = Request(random_prompts([55])[0], GREEDY, 1)
+    engine.add(long)
+    for _ in range(6):
+        before = len(first.new_tokens)
+        assert long.finish_reason is None
+        engine.step()
+        assert len(first.new_tokens) == before + 1
+    assert long.finish_reason == "length", "six chunks of ten tokens"
+
+
+def test_short_prompts_go_first_but_not_for_ever(models):
+    engine = Engine(models(), 4, LENGTH, chunk_tokens=8)
+    engine.add(Request([5, 6], GREEDY, 90))
+    engine.step()
+    long = Request(random_prompts([60])[0], GREEDY, 1)
+    engine.add(long)
+    short_seed = count(100)
+    steps = 0
+    while long.finish_reason is None:
+        while len(engine.waiting) < 2:  # short ones come all the time
+            engine.add(Request(random_prompts([8], seed=next(short_seed))[0], GREEDY, 1))
+        engine.step()
+        steps += 1
+    assert 8 <= steps <= 8 + engine_module.PATIENCE + 60 // 8 + 1
+
+
+# ---------------------------------------------------------------- how requests end
+
+
+def test_a_listener_ends_its_request(models):
+    model, heard = models(), []
+
+    def listen(token):
+        heard.append(token)
+        return len(heard) == 3
+
+    request, other = Request([5, 6], GREEDY, 9, on_token=listen), Request([7], GREEDY, 9)
+    generate(Engine(model, 2, LENGTH), [request, other])
+    assert (request.finish_reason, request.new_tokens) == ("stop", heard) and len(heard) == 3
+    assert other.new_tokens == tokens_of(model, other)
+
+
+def test_stop_ids_end_a_request_with_the_token(models):
+    model = models()
+    text = tokens_of(model, Request([5, 6], GREEDY, 9))
+    stop = next(token for i, token in enumerate(text) if i > 2 and token not in text[:i])
+    request = Request([5, 6], GREEDY, 9, frozenset([stop, VOCABULARY]))
+    generate(Engine(model, 1, LENGTH), [request])
+    assert (request.finish_reason, request.new_tokens) == ("stop", text[: text.index(stop) + 1])
+
+
+def test_a_failing_listener_ends_its_request_alone(models):
+    def fail(token):
+        raise RuntimeError("a broken pipe\nand more")
+
+    model = models()
+    request, other = Request([5, 6], GREEDY, 9, on_token=fail), Request([7], GREEDY, 9)
+    generate(Engine(model, 2, LENGTH), [request, other])
+    assert (request.finish_reason, request.error) == ("error", "a broken pipe")
+    assert other.new_tokens == tokens_of(model, other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_end_their_request_alone(models, temperature):
+    model = copy.deepcopy(models())
+    params = SamplingParams(temperature=temperature)
+    other = Request([7, 8, 9], params, 9)
+    expected = tokens_of(model, other)
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
+    poison = next(token for token in range(3, VOCABULARY) if token not in (7, 8, 9, *expected))
+    model.embedding.weight[poison] = float("nan")
+    if model.output is None:  # tied: the head is poisoned, too
+        pytest.skip("a tied table poisons every row")
+    engine = Engine(model, 2, LENGTH)
+    bad = Request([5, poison, 6], params, 9)
+    generate(engine, [bad, other])
+    assert (bad.finish_reason, bad.new_tokens) == ("error", []) and "not finite" in bad.error
+    assert (other.finish_reason, other.new_tokens) == ("length", expected)
+    after = Request([5, poison], params, 2)
+    generate(engine, [after])
+    assert after.cached_tokens == 0, "what a failed row holds is used by nobody"
+
+
+def test_cancelling(models):
+    model = models()
+    engine = Engine(model, 1, LENGTH)
+    running, waiting, last = (Request(prompt, GREEDY, 20) for prompt in random_prompts([4, 6, 5]))
+    for request in (running, waiting, last):
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(waiting)
+    engine.cancel(running)
+    engine.cancel(running)  # twice does nothing
+    assert set(engine.step()) == {running, waiting} and engine.rows[0].request is last
+    while engine.active:
+        engine.step()
+    assert [request.finish_reason for request in (running, waiting, last)] == ["cancelled", "cancelled", "length"]
+    assert len(running.new_tokens) == 3 and waiting.new_tokens == [] and last.new_tokens == tokens_of(model, last)
+
+
+def test_a_listener_may_cancel_others(models):
+    engine = Engine(models(), 3, LENGTH)
+    others = [Request(prompt, GREEDY, 9) for prompt in random_prompts([4, 5])]
+    request = Request([5, 6], GREEDY, 4, on_token=lambda token: [engine.cancel(other) for other in others] and False)
+    generate(engine, [others[0], request, others[1]])
+    assert request.finish_reason == "length" and len(request.new_tokens) == 4
+    assert [other.finish_reason for other in others] == ["cancelled"] * 2
+    assert [len(other.new_tokens) for other in others] == [1, 0]
+
+
+def test_a_full_row_ends_a_request(models):
+    request = Request(random_prompts([20])[0], GREEDY, 100)
+    generate(Engine(models(), 1, 24), [request])
+    assert (request.finish_reason, len(request.new_tokens)) == ("length", 5), "the last token needs no slot"
+
+
+@pytest.mark.parametrize(
+    "prompt, why",
+    [([], "empty"), ([1] * 25, "25 tokens, the context is 24"), ([VOCABULARY], "outside the vocabulary"), ([-1], "-1")],
+)
+def test_prompts_that_cannot_be_served_are_refused(models, prompt, why):
+    with pytest.raises(UserError, match=why):
+        Engine(models(), 1, 24).add(Request(prompt, GREEDY))
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_logprobs_are_those_of_transformers(tiny, models, dtype, monkeypatch):
+    model, oracle = models(), tiny("llama-gqa-biased")[0]
+    monkeypatch.setattr(engine_module, "SCORED_POSITIONS", 7)
+    rows_of_head = []
+    head = type(model).head
+    monkeypatch.setattr(type(model), "head", lambda self, x, *rest: rows_of_head.append(len(x)) or head(self, x, *rest))
+    params = SamplingParams(temperature=0.9, top_k=30, repetition_penalty=1.3, seed=4)
+    prompts = random_prompts([33, 1, 8])
+    requests = [Request(prompt, params, 6, logprobs=3, prompt_logprobs=2) for prompt in prompts]
+    engine = Engine(model, 2, LENGTH, chunk_tokens=9)
+    generate(engine, [Request(prompts[0], GREEDY, 1)])
+    generate(engine, requests)  # two of them beside each other; nothing cached is used
+    assert max(rows_of_head) <= 7
+    for request in requests:
+        ids = request.prompt + request.new_tokens
+        expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        got = request.prompt_token_logprobs + request.token_logprobs
+        assert [len(part) for part in (request.prompt_token_logprobs, request.token_logprobs)] == [
+            len(request.prompt) - 1,
+            6,
+        ]
+        for i, (own, best) in enumerate(got):
+            assert own == pytest.approx(float(expected[i, ids[i + 1]]), abs=2e-5)
+            values, tokens = expected[i].topk(2 if i < len(request.prompt) - 1 else 3)
+            assert [token for token, _ in best] == tokens.tolist()
+            assert [value for _, value in best] == pytest.approx(values.tolist(), abs=2e-5)
+
+
+def test_only_scoring(models):
+    request = Request(random_prompts([9])[0], GREEDY, 0, prompt_logprobs=0)
+    generate(Engine(models(), 1, LENGTH), [request])
+    assert (request.finish_reason, request.new_tokens, len(request.prompt_token_logprobs)) == ("length", [], 8)
+    assert request.token_logprobs == []
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+class Recorder:
+    """Ranks of which the others are played afterwards, or at once."""
+
+    def __init__(self, rank: int, plans: list):
+        self.rank, self.size, self.plans = rank, 2, plans
+
+    def share(self, work=None):
+        if self.rank == 0:
+            return self.plans.append(pickle.dumps(work()))
+        return pickle.loads(self.plans.pop(0))
+
+
+def test_a_follower_does_what_the_first_rank_does(models):
+    model, plans = models(), []
+    leader = Engine(model, 3, LENGTH, chunk_tokens=9, ranks=Recorder(0, plans))
+    requests = random_requests(12, 5)
+    for request in requests[::3]:
+        request.on_token = lambda token, request=request: len(request.new_tokens) >= 3  # only the leader hears it
+    run_randomly(leader, requests, 5)
+    held, texts = [cache_of(model, row.index, len(row.tokens)) for row in leader.rows], [r.tokens for r in leader.rows]
+    leader.close()
+    follower = Engine(model, 3, LENGTH, chunk_tokens=9, ranks=Recorder(1, plans))
+    follower.follow()
+    follower.close()
+    assert [row.tokens for row in follower.rows] == texts and not plans
+    assert [row.request for row in follower.rows] == [None] * 3
+    for row, expected in zip(follower.rows, held):
+        assert torch.equal(cache_of(model, row.index, len(row.tokens)), expected)
+
+
+def test_an_idle_engine_keeps_the_others_company(models, monkeypatch):
+    plans = []
+    engine = Engine(models(), 1, LENGTH, ranks=Recorder(0, plans))
+    with engine.idle():
+        engine_module.time.sleep(2.5)
+    assert len(plans) == 2
+    engine.close()
+    follower = Engine(models(), 1, LENGTH, ranks=Recorder(1, plans))
+    follower.follow()

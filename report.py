@@ -224,7 +224,7 @@ def main():
     """Print the roofline of a model, of which only the config.json is needed."""
     from checkpoint import DTYPES, is_ours, read_config, read_quantization
     from cli import ArgumentParser
-    from convert_hf_checkpoint import hf_config
+    from hf_directory import hf_config
 
     parser = ArgumentParser(description="Tokens a second that a model cannot exceed, by the bytes that it has to read.")
     parser.add_argument("directory", type=Path, help="with a config.json, ours or Hugging Face's")

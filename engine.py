@@ -69,7 +69,7 @@ class Request:
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: str | None = None  # what went wrong
     cached_tokens: int = 0  # of the prompt, those that a cache row held already
-    # Of each new token, and of each of the prompt from the second on: (its own, [(id, log-probability), ...] best first)
+    # Of each new token, and of the prompt from its second on: (its own, [(id, log-probability), ...] best first)
     token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     times: Times = field(default_factory=Times)

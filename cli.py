@@ -7,6 +7,7 @@ models, and is the only file that every other file may import.
 import argparse
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -180,6 +181,22 @@ def available_memory(device) -> int:
         return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
     except (OSError, ValueError, KeyError):
         return free
+
+
+def peak_memory(device) -> int:
+    """The most bytes in use so far: of the whole process on CPU, of what torch allocated on other devices."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:  # getrusage would include the memory of the parent process before it started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def keep_freed_memory():

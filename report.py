@@ -7,7 +7,6 @@ Prefill and decode are never mixed, compilation is in no rate, and under the pro
 these has made somebody believe a wrong number.
 """
 
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from cli import peak_memory
 from linear import Quantization, swap
 from model import Config, Transformer
 
@@ -135,19 +135,6 @@ def synchronize(device: torch.device):
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of the whole process on CPU, of what torch allocated on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    try:  # getrusage would include the memory of the parent process before it started this one
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def compile_counts() -> tuple[int, int]:

@@ -626,6 +626,21 @@ def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_are_downloaded_in_one_format_only(tmp_path, monkeypatch, weights):
+    asked = []
+
+    def fake(hub_id, allow_patterns, ignore_patterns):
+        asked.extend(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+    assert convert_hf_checkpoint.download("some/model") == tmp_path
+    assert (tmp_path / weights).exists() and ("pytorch_model*.bin" in asked) == weights.endswith(".bin")
+
+
 def converter(*args, **options):
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, **options)

@@ -228,4 +228,3 @@ def build(compiler: str) -> Path:
                 raise RuntimeError(errors[0])
             temporary.replace(path)
     return path
-

@@ -104,21 +104,16 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
 def launches(config: Config, bits: int, head_bits: int, multiprocessors: int) -> int:
     """Launches of our GPU kernels in a decode step of at most 16 tokens a row, with the fixed choice of tiles: what
     torch's compiler adds (embedding, positions, the draw) is not among them."""
-    from kernels_triton import fixed_choice
+    from kernels_triton import can_fuse, fixed_choice
 
     def product(N, K, bits=bits):
         return 1 if fixed_choice(bits, N, K, multiprocessors)["CUTS"] == 1 else 2
 
     D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
     block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
-    block += product(hidden, D) + product(D, hidden) + 3  # rotary with cache write, attention, its merge
-    fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
-    return (
-        config.n_layer * (block + 2 * (not fused))
-        + config.embedding_norm
-        + 1
-        + product(config.vocab_size, D, head_bits)
-    )
+    block += product(hidden, D) + product(D, hidden) + 2  # attention and its merge
+    block += 1 if can_fuse(config) else 2  # rotary with cache write; or two norms, and torch writes to the cache
+    return config.n_layer * block + config.embedding_norm + 1 + product(config.vocab_size, D, head_bits)
 
 
 def read_bandwidth(model: Transformer) -> float:

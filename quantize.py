@@ -15,9 +15,12 @@ from torch import Tensor
 
 import checkpoint as ck
 from cli import ArgumentParser, UserError, print_status, progress_bar, release_freed_memory, run_command
+from engine import Engine, Request, generate
 from kernels import unpack_int4
 from linear import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
 from model import Linear, Transformer
+from sampling import SamplingParams
+from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -104,11 +107,8 @@ def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
-    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else what the model itself says, seeded, when it
-    begins with tokens drawn at random."""
-    from generate import generate
-    from sampling import Sampling
-
+    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else sampled from the model itself, with fixed seeds,
+    after one token drawn at random."""
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
         try:
@@ -128,9 +128,9 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
     if length == 1:
         return begin
-    model.setup_caches(SEQUENCES, length)
-    settings = Sampling.make(SEQUENCES, list(range(SEQUENCES)), 1.0, 0)
-    return [start + ids for start, (ids, _) in zip(begin, generate(model, begin, settings, length - 1))]
+    requests = [Request(start, SamplingParams(seed=i), length - 1) for i, start in enumerate(begin)]
+    generate(Engine(model, SEQUENCES, length), requests)
+    return [request.prompt + request.new_tokens for request in requests]
 
 
 # ---------------------------------------------------------------- the command
@@ -184,8 +184,6 @@ def quantize_checkpoint(
 
 def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path | None) -> dict[str, dict]:
     """Every int4 matrix of a checkpoint's blocks packed by GPTQ, by module name."""
-    from tokenizer import Tokenizer
-
     ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model, packed = ck.read_model(source, dtype=torch.bfloat16), {}
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")

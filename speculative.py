@@ -103,10 +103,23 @@ def leading(right: Tensor, lengths: Tensor) -> Tensor:
 # A draft's rows live and die with the engine's:
 #   begin(engine)          once
 #   add(row, tokens)       a request has begun in this row: its prompt and the first new token
-#   propose(batch, k)      Proposal for the rows of an engine.Batch, or None where there is nothing to propose
+#   propose(batch, k)      Proposal for the rows of a Batch, or None where there is nothing to propose
 #   accepted(row, tokens)  a step has found these, the last one by the model itself
 #   remove(row)
 #   reads(k, lengths)      bytes of (weights, KV cache) read for k tokens after texts of these lengths
+
+
+@dataclass
+class Batch:
+    """The rows of a decode step (engine.Row), and its input (3,B) as engine.decode takes it; the last may be padding."""
+
+    rows: list
+    inputs: Tensor
+
+    @property
+    def random(self) -> bool:
+        """Whether any row is drawn at random, not greedily."""
+        return any(row.request.params.temperature > 0 for row in self.rows)
 
 
 @dataclass
@@ -228,8 +241,8 @@ def next_token(draft, tokens: Tensor, places: Tensor, rows: Tensor, at: Tensor, 
 
 
 class LookupDraft:
-    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other texts
-    (retrieval). The longest match counts, of equals the latest. There is no second model."""
+    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
+    texts (retrieval). The longest match counts, of equals the latest. There is no second model."""
 
     def __init__(self, texts: list[list[int]] = ()):
         self.texts = [StaticIndex(tokens) for tokens in texts]
@@ -478,9 +491,9 @@ class Speculation:
         self.draft.remove(row)
         self.last = None
 
-    def step(self, batch, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
-        """New tokens of each row of an engine.Batch, their log-probabilities (B,n), the logits (B,n,V)."""
-        start = time.perf_counter()
+    def step(self, rows: list, inputs: Tensor, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
+        """New tokens of each row, their log-probabilities (B,n), the logits (B,n,V). Arguments as in Batch."""
+        start, batch = time.perf_counter(), Batch(rows, inputs)
         proposal = self.draft.propose(batch, k) if k else None
         self._synchronize()
         drafted = time.perf_counter()

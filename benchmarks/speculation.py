@@ -19,9 +19,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from chat_template import ChatTemplate
 from decode import ROOT, circumstances, quantized
 
-from chat_template import ChatTemplate
 from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from generate import cache_length, compiled_steps, generate, prefill_rows

@@ -80,15 +80,14 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor)
 def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """One new token for every row. inputs (3,B) int64: the last token, its position (-1: padding), the cache row.
     Returns ids (B,1), their log-probabilities (B,1) and the logits (B,1,V)."""
-    token, position, rows = inputs
+    token, position, rows = inputs.unbind(0)
     logits = model(token[:, None], position[:, None], rows)
     return draw(model, logits, rows, position + 1, sampling)
 
 
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
-    """A token for each row by logits (B,V), for position (B,); returns what `decode` does. Ids that only pad the table
-    are not drawn. Several ranks go by the tokens of the first."""
-    logits = logits[:, None, : model.config.n_token]  # (B,1,V)
+    """A token for each row by logits (B,V), for position (B,). Several ranks go by the tokens of the first."""
+    logits = logits[:, None, : model.config.n_token]  # (B,1,V), without ids that only pad the table
     ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)
     return ids if model.split is None else model.split.decided(ids), logprobs, logits
 
@@ -121,10 +120,6 @@ class Row:
         """What is still to be read of the prompt."""
         return self.request.prompt[len(self.tokens) :]
 
-    @property
-    def last_token(self) -> int:  # which the next step reads
-        return self.request.new_tokens[-1]
-
 
 @dataclass
 class Plan:
@@ -153,10 +148,8 @@ class Engine:
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
         self.rows = [Row(index) for index in range(max_batch_size)]
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.waiting: deque[Request] = deque()
-        self.finished: list[Request] = []  # since the last step
-        self.released: list[int] = []  # rows, since the last plan
-        self.timing = Timing()
+        self.waiting, self.timing = deque(), Timing()
+        self.finished, self.released = [], []  # requests since the last step, and rows since the last plan
         if speculation is not None:
             speculation.begin(self)
 
@@ -169,11 +162,10 @@ class Engine:
 
     def cancel(self, request: Request):
         """End a request, waiting or not; its row is free from the next step on."""
+        if request in self.waiting:
+            self.waiting.remove(request)
         if request.finish_reason is None:
-            row = next((row for row in self.rows if row.request is request), None)
-            if row is None:
-                self.waiting.remove(request)
-            self._finish(request, "cancelled", row)
+            self._finish(request, "cancelled", next((row for row in self.rows if row.request is request), None))
 
     @property
     def active(self) -> bool:
@@ -244,12 +236,10 @@ class Engine:
         """Which prompts to read now, and how many tokens of each: all prompts, or one while rows are decoding."""
         if not decoding:
             return {row.index: min(max(1, PREFILL_TOKENS // len(reading)), len(row.unread)) for row in reading}
-        if not reading:
-            return {}
-        first = max(reading, key=lambda row: (row.waited >= PATIENCE, -len(row.unread), row.waited))
-        for row in reading:
-            row.waited += row is not first
-        return {first.index: min(self.chunk_tokens, len(first.unread))}
+        order = sorted(reading, key=lambda row: (row.waited < PATIENCE, len(row.unread), -row.waited))
+        for row in order[1:]:
+            row.waited += 1
+        return {row.index: min(self.chunk_tokens, len(row.unread)) for row in order[:1]}
 
     def _run(self, plan: Plan):
         if plan.chunk:
@@ -298,17 +288,17 @@ class Engine:
 
     def _decode(self, rows: list[Row], draft_length: int):
         start = time.perf_counter()
-        columns = [(row.last_token, len(row.tokens), row.index) for row in rows]
+        columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
         if self.steps.fixed_shapes and len(rows) > 1:  # a step is for one row, or for all
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
             ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
-            found = ids[: len(rows)].tolist()
+            found = ids.tolist()
         else:
             found, logprobs, logits = self.speculation.step(rows, inputs, draft_length)
         for row, tokens in zip(rows, found):
-            row.tokens += [row.last_token, *tokens[:-1]]  # what the step has read, and accepted
+            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # what the step has read, and accepted
             row.last_used = start
         kv, count = kv_bytes(self.model, [len(row.tokens) for row in rows]), self._accept(rows, found, logprobs, logits)
         self.timing.add_step(time.perf_counter() - start, count, kv)

@@ -52,7 +52,7 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
     Returns tokens (B,k+1), of which the first count (B,) are found: those kept and one of the model's own; their
     log-probabilities (B,k+1), the logits (B,k+1,V).
     """
-    token, position, rows = inputs
+    token, position, rows = inputs.unbind(0)
     ahead = torch.arange(drafted.shape[1] + 1, device=token.device)
     there = (position >= 0)[:, None] & (ahead <= lengths[:, None])
     x = model.hidden(torch.cat([token[:, None], drafted], 1), torch.where(there, position[:, None] + ahead, -1), rows)
@@ -111,7 +111,7 @@ def leading(right: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass
 class Batch:
-    """The rows of a decode step (engine.Row), and its input (3,B) as engine.decode takes it; the last may be padding."""
+    """The rows of a decode step (engine.Row), and its input (3,B) as engine.decode takes it, perhaps with padding."""
 
     rows: list
     inputs: Tensor
@@ -165,7 +165,7 @@ class ModelDraft:
         In caches of its own the first pass reads two tokens: of what the last step found it has read all but the last
         token, or where all were accepted all but the last two, and to read one again changes nothing.
         """
-        token, position, rows = batch.inputs
+        token, position, rows = batch.inputs.unbind(0)
         tokens, places = token[:, None], position[:, None]  # (B,1)
         ready = position >= 0
         if not self.shares_caches:
@@ -191,7 +191,7 @@ class ModelDraft:
             for row, length in zip(batch.rows, lengths.tolist()):
                 if length:
                     self.held[row.index] = (
-                        self.held[row.index] + [*row.tokens, row.last_token][len(self.held[row.index]) :]
+                        self.held[row.index] + [*row.tokens, row.request.new_tokens[-1]][len(self.held[row.index]) :]
                     )
                     self.fed[row.index] = length - 1
         drafted = torch.stack(drafted, 1)

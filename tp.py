@@ -381,11 +381,8 @@ class Ranks:
     # ------------------------------------------------------------ synchronization
 
     def share(self, work: Callable = lambda: None):
-        """Call work() on rank 0 only, and return its result on every rank: one small broadcast, where that will do."""
-        message = torch.zeros(
-            MESSAGE_BYTES, dtype=torch.uint8
-        )  # its length in 8 bytes, and then as much as there is room
-        data = b""
+        """Call work() on rank 0 only, and return its result on every rank. One broadcast, if it is short."""
+        message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
         if self.rank == 0:
             data = pickle.dumps(work())
             data = len(data).to_bytes(8, "little") + data

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+import sampling
 from kernels import DEVICES_WITH_KERNELS, LIBRARY, MAX_DECODE_TOKENS, spread, unpack_nibbles
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Transformer
@@ -645,6 +646,168 @@ def register(library: torch.library.Library, device: str):
 
 
 register(LIBRARY, "CUDA")
+
+# ---------------------------------------------------------------- sampling: sampling.py
+#
+# A program draws one token. It reads its logits once for maximum and log-sum-exp, writes them after penalties to x
+# (B,S,V) float32 if the row is to be drawn from, and goes over that for each filter and for the draw.
+
+
+@triton.jit
+def scramble(x):
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF  # int64 or uint32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def noise_key(seed, position, start: tl.constexpr):
+    key = scramble((seed & 0xFFFFFFFF) ^ start) ^ ((seed >> 32) & 0xFFFFFFFF)
+    return scramble(scramble(scramble(key) ^ position)).to(tl.uint32)  # stream 0
+
+
+@triton.jit
+def exponential_noise(key, key_2, ids):
+    """-log(1 - u): up to u = 1/2 by the series of 2 atanh(u / (2 - u)), since log has no precision near 1."""
+    bits = scramble(scramble(ids.to(tl.uint32) ^ key) ^ key_2)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    s = u / (2 - u)
+    series = tl.zeros_like(u)
+    for i in tl.static_range(9):
+        series = series * (s * s) + 2 / (17 - 2 * i)
+    return tl.where(u <= 0.5, s * series, -tl.log(tl.where(u <= 0.5, 0.5, 1 - u)))
+
+
+@triton.jit
+def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of logits as integers in the same order, int64 as in sampling.float_to_sortable_int, and their masses."""
+    at = start + tl.arange(0, BLOCK)
+    logits = tl.load(x + at, mask=at < V, other=float("-inf"))
+    bits = (logits + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    order = (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2147483648
+    mass = (tl.exp((logits - largest) * inverse) * 2.0**40).to(tl.int64) if MASSES else (at < V).to(tl.int64)
+    return order, mass
+
+
+@triton.jit
+def keep_run(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """Set all of x (V,) but the shortest run of the largest, whose masses reach target, to -inf: kernels.top_mass.
+
+    The lowest entry of the run is found by two bits at a time. Masses are weights, or 1 each.
+    """
+    lowest = target * 0
+    for i in range(16):
+        shift = 30 - 2 * i
+        one, two, three = (tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64))
+        step = (lowest * 0 + 1) << shift
+        for start in range(0, V, BLOCK):
+            order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+            one += tl.where(order >= lowest + step, mass, 0)
+            two += tl.where(order >= lowest + step * 2, mass, 0)
+            three += tl.where(order >= lowest + step * 3, mass, 0)
+        reached = (tl.sum(one) >= target).to(tl.int64) + (tl.sum(two) >= target).to(tl.int64)
+        lowest += step * (reached + (tl.sum(three) >= target).to(tl.int64))
+    above = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, V, BLOCK):
+        order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+        above += tl.where(order > lowest, mass, 0)
+    missing = target - tl.sum(above)  # of the mass of those that equal the lowest: the first come first
+    for start in range(0, V, BLOCK):
+        order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+        ties = tl.where(order == lowest, mass, 0)
+        kept = (order > lowest) | ((order == lowest) & (tl.cumsum(ties) - ties < missing))
+        missing -= tl.sum(ties)
+        at = start + tl.arange(0, BLOCK)
+        tl.store(x + at, float("-inf"), mask=(at < V) & ~kept)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["S", "V", "W", "b_stride", "s_stride"])
+def sample_kernel(
+    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
+    x, ids, logprobs, S, V, W, b_stride, s_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * S,). Each lane carries the first of its largest penalized logits, and the softmax of raw ones: running
+    maximum m, running sum `size` of exp(logit - m)."""
+    b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
+    place, row = tl.load(position + b), tl.load(rows + b)
+    logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
+    x += tl.program_id(0).to(tl.int64) * V
+    repetition, frequency, presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    temperature = tl.load(temperature + row)
+    token = tl.full((), -1, tl.int64)
+    logprob = tl.full((), float("nan"), tl.float32)
+    if place > 0:
+        m, size = tl.full((BLOCK,), -3.4e38, tl.float32), tl.zeros((BLOCK,), tl.float32)
+        best, best_at = tl.full((BLOCK,), float("-inf"), tl.float32), lane
+        for start in range(0, V, BLOCK):
+            at = start + lane
+            y = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+            m_new = tl.where(y > m, y, m)
+            size = size * tl.exp(m - m_new) + tl.exp(y - m_new)  # NaN from now on if y is
+            m = m_new
+            if (repetition != 1) | (frequency != 0) | (presence != 0):
+                count = tl.load(counts + row * W + at, mask=at < V, other=0)
+                for i in range(s):
+                    count += tl.where(tl.load(drafted + b * (S - 1) + i) == at, 2, 0)
+                y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
+                y = y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+            best_at = tl.where(y > best, at, best_at)
+            best = tl.where(y > best, y, best)
+            if temperature > 0:
+                tl.store(x + at, y, mask=at < V)
+        tl.debug_barrier()
+        m_all, largest = tl.max(m, 0), tl.max(best, 0)
+        log_sum = tl.log(tl.sum(size * tl.exp(m - m_all), 0))
+        if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
+            chosen = tl.min(tl.where(best == largest, best_at, V), 0)
+            if temperature > 0:
+                inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)
+                k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                if (k > 0) & (k < V):
+                    keep_run(x, V, k, largest, inverse, False, BLOCK)
+                if p < 1:
+                    total = tl.zeros((BLOCK,), tl.int64)
+                    for start in range(0, V, BLOCK):
+                        order, mass = load_order(x, start, V, largest, inverse, True, BLOCK)
+                        total += mass
+                    target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
+                    keep_run(x, V, target, largest, inverse, True, BLOCK)
+                seeds = tl.load(seed + row)
+                key, key_2 = noise_key(seeds, place + s, 0x3C6EF372), noise_key(seeds, place + s, 0x1B873593)
+                best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
+                for start in range(0, V, BLOCK):
+                    at = start + lane
+                    y = tl.load(x + at, mask=at < V, other=float("-inf"))
+                    weight = tl.exp((y - largest) * inverse)
+                    ratio = tl.where(weight < least, 0.0, weight) / exponential_noise(key, key_2, at)
+                    best_at = tl.where(ratio > best, at, best_at)
+                    best = tl.where(ratio > best, ratio, best)
+                chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+            token = chosen.to(tl.int64)
+            logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
+    tl.store(ids + tl.program_id(0), token)
+    tl.store(logprobs + tl.program_id(0), logprob)
+
+
+SAMPLE_BLOCK = 2048  # tokens at a time, by 16 warps
+
+
+def sample(logits, rows, position, drafted, *settings):
+    """sampling.sample as one launch without a synchronization. Indices are not checked: they must be in range."""
+    B, S, V = logits.shape
+    logits = logits if logits.stride(2) == 1 else logits.contiguous()
+    ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
+    x = logits.new_empty(B, S, V, dtype=torch.float32)
+    tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
+    sizes = (S, V, settings[-1].shape[1], *logits.stride()[:2])
+    with torch.cuda.device_of(logits):
+        sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
+    return ids, logprobs
+
+
+sampling.LIBRARY.impl("sample", sample, "CUDA")
+sampling.LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing
 

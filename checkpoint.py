@@ -170,8 +170,8 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
     """The checkpoint's model with its weights on device, without caches and kernels.
 
-    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor is
-    in memory. shard: a tp.Shard; then only its share of the model is read.
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor
+    is in memory. shard: a tp.Shard; then only its share of the model is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)

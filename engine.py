@@ -69,9 +69,6 @@ def check_prompt(prompt: list[int], config: Config, length: int):
         raise UserError(f"token id {outside[0]} is outside the vocabulary of {V} (0 to {V - 1})")
 
 
-# ---------------------------------------------------------------- the two steps
-
-
 def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
     """Read tokens (B,S) at positions (B,S) into cache rows (B,); the logits (B,V) after each row's last token."""
     return model(tokens, input_pos, rows)
@@ -135,9 +132,8 @@ class Plan:
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
-    chunk_tokens: how much of a prompt is read between two decode steps. speculation: a speculative.Speculation, which
-    may find several tokens in a step. ranks: a tp.Ranks, where the model is split over several processes; the first
-    one then calls `step` as if it were alone, and the others `follow` it until it calls `close`.
+    chunk_tokens: of a prompt, read between two decode steps. speculation: a speculative.Speculation or None. ranks: a
+    tp.Ranks where several processes share the model: the first calls `step`, the others `follow` it until it closes.
     """
 
     def __init__(
@@ -146,9 +142,8 @@ class Engine:
         model.setup_caches(max_batch_size, max_seq_length)
         self.model, self.length, self.chunk_tokens = model, max_seq_length, chunk_tokens
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
-        self.rows = [Row(index) for index in range(max_batch_size)]
+        self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.waiting, self.timing = deque(), Timing()
         self.finished, self.released = [], []  # requests since the last step, and rows since the last plan
         if speculation is not None:
             speculation.begin(self)
@@ -178,7 +173,7 @@ class Engine:
         if self.ranks is not None:
             self.ranks.share(lambda: plan)
         self._run(plan)
-        finished, self.finished = self.finished, []
+        self.finished, finished = [], self.finished
         return finished
 
     def clear(self):
@@ -244,7 +239,6 @@ class Engine:
     def _run(self, plan: Plan):
         if plan.chunk:
             self._read(plan.chunk)
-        # Whoever hears of a first token may have cancelled others meanwhile.
         if rows := [row for index in plan.decoding if (row := self.rows[index]).request is not None]:
             self._decode(rows, plan.draft_length)
 
@@ -253,7 +247,7 @@ class Engine:
         Short passes round differently in models that are not chunk_invariant, so they are padded: a prompt's keys and
         values must not depend on how it was cut."""
         start, model, rows = time.perf_counter(), self.model, [self.rows[index] for index in chunk]
-        parts = [row.unread[: chunk[row.index]] for row in rows]
+        parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
         width = max(map(len, parts)) if model.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
         tokens, input_pos = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
         for i, (row, part) in enumerate(zip(rows, parts)):
@@ -271,9 +265,8 @@ class Engine:
             if not row.unread and not row.request.max_new_tokens:
                 self._finish(row.request, "length", row)
         if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
-            places = [[rows[i].index for i in done], [len(rows[i].tokens) for i in done]]
-            places = torch.tensor(places, device=model.device)
-            ids, logprobs, logits = draw(model, logits[done], *places, self.sampling)
+            places = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
+            ids, logprobs, logits = draw(model, logits[done], *places.t().contiguous(), self.sampling)
             self._accept([rows[i] for i in done], ids.tolist(), logprobs, logits)
         self.timing.add_prefill(time.perf_counter() - start, sum(map(len, parts)))
 
@@ -312,10 +305,9 @@ class Engine:
         for i, (row, request) in enumerate(zip(rows, requests)):
             if request.finish_reason is not None:  # another's on_token has cancelled it
                 continue
-            if "first_token" not in request.times:
-                request.times["first_token"] = time.perf_counter()
-                if self.speculation is not None:
-                    self.speculation.add(row.index, request.prompt + found[i])
+            if self.speculation is not None and not request.new_tokens:
+                self.speculation.add(row.index, request.prompt + found[i])
+            request.times.setdefault("first_token", time.perf_counter())
             if request.logprobs is not None:  # _finish cuts off what the request does not get
                 request.token_logprobs += top_logprobs(logits[i], found[i], request.logprobs, logprobs[i])
             for token in found[i]:

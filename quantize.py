@@ -106,9 +106,6 @@ def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
     """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else what the model itself says, seeded, when it
     begins with tokens drawn at random."""
-    from generate import generate
-    from sampling import Sampling
-
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
         try:
@@ -123,14 +120,15 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
             raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
         gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
-    chance = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
-    begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
-    if length == 1:
-        return begin
+    tokens = torch.randint(0, V, (SEQUENCES, 1), generator=noise)
     model.setup_caches(SEQUENCES, length)
-    settings = Sampling.make(SEQUENCES, list(range(SEQUENCES)), 1.0, 0)
-    return [start + ids for start, (ids, _) in zip(begin, generate(model, begin, settings, length - 1))]
+    for at in range(length - 1):  # drawn from the model's own probabilities: nothing here needs the engine
+        logits = model(tokens[:, -1:], torch.full((SEQUENCES, 1), at))[:, :V].float()
+        probs = logits.softmax(1).nan_to_num(1)  # a broken tensor is named later
+        tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=noise)], 1)
+    return tokens.tolist()
 
 
 # ---------------------------------------------------------------- the command

@@ -123,13 +123,15 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
             raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
         gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
-    begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
+    begin = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
     if length == 1:
         return begin
     requests = [Request(start, SamplingParams(seed=i), length - 1) for i, start in enumerate(begin)]
     generate(Engine(model, SEQUENCES, length), requests)
+    if failed := next((request for request in requests if request.error), None):
+        raise UserError(f"the model cannot write its calibration text: {failed.error}")
     return [request.prompt + request.new_tokens for request in requests]
 
 

@@ -88,7 +88,7 @@ class Sampling(NamedTuple):
             getattr(self, name)[row] = getattr(params, name)
         if params.penalizes:  # else nobody looks at the counts
             self.counts[row] = 0
-            self.counts[row, torch.tensor(prompt, device=self.counts.device)] = 1
+            self.counts[row, torch.tensor(prompt, dtype=torch.int64, device=self.counts.device)] = 1
 
     def count(self, found: list[tuple[int, list[int]]]):
         """The answers of these rows have these tokens more; -1 is none."""

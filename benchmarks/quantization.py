@@ -3,26 +3,21 @@
 Every row is made by quantize.py's function and compared by evaluate.py's, on one text, in float32 arithmetic, so that
 only the weights differ. Without --text it is the language reference that comes with Python (pydoc_data.topics):
 English technical prose that no checkpoint here was calibrated on. int4-gptq is calibrated on text that the model writes
-itself, unless there is a --calibration_file.
+itself.
 
 The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 finds its levels again
 and says nothing of other models.
 """
 
-import argparse
 import hashlib
-import json
 import pydoc_data.topics
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from decode import ROOT, circumstances
+from measure import about_run, make_parser, save
 
-from cli import ArgumentParser, number, print_status, run_command
+from cli import number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from evaluate import evaluate, read_text
 from linear import Quantization
@@ -36,19 +31,18 @@ SETTINGS += [Quantization(mode, size, "int8") for size in (128, 64, 32) for mode
 WINDOW = 1024
 
 
-def stored_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
-def measure(source: Path, quantization: Quantization, ids: list[int], args) -> dict:
+def measure(source: Path, ids: list[int], quantization: Quantization | None = None) -> dict:
+    """The fields of evaluate.py for these ids, beside the unquantized model; of that model by itself with None."""
     with tempfile.TemporaryDirectory(dir=source.parent, prefix=".quantization.") as folder:
-        directory = Path(folder) / "model"
-        quantize_checkpoint(source, directory, quantization, args.calibration_file)
-        models = [load_model(path, dtype=torch.float32) for path in (directory, source)]
+        directories, row = [source], {}
+        if quantization is not None:
+            directories.insert(0, Path(folder) / "model")
+            quantize_checkpoint(source, directories[0], quantization)
+            row = {name: getattr(quantization, name) for name in ("mode", "groupsize", "head")}
+        row["bytes"] = sum(path.stat().st_size for path in directories[0].glob("*.safetensors"))
+        models = [load_model(path, dtype=torch.float32) for path in directories]
         length = min(WINDOW, len(ids), models[0].config.max_seq_length)
-        result = evaluate(models, Tokenizer(source), ids, length, length // 2, args.path)
-        row = {"mode": quantization.mode, "groupsize": quantization.groupsize, "head": quantization.head}
-        return row | {"bytes": stored_bytes(directory)} | result
+        return row | evaluate(models, Tokenizer(source), ids, length, length // 2, "prefill")
 
 
 def print_table(result: dict):
@@ -64,15 +58,11 @@ def print_table(result: dict):
 
 
 def main():
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    count = number(int, "at least 2", lambda n: n >= 2)
-    add("--checkpoint_path", help="as generate.py takes it (SmolLM2-135M-Instruct)")
-    add("--text", type=Path, help="a UTF-8 file (Python's language reference)")
-    add("--max_tokens", type=count, default=4097, help="read no more of it (4097)")
-    add("--path", choices=("prefill", "decode"), default="prefill", help="a window at once, or token by token")
-    add("--calibration_file", type=Path, help="text for int4-gptq (the model writes its own)")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "quantization_cpu.json", help="the JSON file")
+    parser = make_parser(__doc__, rounds=None)
+    parser.add_argument("--text", type=Path, help="a UTF-8 file (Python's language reference)")
+    above_1 = number(int, "at least 2", lambda n: n >= 2)
+    parser.add_argument("--max_tokens", type=above_1, default=4097, help="read no more of it (4097)")
+    parser.add_argument("--smoke", action="store_true", help="only the first of the settings, to see that this works")
     args = parser.parse_args()
     source = ensure_checkpoint(args.checkpoint_path)
     with tempfile.TemporaryDirectory() as folder:
@@ -81,20 +71,15 @@ def main():
             path.write_text("\n".join(pydoc_data.topics.topics.values()), encoding="utf-8")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         ids = read_text(path, Tokenizer(source), args.max_tokens)
-    print_status("the model as it is")
-    model = load_model(source, dtype=torch.float32)
-    length = min(WINDOW, len(ids), model.config.max_seq_length)
-    result = circumstances(torch.device("cpu"), []) | {"model": source.name, "text_sha256": digest}
+    result = about_run() | {"model": source.name, "text_sha256": digest}
     result["text"] = args.text.name if args.text else "pydoc_data.topics"
-    result["reference"] = evaluate([model], Tokenizer(source), ids, length, length // 2, args.path)
-    result["reference"]["bytes"] = stored_bytes(source)
-    del model
-    result["rows"] = []
-    for quantization in SETTINGS:
+    print_status("the model as it is")
+    result |= {"reference": measure(source, ids), "rows": []}
+    for quantization in SETTINGS[:1] if args.smoke else SETTINGS:
         print_status(f"{quantization.mode}, groups of {quantization.groupsize or 'a row'}, head {quantization.head}")
-        result["rows"].append(measure(source, quantization, ids, args))
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+        result["rows"].append(measure(source, ids, quantization))
     print_table(result)
+    save(result, args.out, "quantization")
 
 
 if __name__ == "__main__":

@@ -9,28 +9,21 @@ c and v, as measured in the mean. `same text` counts the prompts whose tokens ar
 kernels run.
 """
 
-import argparse
-import json
-import sys
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from measure import GREEDY, ROOT, Ratio, about_run, make_parser, quantized, save
 
-import torch
-from decode import ROOT, circumstances, quantized
-
-from chat_template import ChatTemplate
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
+from cli import UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import cache_length, compiled_steps, generate, prefill_rows
+from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import install_kernels, load_model
+from load import compiled_steps, install_kernels, load_model
 from report import Timing
-from sampling import Sampling
-from speculative import AUTO_K, Lookup, ModelDraft, Report, Speculation, expected_tokens
-from tokenizer import Tokenizer
+from speculative import AUTO_K, MAX_K, LookupDraft, ModelDraft, Report, Speculation, expected_tokens
+from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
 Give me three tips for learning a language.|How does a bicycle stay upright?|Tell me a story about a fox and a crow.
@@ -46,146 +39,148 @@ COPY = (
 )
 
 
-def open_prompts() -> list[str]:
-    return [line for lines in OPEN.splitlines() for line in lines.split("|")]
+def open_prompts(n: int) -> list[str]:
+    return [line for lines in OPEN.splitlines() for line in lines.split("|")][:n]
 
 
-def copying_prompts(count: int) -> list[str]:
+def copying_prompts(n: int) -> list[str]:
     """Pieces of some 600 characters of this repository's files, in turn."""
     texts = [(ROOT / name).read_text() for name in ("model.py", "LICENSE", "sampling.py", "README.md")]
     found = []
-    for i in range(count):
+    for i in range(n):
         text = texts[i % len(texts)]
-        start = text.index("\n\n", (len(text) - 1500) * (i + 1) // (count + 1)) + 2
+        start = text.index("\n\n", (len(text) - 1500) * (i + 1) // (n + 1)) + 2
         found.append(f"{COPY[i % len(COPY)]}\n\n{text[start : start + 600]}")
     return found
 
 
-class Case:
-    """A model with what may propose for it, each with a Speculation of its own; the first is plain."""
+# ---------------------------------------------------------------- one model, several drafts
 
-    def __init__(self, args, target: str, name: str, prompts: list[list[int]], model, steps, drafts: dict):
-        self.args, self.target, self.name, self.prompts = args, target, name, prompts
-        self.model, self.steps = model, steps
-        self.ways = {"plain": None}
-        for kind, (draft, k) in drafts.items():
-            self.ways[kind] = Speculation(model, draft, steps, k or AUTO_K, automatic=k is None)
-        self.rates = {kind: [] for kind in self.ways}
-        self.same = dict.fromkeys(self.ways, 0)
-        self.timings = {kind: Timing() for kind in self.ways}
 
-    def run(self, prompt: list[int], kind: str) -> tuple[float, list[int]]:
-        timing, settings = Timing(), Sampling.make(1, temperature=0.0)
-        [(ids, _)] = generate(
-            self.model, [prompt], settings, self.args.new_tokens, steps=self.steps, timing=timing,
-            speculation=self.ways[kind],
-        )  # fmt: skip
-        self.timings[kind].add_step(timing.decode_s, timing.decode_tokens, 0)
-        return timing.decode_tokens / timing.decode_s, ids
+@dataclass
+class Contestant:
+    """Plain decoding (None), or with a draft; and what it has done so far."""
 
-    def measure(self):
-        longest = max(map(len, self.prompts))
-        self.model.setup_caches(1, cache_length(self.model.config, longest + self.args.new_tokens, None))
-        for speculation in filter(None, self.ways.values()):
-            speculation.rehearsing = True
-            generate(self.model, self.prompts[:1], Sampling.make(1, temperature=0.0), 4, steps=self.steps,
-                     speculation=speculation)  # fmt: skip
-            speculation.rehearsing = False
-        for i, prompt in enumerate([self.prompts[0], *self.prompts]):  # the first is warm-up
-            kinds = list(self.ways)
-            found = {kind: self.run(prompt, kind) for kind in kinds[i % len(kinds) :] + kinds[: i % len(kinds)]}
-            if i == 0:
-                self.timings = {kind: Timing() for kind in self.ways}
-                for speculation in filter(None, self.ways.values()):
-                    speculation.report = Report()
-                continue
-            expected = found["plain"][1]
-            for kind, (rate, ids) in found.items():
-                self.rates[kind].append(rate)
-                self.same[kind] += ids == expected
+    speculation: Speculation | None
+    rates: list[float] = field(default_factory=list)  # tokens a second, a prompt each
+    tokens: list[list[int]] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)  # of decoding alone
 
-    def formula(self, kind: str) -> dict:
+    def run(self, engine: Engine, prompt: list[int], new_tokens: int):
+        engine.speculation, engine.timing = self.speculation, Timing()
+        engine.clear()
+        request = Request(list(prompt), GREEDY, new_tokens)
+        generate(engine, [request])
+        timing = engine.timing
+        self.timing.add_step(timing.decode_s, timing.decode_tokens, 0)
+        self.rates.append(timing.decode_tokens / timing.decode_s)
+        self.tokens.append(request.new_tokens)
+
+    def warm_up(self, engine: Engine, prompt: list[int], new_tokens: int):
+        """Run every graph once, and then a prompt that does not count."""
+        if self.speculation is not None:
+            self.speculation.begin(engine)
+            self.speculation.rehearsing = True
+            self.run(engine, prompt, 4)
+            self.speculation.rehearsing = False
+        self.run(engine, prompt, new_tokens)
+        self.rates, self.tokens, self.timing = [], [], Timing()
+        if self.speculation is not None:
+            self.speculation.report = Report()
+
+    def formula(self, plain_s: float) -> dict:
         """What a proposed token was worth and cost in the mean, and the speedup that follows from it: (1 - a^(k+1)) /
         (1 - a) tokens for k c + v plain steps where something was proposed, and elsewhere one for one."""
-        report, plain = self.ways[kind].report, self.timings["plain"]
-        plain_s = plain.decode_s / plain.decode_tokens
+        report = self.speculation.report
         if report.steps == 0:
             return {"predicted_over_plain": 1.0}
-        k, a = report.proposed / report.steps, sum(report.kept) / sum(report.looked_at)
-        c, v = report.draft_s / report.proposed / plain_s, report.verify_s / report.steps / plain_s
+        verify_s = max(0.0, report.step_s - report.plain_steps * plain_s)
+        k, a = report.proposed / report.steps, sum(report.accepted) / sum(report.judged)
+        c, v = report.draft_s / report.proposed / plain_s, verify_s / report.steps / plain_s
         tokens = report.steps * expected_tokens(min(a, 0.9999), k) + report.plain_steps
         predicted = tokens / (report.steps * (k * c + v) + report.plain_steps)
         return {"k": k, "a": a, "c": c, "v": v, "predicted_over_plain": predicted}
 
-    def rows(self) -> list[dict]:
-        plain, found = self.rates["plain"], []
-        for kind, rates in self.rates.items():
-            ratios = [a / b for a, b in zip(rates, plain)]
-            row = {"target": self.target, "prompts": self.name, "draft": kind, "tokens_per_s": median(rates)}
-            row |= {"over_plain": median(ratios), "same_text": self.same[kind], "of": len(plain), "ratios": ratios}
-            if self.ways[kind] is not None:
-                numbers = self.ways[kind].report.numbers(self.timings[kind].decode_s)
-                row |= {"mean_accepted_tokens": numbers["mean_accepted_tokens"]} | numbers["speculation"]
-                row |= self.formula(kind)
-            found.append(row)
-        return found
+
+def measure(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]], new_tokens: int) -> list[dict]:
+    """drafts: name -> (draft, tokens to propose; None: as many as pay). A row of the table for each, after plain's."""
+    engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
+    everyone = {"plain": Contestant(None)}
+    for name, (draft, k) in drafts.items():
+        everyone[name] = Contestant(Speculation(draft, k or AUTO_K, automatic=k is None))
+    for contestant in everyone.values():
+        contestant.warm_up(engine, prompts[0], new_tokens)
+    names = list(everyone)
+    for i, prompt in enumerate(prompts):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            everyone[name].run(engine, prompt, new_tokens)
+    plain, rows = everyone["plain"], []
+    for name, contestant in everyone.items():
+        ratios = [a / b for a, b in zip(contestant.rates, plain.rates)]
+        same = sum(a == b for a, b in zip(contestant.tokens, plain.tokens))
+        row = {"draft": name, "tokens_per_s": median(contestant.rates)}
+        row |= Ratio.of(contestant.rates, plain.rates).fields("over_plain")
+        row |= {"same_text": same, "of": len(prompts), "ratios": ratios}
+        if contestant.speculation is not None:
+            numbers = contestant.speculation.report.numbers(contestant.timing.decode_s)
+            row |= {"mean_accepted_tokens": numbers["mean_accepted_tokens"]} | numbers["speculation"]
+            row |= contestant.formula(plain.timing.decode_s / plain.timing.decode_tokens)
+        rows.append(row)
+    return rows
 
 
-def about(row: dict) -> str:
-    """Of a row of the table, what its draft did."""
-    if "a" not in row:
-        return ""
-    kept, numbers = row["mean_accepted_tokens"], " ".join(f"{name} {row[name]:.2f}" for name in "kacv")
-    return f"  by the formula {row['predicted_over_plain']:.2f}x  kept {kept:.2f} a proposal  {numbers}"
+# ---------------------------------------------------------------- the table
 
 
-def cases(args, directory: Path):
+def measure_all(args, directory: Path) -> Iterator[list[dict]]:
     steps, template = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory))
-    prompts = {"open": open_prompts(), "copying": copying_prompts(args.prompts)}
+    prompts = {"open": open_prompts(args.prompts), "copying": copying_prompts(args.prompts)}
     for name, texts in prompts.items():
-        prompts[name] = [template.encode([{"role": "user", "content": text}]) for text in texts[: args.prompts]]
-    model, read = load_model(directory), partial(prefill_rows, steps.prefill)
-    four = quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8"))
-    itself = ModelDraft(model, install_kernels(four), steps.compiled, None)
-    given = ModelDraft(model, load_model(quantized(directory, "int4")), steps.compiled, read)
-    k = args.speculate_k
-    drafts = {f"int4-self, {k}": (itself, k), "int4-self, auto": (itself, None), f"int4 checkpoint, {k}": (given, k)}
-    yield Case(args, "bf16", "open", prompts["open"], model, steps, drafts | {"prompt-lookup, auto": (Lookup(), None)})
-    for format in ("int8", "int4"):
-        model = load_model(quantized(directory, format))
-        drafts = {f"prompt-lookup, {k}": (Lookup(), k), "prompt-lookup, auto": (Lookup(), None)}
-        if format == "int8":
-            drafts["int4-self, auto"] = (ModelDraft(model, four, steps.compiled, None), None)
-        for name in prompts:
-            yield Case(args, format, name, prompts[name], model, steps, drafts)
+        prompts[name] = [template.encode([{"role": "user", "content": text}]) for text in texts]
+    k, lookup = args.speculate_k, {"prompt-lookup, auto": (LookupDraft(), None)}
+    four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
+    for format in ("bf16", "int8", "int4"):
+        model, drafts = load_model(quantized(directory, format)), dict(lookup)
+        if format == "bf16":
+            itself, other = ModelDraft(four, True), ModelDraft(load_model(quantized(directory, "int4")), False)
+            drafts |= {f"int4-self, {k}": (itself, k), f"int4 checkpoint, {k}": (other, k)}
+        else:
+            drafts[f"prompt-lookup, {k}"] = (LookupDraft(), k)
+        if format != "int4":
+            drafts["int4-self, auto"] = (ModelDraft(four, True), None)
+        for name in ("open",) if format == "bf16" else prompts:
+            print_status(f"{format}, {name} prompts")
+            rows = measure(model, steps, drafts, prompts[name], args.new_tokens)
+            yield [{"target": format, "prompts": name} | row for row in rows]
+
+
+def print_row(row: dict):
+    line = f"{row['target']:5} {row['prompts']:8} {row['draft']:22} {row['tokens_per_s']:6.0f} tokens/s "
+    line += f"{Ratio(row['over_plain'], *row['over_plain_spread'])}  same text {row['same_text']} of {row['of']}"
+    if "a" in row:
+        numbers = " ".join(f"{name} {row[name]:.2f}" for name in "kacv")
+        line += f"  by the formula {row['predicted_over_plain']:.2f}x"
+        line += f"  accepted {row['mean_accepted_tokens']:.2f} a proposal  {numbers}"
+    print(line)
 
 
 def main():
-    count = number(int, "between 1 and 20", lambda n: 1 <= n <= 20)
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=None)
     add = parser.add_argument
-    add("--checkpoint_path", help="whatever generate.py takes, with a chat template (SmolLM2-135M-Instruct)")
-    add("--prompts", type=count, default=20, help="of each kind (20)")
-    new = number(int, "at least 2", lambda n: n >= 2)
-    add("--new_tokens", type=new, default=128, help="after each (128)")
-    add("--speculate_k", type=number(int, "between 1 and 15", lambda n: 1 <= n <= 15), default=7, help="fixed k (7)")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "speculation_cpu.json", help="the JSON file")
+    add("--prompts", type=number(int, "between 1 and 20", lambda n: 1 <= n <= 20), default=20, help="of each kind (20)")
+    add("--new_tokens", type=number(int, "at least 2", lambda n: n >= 2), default=128, help="after each (128)")
+    fixed = number(int, f"between 1 and {MAX_K}", lambda n: 1 <= n <= MAX_K)
+    add("--speculate_k", type=fixed, default=AUTO_K, help=f"the fixed number of tokens to propose ({AUTO_K})")
     args = parser.parse_args()
     keep_freed_memory()
     directory, rows = ensure_checkpoint(args.checkpoint_path), []
     if not (directory / "chat_template.jinja").exists():
         raise UserError(f"{directory} has no chat template, in which the prompts are set")
-    for case in cases(args, directory):
-        print_status(f"{case.target}, {case.name} prompts")
-        case.measure()
-        for row in case.rows():
-            print(
-                f"{row['target']:5} {row['prompts']:8} {row['draft']:22} {row['tokens_per_s']:6.0f} tokens/s "
-                f"{row['over_plain']:5.2f}x  same text {row['same_text']} of {row['of']}{about(row)}"
-            )
-            rows.append(row)
-    result = circumstances(torch.device("cpu"), []) | {"model": directory.name, "new_tokens": args.new_tokens}
-    args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    for found in measure_all(args, directory):
+        for row in found:
+            print_row(row)
+        rows += found
+    save(about_run() | {"model": directory.name, "new_tokens": args.new_tokens, "rows": rows}, args.out, "speculation")
 
 
 if __name__ == "__main__":

@@ -1,68 +1,48 @@
 """What a decode step costs beside the weights that it reads: context, cache, rows, what is no product, the draw.
 
-Compiled, greedy, on the default checkpoint or another. A round measures every case, and each number is the median of
-the rounds' own differences or ratios; a time is the median of 40 in a row. A step is the body of generate()'s loop, the
-token on the host at its end; what stands in the cache is random numbers, which cost what any others cost.
+Compiled, greedy, on the default checkpoint or another, by the engine's own loop; what stands in the cache is random
+numbers, which cost what any others cost. Each number is the median of the rounds' own differences or ratios; a time in
+a round is that of 40 steps in a row.
   context  the further time of a step at --context tokens, as a multiple of what its further bytes of keys and values
            take at the rate at which a short step reads its weights
-  cache    a step at 20 tokens with a cache of --cache slots, as a multiple of one with 512
+  cache    a step at 20 tokens with a cache of --cache positions, as a multiple of one with 512
   rows     a step of 8 rows as a multiple of a step of one
   rest     a step less its products, which are timed by themselves, one operation after the other; negative where what
            the step saves by doing all blocks in one operation is more than everything else in it
-  draws    `sample` compiled by itself, for one row and for 8, per row
+  draws    `sample` by itself, for one row and for 8, per row
 """
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import measure
 import torch
-from decode import BF16, ROOT, circumstances, quantized
+from measure import BF16, FORMATS, count
 
-from checkpoint import read_config
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
+from cli import UserError, keep_freed_memory, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from generate import compiled_steps
-from load import load_model
+from engine import Engine
+from load import compiled_steps, load_model
 from report import kv_bytes, weight_bytes
-from sampling import Sampling, sample
+from sampling import Sampling, SamplingParams, sample
 
 SHORT, ROWS, TIMES = 20, 8, 40
 DRAWS = {"top-k 200": {"top_k": 200}, "top-p 0.9": {"top_p": 0.9}, "both": {"top_k": 200, "top_p": 0.9}}
 
 
-def seconds(work: Callable) -> float:
-    times = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return median(times)
+def make_engine(args, directory: Path, rows: int, positions: int) -> Engine:
+    """With a model of its own: an engine sets up its model's caches."""
+    engine = Engine(load_model(directory), rows, positions, compiled_steps(not args.eager, False))
+    measure.random_caches(engine)
+    return engine
 
 
-def make_model(directory: Path, rows: int, slots: int):
-    model = load_model(directory, "cpu", BF16)
-    model.setup_caches(rows, slots)
-    for block in model.blocks:
-        block.attention.k_cache.normal_()
-        block.attention.v_cache.normal_()
-    return model
+def step(engine: Engine, context: int) -> Callable[[], float]:
+    return lambda: measure.time_decode(engine, context, TIMES).decode_s / TIMES
 
 
-def step(model, decode: Callable, rows: int, context: int) -> Callable:
-    settings, token = Sampling.make(rows, temperature=0.0), torch.zeros(rows, dtype=torch.int64)
-    position = torch.full((rows,), context)
-    return lambda: decode(model, token, position, None, settings, None).tolist()
-
-
-def products(model) -> Callable:
+def products(model) -> Callable[[], float]:
     """All of one step, of one row."""
     c, layers = model.config, [(model.head, model.config.dim)]
     for block in model.blocks:
@@ -70,42 +50,42 @@ def products(model) -> Callable:
         layers += [(block.attention.qkv, c.dim), (block.attention.out, c.n_head * c.head_dim)]
         layers += [(up, c.dim), (block.mlp.down, c.hidden_dim)]
     xs = [torch.randn(1, K).to(BF16) for _, K in layers]
-    return lambda: [layer(x) for (layer, _), x in zip(layers, xs)]
+    return lambda: measure.seconds(lambda: [layer(x) for (layer, _), x in zip(layers, xs)], TIMES)
 
 
-def draw(settings: dict, rows: int, V: int) -> Callable:
-    made = Sampling.make(rows, temperature=0.8, **settings)
-    logits, position = 3 * torch.randn(rows, V).to(BF16), torch.full((rows,), SHORT)
-    return partial(torch.compile(sample, fullgraph=True), logits, made, position)
+def draw(settings: dict, rows: int, V: int) -> Callable[[], float]:
+    sampling = Sampling.make(rows, V)
+    for row in range(rows):
+        sampling.set_row(row, SamplingParams(temperature=0.8, seed=row, **settings), [])
+    logits, drafted = 3 * torch.randn(rows, 1, V).to(BF16), torch.zeros(rows, 0, dtype=torch.int64)
+    arguments = logits, torch.arange(rows), torch.full((rows,), SHORT), drafted, sampling
+    return lambda: measure.seconds(lambda: sample(*arguments), TIMES) / rows
 
 
 def make_cases(args, directory: Path) -> tuple[dict[str, Callable], dict]:
     """What a round times, by name, and how many bytes are in it."""
-    compiled, V = compiled_steps(decoding=True, prefilling=False).decode, read_config(directory).vocab_size
-    one, long, many = (make_model(directory, *sizes) for sizes in ((1, 512), (1, args.cache), (ROWS, 512)))
+    one, long, many = (make_engine(args, directory, *sizes) for sizes in ((1, 512), (1, args.cache), (ROWS, 512)))
     cases = {
-        "short": step(one, compiled, 1, SHORT),
-        "short, long cache": step(long, compiled, 1, SHORT),
-        "long": step(long, compiled, 1, args.context),
-        "rows": step(many, compiled, ROWS, SHORT),
-        "products": products(one),
+        "short": step(one, SHORT),
+        "short, long cache": step(long, SHORT),
+        "long": step(long, args.context),
+        "rows": step(many, SHORT),
+        "products": products(one.model),
     }
-    cases |= {(name, rows): draw(how, rows, V) for rows in (1, ROWS) for name, how in DRAWS.items()}
-    kv = kv_bytes(long, [args.context + 1]) - kv_bytes(long, [SHORT + 1])
-    return cases, {"weight_bytes": weight_bytes(one, 1), "further_kv_bytes": kv}
+    V = one.model.config.vocab_size
+    cases |= {f"{how}, {rows}": draw(DRAWS[how], rows, V) for rows in (1, ROWS) for how in DRAWS}
+    further = kv_bytes(long.model, [args.context]) - kv_bytes(long.model, [SHORT])
+    return cases, {"weight_bytes": weight_bytes(one.model, 1), "further_kv_bytes": further}
 
 
 @torch.no_grad()
-def measure(args, directory: Path) -> dict:
+def measure_format(args, directory: Path) -> dict:
     cases, sizes = make_cases(args, directory)
-    rounds = []
-    for i in range(args.rounds + 1):
-        print_status(f"round {i} of {args.rounds}" if i else "warm-up")
-        rounds.append({name: seconds(work) for name, work in cases.items()})
-    rounds = rounds[1:]
+    times, _ = measure.take_turns(cases, args.rounds)
+    rounds = [dict(zip(times, each)) for each in zip(*times.values())]
 
-    def middle(of: Callable) -> float:
-        return median(of(times) for times in rounds)
+    def middle(of: Callable[[dict], float]) -> float:
+        return median(map(of, rounds))
 
     def growth(t: dict) -> float:
         rate = sizes["weight_bytes"] / t["short, long cache"]
@@ -119,44 +99,37 @@ def measure(args, directory: Path) -> dict:
         "cache": middle(lambda t: t["short, long cache"] / t["short"]),
         "rows": middle(lambda t: t["rows"] / t["short"]),
     }
-    draws = [
-        {"how": name, "rows": rows, "s_per_row": middle(lambda t, case=(name, rows): t[case]) / rows}
-        for name in DRAWS
-        for rows in (1, ROWS)
-    ]
-    return found | {"draws": draws, "rounds": [{str(k): s for k, s in times.items()} for times in rounds]}
+    draws = [(how, rows) for how in DRAWS for rows in (1, ROWS)]
+    found["draws"] = [{"how": h, "rows": n, "s_per_row": middle(lambda t, n=n, h=h: t[f"{h}, {n}"])} for h, n in draws]
+    return found | {"rounds": rounds}
 
 
 def print_result(args, format: str, found: dict):
     step_ms, products_ms = found["step_s"] * 1e3, found["products_s"] * 1e3
     print(f"{format}: a step {step_ms:.2f} ms, its products by themselves {products_ms:.2f}")
     print(f"  at {args.context} tokens {found['context']:.2f}x what the further keys and values take to read")
-    print(f"  with a cache of {args.cache} slots {found['cache']:.3f}x, with {ROWS} rows {found['rows']:.2f}x the time")
+    print(f"  with a cache of {args.cache} {found['cache']:.3f}x, with {ROWS} rows {found['rows']:.2f}x the time")
     for row in found["draws"]:
         print(f"  drawing by {row['how']}, rows: {row['rows']}: {row['s_per_row'] * 1e3:.2f} ms a row")
 
 
 def main():
-    count = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, out = parser.add_argument, ROOT / "benchmarks" / "results" / "step_cpu.json"
-    add("--checkpoint_path", help="whatever generate.py takes (SmolLM2-135M-Instruct)")
-    formats = ("bf16", "int8", "int4")
-    add("--formats", nargs="+", choices=formats, default=formats, help="bf16, int8, int4 (all)")
+    parser = measure.make_parser(__doc__, rounds=7)
+    add = parser.add_argument
+    add("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="bf16, int8, int4 (all)")
     add("--context", type=count, default=4096, help="tokens (4096)")
-    add("--cache", type=count, default=8192, help="slots (8192)")
-    add("--rounds", type=count, default=7, help="that count (7)")
-    add("--out", type=Path, default=out, help="the JSON file")
+    add("--cache", type=count, default=8192, help="positions (8192)")
+    add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
-    if not SHORT < args.context < args.cache:
-        raise UserError(f"--context {args.context} must be above {SHORT} and below --cache {args.cache}")
+    if not SHORT < args.context < args.cache - TIMES:
+        raise UserError(f"--context {args.context} must be above {SHORT} and {TIMES} below --cache {args.cache}")
     keep_freed_memory()
-    directory, result = ensure_checkpoint(args.checkpoint_path), {}
+    directory = ensure_checkpoint(args.checkpoint_path)
+    result = measure.about_run() | {"model": directory.name, "context": args.context, "cache": args.cache}
     for format in args.formats:
-        result[format] = measure(args, directory if format == "bf16" else quantized(directory, format))
+        result[format] = measure_format(args, measure.quantized(directory, format))
         print_result(args, format, result[format])
-    about = {"model": directory.name, "context": args.context, "cache": args.cache}
-    args.out.write_text(json.dumps(circumstances(torch.device("cpu"), []) | about | result, indent=1) + "\n")
+    measure.save(result, args.out, "step")
 
 
 if __name__ == "__main__":

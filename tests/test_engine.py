@@ -141,7 +141,7 @@ def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, for
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
-    """Within prefill; what decode writes may differ in last bits. torch promises nothing of the kind: this probes it."""
+    """Within prefill; what decode writes may differ in last bits. torch does not promise it: this probes it."""
     model = models(dtype=dtype)
     prompts = random_prompts([90, 61, 35, 17, 8])
 
@@ -445,17 +445,6 @@ def test_a_follower_does_what_the_first_rank_does(models):
     assert [row.request for row in follower.rows] == [None] * 3
     for row, expected in zip(follower.rows, held):
         assert torch.equal(cache_of(model, row.index, len(row.tokens)), expected)
-
-
-def test_an_idle_engine_keeps_the_others_company(models, monkeypatch):
-    plans = []
-    engine = Engine(models(), 1, LENGTH, ranks=Recorder(0, plans))
-    with engine.idle():
-        engine_module.time.sleep(2.5)
-    assert len(plans) == 2
-    engine.close()
-    follower = Engine(models(), 1, LENGTH, ranks=Recorder(1, plans))
-    follower.follow()
 
 
 # ---------------------------------------------------------------- compiled

@@ -2,7 +2,7 @@
 by which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register theirs; the dispatcher picks by the tensors' device.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, quantized weights, top-k and top-p. Knows nothing of models or files. Shapes are named as in model.py: B rows,
+has, quantized weights, top-k and top-p, noise. Knows nothing of models or files. Shapes are named as in model.py: B rows,
 S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K columns
 (inputs), G groups of columns.
 
@@ -287,6 +287,42 @@ def top_mass(order, mass, target):
     lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all that is inside is equal by now
     ties = mass * inside
     return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
+
+
+def float_to_sortable_int(x):
+    """float32 to int64 in [0, 2^32), in the same order exactly."""
+    bits = (x + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0: they are equal
+    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # negative floats count downwards
+
+
+# ---------------------------------------------------------------- noise
+
+
+def exponential_noise(seed, position, ids, stream=0):
+    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them.
+
+    stream separates uses that need noise of their own at the same position.
+    """
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    keys = []
+    for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits
+        key = low ^ start
+        for value in (high, position, torch.full_like(position, stream)):
+            key = scramble(key) ^ value
+        keys.append(scramble(key))
+    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # 32 bits each
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)  # fine-grained near zero, where races are won
+
+
+def scramble(x):
+    """A bijection of 32-bit numbers, held in int64, that flips each output bit half the time for any input bit.
+
+    Its constants (the "lowbias32" search of hash-prospector) are below 2^31, so that no product leaves int64.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
 
 
 # ---------------------------------------------------------------- the AMX guard

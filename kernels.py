@@ -2,9 +2,9 @@
 by which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register theirs; the dispatcher picks by the tensors' device.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, quantized weights, top-k and top-p, noise. Knows nothing of models or files. Shapes are named as in model.py: B rows,
-S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K columns
-(inputs), G groups of columns.
+has, quantized weights, top-k and top-p, noise. Knows nothing of models or files. Shapes are named as in model.py: B
+rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K
+columns (inputs), G groups of columns.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """

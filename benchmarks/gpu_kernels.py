@@ -33,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from decode import ROOT, circumstances, copy_bandwidth
-from torch import nn
+from torch import nn, ops
 from torch.nn.functional import scaled_dot_product_attention as SDPA
 
+import kernels
 import kernels_triton as kt
 from cli import ArgumentParser, UserError, print_status, run_command
 from linear import LINEAR
-from model import alibi_slopes
+from model import Linear, alibi_slopes
 
 BF16 = torch.bfloat16
 FORMATS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
@@ -101,12 +102,10 @@ def copies(size: int, device: torch.device) -> int:
 
 
 def random_layer(format: str, N: int, K: int, device: torch.device) -> nn.Module:
-    """nn.Linear, Int8Linear or Int4Linear of random numbers."""
-    if format == "bf16":
-        return nn.Linear(K, N, False, device=device, dtype=BF16).requires_grad_(False)
+    """A model's Linear, Int8Linear or Int4Linear, of random numbers."""
     with torch.device(device):
-        layer = LINEAR[format](K, N, False, FORMATS[format][1])
-    for tensor in layer.buffers():
+        layer = Linear(K, N, False).to(BF16) if format == "bf16" else LINEAR[format](K, N, False, FORMATS[format][1])
+    for tensor in layer.state_dict().values():
         tensor.normal_(0, 0.01) if tensor.is_floating_point() else tensor.random_(-128 if format == "int8" else 0, 127)
     return layer
 
@@ -119,14 +118,14 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
             plain = random_layer(format, N, K, device)
             size = sum(tensor.nbytes for tensor in plain.state_dict().values())
             plains = [plain] + [random_layer(format, N, K, device) for _ in range(copies(size, device) - 1)]
-            ours = [kt.GpuLinear(layer) for layer in plains]
+            ours = plains if format == "bf16" else [kt.PackedLinear(layer) for layer in plains]
             gated = name == "gate_up"  # ours with SwiGLU, as a model has it; torch's without
             if tuning:
                 tune(ours, bits, group, N, K, gated, device)
             for M in sizes["rows"]:
                 x = torch.randn(M, K, device=device, dtype=BF16)
                 row = {"name": f"{format} {name} {K}x{N}", "rows": M, "bytes": size}
-                row["ours_s"] = seconds([partial(layer, x, gated=gated) for layer in ours])
+                row["ours_s"] = seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in ours])
                 torch.compiler.reset()
                 row["torch_s"] = seconds([partial(compiled_call(device), layer, x) for layer in plains])
                 found.append(row)
@@ -150,7 +149,7 @@ def tune(layers: list, bits: int, group: int, N: int, K: int, gated: bool, devic
     for tiles in space:
         kt.choose = lambda *shape, tiles=tiles: tiles
         try:
-            times.append(seconds([partial(layer, x, gated=gated) for layer in layers]))
+            times.append(seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]))
         except Exception as error:  # more shared memory or registers than there are
             if "out of resource" not in str(error):
                 raise
@@ -177,7 +176,7 @@ def decoding(sizes: dict, device: torch.device) -> list[dict]:
         pairs = caches(sizes, min(copies(size, device), 24), device)
 
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
-        row["ours_s"] = seconds([partial(kt.ops.attention, q, k, v, at, None, None, None) for k, v in pairs])
+        row["ours_s"] = seconds([partial(ops.fastpath.attention, q, k, v, at, None, None, None) for k, v in pairs])
         live = [(k[:, :, :length], v[:, :, :length]) for k, v in pairs]
         row["torch_s"] = seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])
         found.append(row)
@@ -193,7 +192,7 @@ def prefilling(sizes: dict, device: torch.device) -> list[dict]:
         k, v = (torch.randn(1, K, S + 8, E, device=device, dtype=BF16) for _ in range(2))
         at, flops = torch.arange(S, device=device)[None], 2 * S * S * H * E
         row = {"name": f"attention, prefill of {S}", "rows": S, "flops": flops}
-        row["ours_s"] = seconds([partial(kt.ops.attention, q, k, v, at, None, None, None)] * 2)
+        row["ours_s"] = seconds([partial(ops.fastpath.attention, q, k, v, at, None, None, None)] * 2)
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
         row["torch_s"] = seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)
         found.append(row)
@@ -215,7 +214,7 @@ def fusing(sizes: dict, device: torch.device) -> list[dict]:
 
     row = {"name": f"mask, ALiBi, softmax of {S}", "rows": S, "flops": 4 * S * S * H * E}
     tokens = q.transpose(1, 2).contiguous()
-    row["ours_s"] = seconds([partial(kt.ops.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
+    row["ours_s"] = seconds([partial(ops.fastpath.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
     row["torch_s"] = seconds([partial(unfused, q, k, v)] * 2)
     if device.type == "cuda":
         row["compiled_s"] = seconds([partial(torch.compile(unfused, dynamic=False), q, k, v)] * 2)
@@ -226,12 +225,12 @@ def packing(sizes: dict, device: torch.device) -> list[dict]:
     found = []
     for format in ("int8", "int4"):
         layers = [random_layer(format, N, K, device) for N, K in sizes["products"].values()]
-        kt.GpuLinear(layers[0])  # the first call loads what it needs
+        kt.PackedLinear(layers[0])  # the first call loads what it needs
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         for layer in layers:
-            kt.GpuLinear(layer)
+            kt.PackedLinear(layer)
         if device.type == "cuda":
             torch.cuda.synchronize()
         names = ", ".join(sizes["products"])
@@ -258,6 +257,8 @@ def main():
     args = parser.parse_args()
     if not (args.smoke or torch.cuda.is_available()):
         raise UserError("there is no GPU that torch can use; --smoke runs tiny sizes without one")
+    if args.smoke:
+        kt.register(kernels.LIBRARY, "CPU")
     device, sizes = torch.device("cpu" if args.smoke else "cuda"), SMOKE if args.smoke else FULL
     torch.manual_seed(0)
     with torch.no_grad():

@@ -34,8 +34,7 @@ def define(schema, fake=None):
 
 
 def has_kernels(device):
-    """Whether the operations on this device are ours; else the references in this file run, and torch.compile sees
-    through them."""
+    """Whether operations on this device are ours; else the references run, and torch.compile sees through them."""
     return device.type in DEVICES_WITH_KERNELS
 
 
@@ -139,8 +138,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). Up to MAX_DECODE_TOKENS rows read each weight
-    once; with more tokens a row, x (B,S,K), all implementations are torch's."""
+    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). With S > MAX_DECODE_TOKENS all are torch's."""
     if has_kernels(x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -168,22 +166,20 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- what only one kind of device has
 #
-# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in the device's own layout.
+# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in a layout of their own.
 
-# CPU: exact: activations are not quantized to 8 bits. A block is prepared once, and its handle stands for its weights.
+# CPU. exact: activations are not quantized to 8 bits. A handle stands for a block's weights, prepared once.
 define(
     "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
-    lambda x, weight, scales, groupsize, bias, N, exact: empty_with_columns(x, N),
+    lambda x, *rest: empty_with_columns(x, rest[-2]),
 )
 define(
     "linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
     " -> Tensor",
-    lambda x, weight, scales, mins, groupsize, bias, N, exact: empty_with_columns(x, N),
+    lambda x, *rest: empty_with_columns(x, rest[-2]),
 )
-define(
-    "prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
-    "bool exact) -> int"
-)
+BLOCK_SETTINGS = "int? window, float eps, bool gated, bool post_norm_residual, bool exact"
+define(f"prepare_block(Tensor?[] weights, int[] sizes, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
@@ -191,7 +187,7 @@ define(
     empty_like_first,
 )
 
-# GPU: a product with what goes along with it, RMSNorm before, bias, SwiGLU and residual after; RoPE and cache write.
+# GPU. A product with RMSNorm before it, bias, SwiGLU and residual after it; RoPE with the write to the caches.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int group, bool gated, float eps) -> Tensor",

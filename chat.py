@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 
 from cli import UserError, has_colours, print_status
-from engine import Engine, Request, check_prompt
+from engine import Engine, Plan, Request, check_prompt
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -134,7 +134,7 @@ class Session:
         turns = [turn for turn in self.turns if turn.new_tokens]
         kept = sum(turn.cached_tokens for turn in turns)
         read, written = sum(len(turn.prompt) for turn in turns) - kept, sum(len(turn.new_tokens) for turn in turns)
-        read_s = sum(turn.times.first_token - turn.times.started for turn in turns)
+        read_s = sum(turn.times["first_token"] - turn.times["started"] for turn in turns)
         written_s = sum(map(decode_seconds, turns))
         held = max(len(row.tokens) for row in self.engine.rows)
         lines = [f"turns: {len(self.turns)}", f"context: {held} of {self.context} tokens in the cache"]
@@ -145,7 +145,7 @@ class Session:
 
 
 def decode_seconds(turn: Request) -> float:
-    return turn.times.finished - turn.times.first_token
+    return turn.times["finished"] - turn.times["first_token"]
 
 
 def rate(tokens: int, seconds: float) -> str:
@@ -182,7 +182,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 line = first.pop(0)
                 print_status(f"> {line}", dim=True)
             else:
-                with session.engine.idle():
+                with idle(session.engine):
                     line = read_line()
                 if line is None:
                     return
@@ -202,6 +202,11 @@ def chat(session: Session, first: Iterable[str] = ()):
             print_status(f"error: {error}", dim=True)
         except KeyboardInterrupt:
             print_status("\n(/exit or Ctrl-D leaves)", dim=True)
+
+
+def idle(engine: Engine):
+    """A context for waiting, within which other ranks get an empty plan every second, so that nothing times out."""
+    return nullcontext() if engine.ranks is None else engine.ranks.repeat(Plan)
 
 
 def handle_command(session: Session, command: str, rest: str):

@@ -1,6 +1,6 @@
 """Checkpoint directories: config.json, model.safetensors (in shards above 5 GB), the tokenizer's files.
 
-Read `read_config` and `read_model` for the way in, `Writer` for the way out. Only safetensors is ever written.
+Read `read_config` and `read_model` for reading, `Writer` for writing. Only safetensors is ever written.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, progress_bar
+from cli import UserError, available_memory, progress_bar
 from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
@@ -58,7 +58,7 @@ def read_config(directory: Path) -> Config:
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How a checkpoint directory's weights are quantized; None where they are not."""
+    """How a checkpoint directory's weights are quantized, or None."""
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
     try:
@@ -73,7 +73,7 @@ def read_quantization(directory: Path) -> Quantization | None:
 
 
 def make_config(path: Path, **fields) -> Config:
-    """A Config of these fields, as JSON has them; UserError, naming the file they are from, where they make none."""
+    """A Config of fields as JSON has them. UserError, with the file that they are from, if they make none."""
     try:
         if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
             scaling = dict(fields["rope_scaling"])
@@ -86,7 +86,7 @@ def make_config(path: Path, **fields) -> Config:
 
 
 def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file; UserError, with the tensor, where it is cut short."""
+    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is cut short."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -108,17 +108,17 @@ def safetensors_header(path: Path) -> dict[str, dict]:
 
 
 def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
-    """One tensor of a safetensors file, or the part (a tp.Part) of it, in memory of its own.
+    """A copy of one tensor of a safetensors file, or of a part of it (a tp.Slice).
 
-    The file is opened anew for each: the library maps it, and pages once touched stay with the process until the
-    mapping goes, so that reading through one handle would hold the whole file besides the copies.
+    The file is opened for each tensor: the library maps it, and pages that were read stay in the process until the
+    mapping is closed, so that one handle for all tensors would hold the whole file besides the copies.
     """
     with safe_open(path, "pt") as file:
         return (file.get_tensor(name) if part is None else part.of(file.get_slice(name))).clone()
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """tensor name -> the safetensors file that holds it, by the index where there is one."""
+    """tensor name -> the safetensors file that holds it, by the index if there is one."""
     index = directory / INDEX
     if not index.exists():
         path = directory / "model.safetensors"
@@ -143,18 +143,18 @@ def empty_model(config: Config, quantization: Quantization | None = None) -> Tra
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-    """Bytes of all weights, those that are not quantized in dtype."""
+    """Bytes of all weights, with those that are not quantized in dtype."""
     state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """weight_files, once it is sure that they hold these tensors (on meta; float32 stands for any float), no others."""
+    """weight_files, after a check that they hold exactly these tensors (on meta; float32 stands for any float)."""
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
     if unknown := sorted(files.keys() - expected.keys()):
-        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which config.json leaves no place for")
+        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which the model of config.json does not have")
     for path in dict.fromkeys(files.values()):
         for name, entry in safetensors_header(path).items():
             tensor = expected[name]
@@ -168,10 +168,10 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
 
 def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
-    """The checkpoint's model with its weights on device, without caches; one tensor in memory besides it.
+    """The checkpoint's model with its weights on device, without caches and kernels.
 
-    What is not quantized gets `dtype`, in which the model then computes. shard: a tp.Shard, of whose part of the model
-    no more is read.
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor
+    is in memory. shard: a tp.Shard; then only its share of the model is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -186,41 +186,16 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
             weights[name] = read_tensor(files[name], name, part).to(device=device, dtype=kind)
             bar.update(weights[name].nbytes)
     model.load_state_dict(weights, assign=True)
-    del weights
     if shard is not None:
         shard.connect(model)
     return model.eval()
 
 
-def available_memory(device) -> int:
-    """Bytes that can still be allocated on a device, swap left out; on Linux a control group's limit counts too."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used, stat = (
-            Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
-        if limit.strip() == "max":
-            return free
-        cached = [
-            int(line.split()[1]) for line in stat.splitlines() if line.split()[0] in ("active_file", "inactive_file")
-        ]
-        return min(free, int(limit) - int(used) + sum(cached))  # cached files make room when needed
-    except (OSError, ValueError):
-        return free
-
-
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
-    """Refuse, with both numbers, a model whose weights and caches (cache_tokens over all rows) cannot fit on device;
-    portion: of a model that is split over ranks, what this device has."""
+    """Refuse, with both numbers, a model whose weights and caches do not fit on device.
+
+    cache_tokens: the positions of all rows together. portion: the fraction of a split model that is on this device.
+    """
     weights = weight_bytes(config, dtype, quantization) * portion
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
     free = available_memory(device)
@@ -236,9 +211,9 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 
 
 class ShardFile:
-    """A safetensors file to which tensors are written as they come; the header goes into the room left before them."""
+    """A safetensors file to which tensors are written as they come. Room is left before them for the header."""
 
-    ROOM = 1 << 18  # bytes of header, which spaces fill up: as the format allows, and enough for 2,000 tensors
+    ROOM = 1 << 18  # bytes, enough for 2,000 tensors; the format allows the header to be padded with spaces
 
     def __init__(self, path: Path):
         self.file, self.size = open(path, "wb"), 0  # noqa: SIM115
@@ -247,7 +222,7 @@ class ShardFile:
         self.file.write(b" " * (8 + self.ROOM))
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether there is room for a tensor besides what there is; for a first one there always is."""
+        """Whether there is room for another tensor. For a first one there always is."""
         header = self.header_size + len(json.dumps({name: self._entry(tensor)}))
         return not self.header or (header <= self.ROOM and self.size + tensor.nbytes <= SHARD_BYTES)
 
@@ -269,16 +244,16 @@ class ShardFile:
 
 
 class Writer:
-    """Writes a checkpoint directory so that it is there whole or not at all: use it in a with statement.
+    """Writes a checkpoint directory that is complete or does not exist: use it in a with statement.
 
-    Everything goes into a directory beside the target (`self.path`), which takes the target's name at the end of the
-    block; an exception, Ctrl-C or SIGTERM removes it. Tensors are written as they come; none is held.
+    Everything goes into a directory beside the target (`self.path`), which is renamed to the target at the end of the
+    block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written as they come; none is kept in memory.
     """
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
-        self.target = Path(target).resolve()  # `.` gets a name, a link what it stands for
+        self.target = Path(target).resolve()  # `.` becomes a name, a link what it points to
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
-        self.replace = replace  # a checkpoint that is there by now, made by another process perhaps; else it stays
+        self.replace = replace  # a checkpoint that exists at the end, perhaps made by another process; else keep it
         self.path = self.target.parent / f".{self.target.name}.{os.getpid()}.tmp"
         self.shards: list[ShardFile] = []  # the last one still open
 
@@ -299,7 +274,7 @@ class Writer:
         return self
 
     def add(self, name: str, tensor: torch.Tensor):
-        """Write one tensor, into a new shard where this one has its 5 GB."""
+        """Write one tensor, into a new shard if this one would exceed 5 GB."""
         if not self.shards or not self.shards[-1].takes(name, tensor):
             if self.shards:
                 self.shards[-1].close()
@@ -356,14 +331,14 @@ class Writer:
 
 
 def copy_tokenizer(source: Path, writer: Writer):
-    """Take a checkpoint directory's tokenizer over as it is."""
+    """Copy a directory's tokenizer files as they are."""
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, writer.path / name)
 
 
 def is_replaceable(path: Path) -> bool:
-    """An empty directory, or a checkpoint directory of ours."""
+    """Whether a path is an empty directory, or a checkpoint directory of ours."""
     if not path.is_dir():
         return False
     config = path / "config.json"
@@ -371,8 +346,10 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete what earlier writers of this target left when they were killed outright, but put a checkpoint back that
-    one of them had moved out of the way."""
+    """Delete what earlier writers of this target left behind when they were killed by SIGKILL.
+
+    A checkpoint that one of them had moved out of the way is put back.
+    """
     for path in target.parent.glob(f".{target.name}.*.tmp"):
         process = path.name.split(".")[-2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():

@@ -1,4 +1,4 @@
-"""What every command of this project shares: errors in one line, options, messages, and the memory of the process.
+"""What every command of this project shares: errors in one line, options, messages, and memory.
 
 Read `run_command` first: it runs a command's main() and turns what can go wrong into exit codes. Knows nothing of
 models, and is the only file that every other file may import.
@@ -7,6 +7,7 @@ models, and is the only file that every other file may import.
 import argparse
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -155,7 +156,47 @@ class Stopwatch:
             print_status(f"{self.what}: {self.seconds:.1f} s")
 
 
-# ---------------------------------------------------------------- memory of the process (glibc)
+# ---------------------------------------------------------------- memory
+
+
+def available_memory(device) -> int:
+    """Bytes that can still be allocated on a device, swap left out. On Linux a control group's limit counts, too."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # cached files make room when needed
+        return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
+    except (OSError, ValueError, KeyError):
+        return free
+
+
+def peak_memory(device) -> int:
+    """The most bytes in use so far: of the whole process on CPU, of what torch allocated on other devices."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:  # getrusage would include the memory of the parent process before it started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def keep_freed_memory():

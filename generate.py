@@ -198,7 +198,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     engine.clear()  # so that every sample reads its prompts, and is measured alike
     generate(engine, requests)
     if n == 0:
-        engine.timing.first_token_s = max(request.times.first_token - request.times.added for request in requests)
+        engine.timing.first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
     for row, stream in enumerate(streams):
         show(row, stream.add((), last=True))
     if streaming:

@@ -1239,35 +1239,49 @@ struct Edge {
   int64_t above;  // the mass of those that are larger
 };
 
-// The shortest run of the largest entries whose masses (null: 1 each) reach target, which all of them do. A histogram
-// over 256 parts of their range finds the part in which it ends, and so on in that part. Overwrites both arrays.
+// The shortest run of the largest entries whose masses (null: 1 each) reach target, which all of them do. Halves the
+// range in which the run ends until it is one number, and keeps only what lies in it. Overwrites both arrays.
 Edge run_to(int64_t target, uint32_t* orders, int64_t* masses, int64_t n) {
-  const auto [least, most] = std::minmax_element(orders, orders + n);
-  uint32_t low = *least;
-  uint64_t range = uint64_t(*most) - low + 1;
+  __m512i least = _mm512_set1_epi32(orders[0]), most = least;
+  for (int64_t i = 0; i < n; i += LANES) {
+    const __m512i order = _mm512_loadu_si512(orders + i);
+    least = _mm512_mask_min_epu32(least, first(n - i), least, order);
+    most = _mm512_mask_max_epu32(most, first(n - i), most, order);
+  }
+  uint32_t low = _mm512_reduce_min_epu32(least), high = _mm512_reduce_max_epu32(most);
   int64_t above = 0;
-  while (range > 1) {
-    int shift = 0;
-    while ((range - 1) >> shift > 255) shift++;
-    int64_t histogram[4][256] = {};  // of every fourth, so that one sum need not wait for the last
-    for (int64_t i = 0; i < n; i++) histogram[i % 4][(orders[i] - low) >> shift] += masses ? masses[i] : 1;
-    int64_t edge = (range - 1) >> shift;
-    auto total = [&] { return histogram[0][edge] + histogram[1][edge] + histogram[2][edge] + histogram[3][edge]; };
-    for (; edge > 0 && above + total() < target; edge--) above += total();
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2 + 1;
+    const __m512i bound = _mm512_set1_epi32(middle);
+    __m512i sums = _mm512_setzero_si512();
+    int64_t upper = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+      const __mmask16 in = _mm512_mask_cmpge_epu32_mask(first(n - i), _mm512_loadu_si512(orders + i), bound);
+      if (!masses) {
+        upper += __builtin_popcount(in);
+        continue;
+      }
+      sums = _mm512_mask_add_epi64(sums, in, sums, _mm512_loadu_si512(masses + i));
+      sums = _mm512_mask_add_epi64(sums, in >> 8, sums, _mm512_loadu_si512(masses + i + 8));
+    }
+    upper += _mm512_reduce_add_epi64(sums);
+    const bool up = above + upper >= target;
+    up ? low = middle : (above += upper, high = middle - 1);
     int64_t inside = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-      const __m512i order = _mm512_maskz_loadu_epi32(first(n - i), orders + i);
-      const __m512i part = _mm512_srli_epi32(_mm512_sub_epi32(order, _mm512_set1_epi32(low)), shift);
-      const __mmask16 here = _mm512_mask_cmpeq_epi32_mask(first(n - i), part, _mm512_set1_epi32(edge));
-      _mm512_mask_compressstoreu_epi32(orders + inside, here, order);
-      for (int j = 0; masses && j < LANES; j += 8) {
-        const __mmask8 half = here >> j;
-        _mm512_mask_compressstoreu_epi64(masses + inside, half, _mm512_maskz_loadu_epi64(half, masses + i + j));
-        inside += __builtin_popcount(half);
+      const __m512i order = _mm512_loadu_si512(orders + i);
+      const __mmask16 there = first(n - i), in = _mm512_cmpge_epu32_mask(order, bound);
+      const __mmask16 kept = there & (up ? in : ~in);
+      const int lower = __builtin_popcount(kept & 0xff), count = __builtin_popcount(kept);
+      _mm512_storeu_si512(orders + inside, _mm512_maskz_compress_epi32(kept, order));
+      if (masses) {
+        const __m512i a = _mm512_loadu_si512(masses + i), b = _mm512_loadu_si512(masses + i + 8);
+        _mm512_storeu_si512(masses + inside, _mm512_maskz_compress_epi64(kept, a));
+        _mm512_storeu_si512(masses + inside + lower, _mm512_maskz_compress_epi64(kept >> 8, b));
       }
-      inside += masses ? 0 : __builtin_popcount(here);
+      inside += count;
     }
-    n = inside, low += edge << shift, range = uint64_t(1) << shift;
+    n = inside;
   }
   return {from_sortable(low), above};
 }

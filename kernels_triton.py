@@ -1,7 +1,7 @@
 """The kernels of kernels.py for GPUs, in Triton, and how a loaded model comes to call them.
 
 Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
-operations as torch sees them, the layers, `install`. What each computes is said in kernels.py and model.py. Shapes are
+operations, packing, `install`, the fused block. What each computes is said in kernels.py and model.py. Shapes are
 named as there; further G query heads of a key/value head, M rows of activations, N outputs, K columns of a matrix.
 
 **Attention.** BLOOM's story wrote one kernel by hand, for these two lines:
@@ -42,12 +42,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from kernels import spread, unpack_nibbles
+import sampling
+from kernels import DEVICES_WITH_KERNELS, LIBRARY, MAX_DECODE_TOKENS, spread, unpack_nibbles
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
-from model import Attention, Block, Embedding, Transformer
+from model import Block, Config, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
-SMALL_S = 16  # new tokens a row up to which reading is what takes the time
 TILE_M = tl.constexpr(8)  # rows of activations in a tile: what a tensor core takes, fewer are filled up with zeros
 QUERIES = tl.constexpr(32)  # queries in a tile of decode: heads of a group times tokens
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
@@ -57,11 +57,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 
 
 @triton.jit
-def product(a, b, total):
-    """total + a b, summed in float32; of float32 numbers exactly. The interpreter knows no bfloat16."""
+def product(a, b, acc):
+    """acc + a b, summed in float32; of float32 numbers exactly. The interpreter knows no bfloat16."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 # ---------------------------------------------------------------- attention: kernels.attention
@@ -69,15 +69,15 @@ def product(a, b, total):
 
 @triton.jit
 def attend(
-    q, total, top, size, k_base, v_base, pos, slope, chunk, stop, first, last, scale, window, E,
+    q, acc, m, l, k_base, v_base, pos, slope, chunk, stop, first, last, scale, window, E,
     STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Go over chunks of slots, from `chunk` to before `stop` in steps; carry on the softmax of each query.
 
-    q (Q,BLOCK_E); total (Q,BLOCK_E) sums exp(score - top) * v, size (Q,) exp(score - top), top (Q,) is the largest
-    score so far, in units of log 2. first, last: between them lies what some query of the tile sees. MASKED: not every
-    slot of these chunks is seen by all.
+    q (Q,BLOCK_E). m (Q,) is the largest score so far, in units of log 2; l (Q,) the sum of exp(score - m), and acc
+    (Q,BLOCK_E) that of exp(score - m) v. first, last: between them lies what some query of the tile sees. MASKED: not
+    every slot of these chunks is seen by all.
     """
     e = tl.arange(0, BLOCK_E)
     for c in range(chunk, stop, STEP):
@@ -93,15 +93,15 @@ def attend(
             if WINDOW:
                 visible &= t[None, :] > pos[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf would be NaN
+        new_m = tl.maximum(m, tl.max(scores, 1))
+        finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: -inf - -inf would be NaN
         weights = tl.exp2(scores - finite[:, None])
-        fade = tl.exp2(top - finite)
-        size = size * fade + tl.sum(weights, 1)
+        fade = tl.exp2(m - finite)
+        l = l * fade + tl.sum(weights, 1)
         v = tl.load(v_base + where, mask=inside, other=0.0)
-        total = product(weights.to(v.dtype), v, total * fade[:, None])
-        top = new_top
-    return total, top, size
+        acc = product(weights.to(v.dtype), v, acc * fade[:, None])
+        m = new_m
+    return acc, m, l
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Part of a row's chunks for a tile of queries of one key/value head: grid (SPLITS, tiles of queries, B * K).
 
-    Writes total to parts (B,S,H,SPLITS,E), top and size to stats (B,S,H,SPLITS,2).
+    Writes acc to parts (B,S,H,SPLITS,E), m and l to stats (B,S,H,SPLITS,2).
     """
     split, K = tl.program_id(0), H // GROUP
     b, head = tl.program_id(2) // K, tl.program_id(2) % K
@@ -136,19 +136,19 @@ def decode_kernel(
     begin = first // CHUNK
     chunk, stop = begin + (split + SPLITS - begin % SPLITS) % SPLITS, (last + CHUNK) // CHUNK
     place = place.to(tl.int64) * SPLITS + split
-    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    m = tl.full((QUERIES,), float("-inf"), tl.float32)
     if chunk < stop:  # else the range is empty
         row = tl.load(rows + b) if rows is not None else b
         base = (row.to(tl.int64) * K + head) * T * E
-        size, total = tl.zeros_like(top), tl.zeros((QUERIES, BLOCK_E), tl.float32)
-        total, top, size = attend(
-            q, total, top, size, k_cache + base, v_cache + base, pos, slope, chunk, stop, first, last, scale, window, E,
+        l, acc = tl.zeros_like(m), tl.zeros((QUERIES, BLOCK_E), tl.float32)
+        acc, m, l = attend(
+            q, acc, m, l, k_cache + base, v_cache + base, pos, slope, chunk, stop, first, last, scale, window, E,
             SPLITS, CHUNK, BLOCK_E, True, slopes is not None, WINDOW,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_E)
-        tl.store(parts + place[:, None] * E + e[None, :], total, mask=live[:, None] & (e < E)[None, :])
-        tl.store(stats + place * 2 + 1, size, mask=live)
-    tl.store(stats + place * 2, top, mask=live)
+        tl.store(parts + place[:, None] * E + e[None, :], acc, mask=live[:, None] & (e < E)[None, :])
+        tl.store(stats + place * 2 + 1, l, mask=live)
+    tl.store(stats + place * 2, m, mask=live)
 
 
 @triton.jit
@@ -156,13 +156,13 @@ def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
     """Put the parts of a query together: grid (B * S * H,). All SPLITS are summed, so that the order is always one."""
     place = tl.program_id(0).to(tl.int64)
     split, e = tl.arange(0, SPLITS), tl.arange(0, BLOCK_E)
-    top = tl.load(stats + (place * SPLITS + split) * 2)
-    seen = top > float("-inf")  # of the others nothing else was written
-    size = tl.load(stats + (place * SPLITS + split) * 2 + 1, mask=seen, other=0.0)
+    m = tl.load(stats + (place * SPLITS + split) * 2)
+    seen = m > float("-inf")  # of the others nothing else was written
+    l = tl.load(stats + (place * SPLITS + split) * 2 + 1, mask=seen, other=0.0)
     where = (place * SPLITS + split)[:, None] * E + e[None, :]
     part = tl.load(parts + where, mask=seen[:, None] & (e < E)[None, :], other=0.0)  # (SPLITS,BLOCK_E)
-    share = tl.where(seen, tl.exp2(top - tl.max(tl.where(seen, top, -1e38), 0)), 0.0)
-    whole = tl.sum(share * size, 0)
+    share = tl.where(seen, tl.exp2(m - tl.max(tl.where(seen, m, -1e38), 0)), 0.0)
+    whole = tl.sum(share * l, 0)
     y = tl.sum(share[:, None] * part, 0) / tl.where(whole > 0, whole, 1.0)  # padding sees nothing and gives zeros
     tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
 
@@ -187,26 +187,26 @@ def prefill_kernel(
     base = (row.to(tl.int64) * (H // GROUP) + h // GROUP) * T * E
     begin, stop = first // WIDTH, (last + WIDTH) // WIDTH
     full, ragged = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
-    top = tl.full((BLOCK_S,), float("-inf"), tl.float32)
-    size, total = tl.zeros_like(top), tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
+    m = tl.full((BLOCK_S,), float("-inf"), tl.float32)
+    l, acc = tl.zeros_like(m), tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     ALIBI: tl.constexpr = slopes is not None
     k, v = k_cache + base, v_cache + base
     if WINDOW:
         full = tl.minimum((tl.maximum(last - window + 1, 0) + WIDTH - 1) // WIDTH, stop)
         ragged = tl.maximum(ragged, full)
-        total, top, size = attend(
-            q, total, top, size, k, v, pos, slope, begin, full, first, last, scale, window, E,
+        acc, m, l = attend(
+            q, acc, m, l, k, v, pos, slope, begin, full, first, last, scale, window, E,
             1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
         )  # fmt: skip
-    total, top, size = attend(
-        q, total, top, size, k, v, pos, slope, full, ragged, first, last, scale, window, E,
+    acc, m, l = attend(
+        q, acc, m, l, k, v, pos, slope, full, ragged, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, False, ALIBI, WINDOW,
     )  # fmt: skip
-    total, top, size = attend(
-        q, total, top, size, k, v, pos, slope, ragged, stop, first, last, scale, window, E,
+    acc, m, l = attend(
+        q, acc, m, l, k, v, pos, slope, ragged, stop, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
     )  # fmt: skip
-    y = tl.where((pos >= 0)[:, None], total / tl.where(size > 0, size, 1.0)[:, None], 0.0)
+    y = tl.where((pos >= 0)[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     e = tl.arange(0, BLOCK_E)
     where = (place[:, None] + h) * E + e[None, :]
     tl.store(out + where, y.to(out.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
@@ -417,7 +417,7 @@ def matmul_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-# ---------------------------------------------------------------- positions and norms: model.rotate, nn.RMSNorm
+# ---------------------------------------------------------------- positions and norms: model.rotate, model.RMSNorm
 
 
 @triton.jit(do_not_specialize=["S", "T"])
@@ -521,23 +521,11 @@ def tuned(device: torch.device) -> dict:
         return {}
 
 
-# ---------------------------------------------------------------- the operations, as torch sees them
-
-LIBRARY = torch.library.Library("fastpath_gpu", "DEF")  # torch.library.custom_op would cost eager runs more
-SCHEMAS = {
-    "attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, "
-    "int? window) -> Tensor",
-    "linear": "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
-    "int N, int bits, int group, bool gated, float eps) -> Tensor",
-    "matmul": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int N, int bits, int group) -> Tensor",
-    "rotary": "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor input_pos, Tensor? rows, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
-    "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> Tensor",
-}
+# ---------------------------------------------------------------- the operations: kernels.py declares them
 
 
 def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
-    """kernels.attention, in two ways: up to SMALL_S new tokens a row split along T, more tiled along S."""
+    """kernels.attention, in two ways: up to MAX_DECODE_TOKENS new tokens a row split along T, more tiled along S."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
     group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
@@ -546,7 +534,7 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
     settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
-        if S <= SMALL_S:
+        if S <= MAX_DECODE_TOKENS:
             parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
             grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= decode_tiles(block, q.dtype)
@@ -572,8 +560,24 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
     return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
 
 
-def linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
-    """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up. Few rows."""
+def linear(x, weight, bias):
+    """kernels.linear; many rows are bound by arithmetic, where torch's own product is as good as any."""
+    if is_prefill(x):
+        return F.linear(x, weight, bias)
+    return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
+
+
+def is_prefill(x: Tensor) -> bool:
+    """Whether x (B,S,K) has many tokens a row; x (B,K) has one."""
+    return x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS
+
+
+def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
+    """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up.
+
+    norm (K,) is of an RMSNorm before it, residual (...,N) is added after it. Of many rows packed weights alone."""
+    if is_prefill(x):
+        return matmul(x, weight, scales, bias, N, bits, group)
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
     tiles = choose(bits, group, N, K, gated, x.device)
@@ -618,8 +622,15 @@ def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, 
     return out
 
 
+def rms_norm(x, weight, eps):
+    return norm(x, weight, None, eps, False)
+
+
+def layer_norm(x, weight, bias, eps):
+    return norm(x, weight, bias, eps, True)
+
+
 def norm(x, weight, bias, eps, centred):
-    """RMSNorm or LayerNorm over the last dimension."""
     x, D = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(D)
     warps = min(16, max(1, block // 512))
@@ -628,27 +639,175 @@ def norm(x, weight, bias, eps, centred):
     return out
 
 
-def like_first(x, *rest):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def register(library: torch.library.Library, device: str):
+    """Make these functions the operations of a kind of device, as torch's dispatcher names it."""
+    for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm):
+        library.impl(function.__name__, function, device)
 
 
-def declare():
-    """Tell torch the operations, and its compiler the shapes of what they return."""
-    fakes = {
-        "attention": like_first,
-        "linear": lambda x, weight, scales, bias, norm, residual, N, *rest: x.new_empty(*x.shape[:-1], N),
-        "matmul": lambda x, weight, scales, bias, N, *rest: x.new_empty(*x.shape[:-1], N),
-        "rotary": lambda qkv, *rest: qkv.new_empty(*qkv.shape[:2], rest[-2], rest[-3].shape[-1]),
-        "norm": like_first,
-    }
-    for name, fake in fakes.items():
-        LIBRARY.define(name + SCHEMAS[name])
-        LIBRARY.impl(name, globals()[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastpath_gpu::{name}", fake, lib=LIBRARY)
+register(LIBRARY, "CUDA")
+
+# ---------------------------------------------------------------- sampling: sampling.py
+#
+# A program draws one token. It reads its logits once for maximum and log-sum-exp, writes them after penalties to x
+# (B,S,V) float32 if the row is to be drawn from, and goes over that for each filter and for the draw.
 
 
-declare()
-ops = torch.ops.fastpath_gpu
+@triton.jit
+def scramble(x):
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF  # int64 or uint32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def noise_key(seed, position, start: tl.constexpr):
+    key = scramble((seed & 0xFFFFFFFF) ^ start) ^ ((seed >> 32) & 0xFFFFFFFF)
+    return scramble(scramble(scramble(key) ^ position)).to(tl.uint32)  # stream 0
+
+
+@triton.jit
+def exponential_noise(key, key_2, ids):
+    """-log(1 - u): up to u = 1/2 by the series of 2 atanh(u / (2 - u)), since log has no precision near 1."""
+    bits = scramble(scramble(ids.to(tl.uint32) ^ key) ^ key_2)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    s = u / (2 - u)
+    series = tl.zeros_like(u)
+    for i in tl.static_range(9):
+        series = series * (s * s) + 2 / (17 - 2 * i)
+    return tl.where(u <= 0.5, s * series, -tl.log(tl.where(u <= 0.5, 0.5, 1 - u)))
+
+
+@triton.jit
+def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of logits as integers in the same order, int64 as in sampling.float_to_sortable_int, and their masses."""
+    at = start + tl.arange(0, BLOCK)
+    logits = tl.load(x + at, mask=at < V, other=float("-inf"))
+    bits = (logits + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    order = (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2147483648
+    mass = (tl.exp((logits - largest) * inverse) * 2.0**40).to(tl.int64) if MASSES else (at < V).to(tl.int64)
+    return order, mass
+
+
+@triton.jit
+def keep_run(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """Set all of x (V,) but the shortest run of the largest, whose masses reach target, to -inf: kernels.top_mass.
+
+    The lowest entry of the run is found by two bits at a time. Masses are weights, or 1 each.
+    """
+    lowest = target * 0
+    for i in range(16):
+        shift = 30 - 2 * i
+        one, two, three = (tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64))
+        step = (lowest * 0 + 1) << shift
+        for start in range(0, V, BLOCK):
+            order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+            one += tl.where(order >= lowest + step, mass, 0)
+            two += tl.where(order >= lowest + step * 2, mass, 0)
+            three += tl.where(order >= lowest + step * 3, mass, 0)
+        reached = (tl.sum(one) >= target).to(tl.int64) + (tl.sum(two) >= target).to(tl.int64)
+        lowest += step * (reached + (tl.sum(three) >= target).to(tl.int64))
+    above = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, V, BLOCK):
+        order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+        above += tl.where(order > lowest, mass, 0)
+    missing = target - tl.sum(above)  # of the mass of those that equal the lowest: the first come first
+    for start in range(0, V, BLOCK):
+        order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
+        ties = tl.where(order == lowest, mass, 0)
+        kept = (order > lowest) | ((order == lowest) & (tl.cumsum(ties) - ties < missing))
+        missing -= tl.sum(ties)
+        at = start + tl.arange(0, BLOCK)
+        tl.store(x + at, float("-inf"), mask=(at < V) & ~kept)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["S", "V", "W", "b_stride", "s_stride"])
+def sample_kernel(
+    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
+    x, ids, logprobs, S, V, W, b_stride, s_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * S,). Each lane carries the first of its largest penalized logits, and the softmax of raw ones: running
+    maximum m, running sum `size` of exp(logit - m)."""
+    b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
+    place, row = tl.load(position + b), tl.load(rows + b)
+    logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
+    x += tl.program_id(0).to(tl.int64) * V
+    repetition, frequency, presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    temperature = tl.load(temperature + row)
+    token = tl.full((), -1, tl.int64)
+    logprob = tl.full((), float("nan"), tl.float32)
+    if place > 0:
+        m, size = tl.full((BLOCK,), -3.4e38, tl.float32), tl.zeros((BLOCK,), tl.float32)
+        best, best_at = tl.full((BLOCK,), float("-inf"), tl.float32), lane
+        for start in range(0, V, BLOCK):
+            at = start + lane
+            y = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+            m_new = tl.where(y > m, y, m)
+            size = size * tl.exp(m - m_new) + tl.exp(y - m_new)  # NaN from now on if y is
+            m = m_new
+            if (repetition != 1) | (frequency != 0) | (presence != 0):
+                count = tl.load(counts + row * W + at, mask=at < V, other=0)
+                for i in range(s):
+                    count += tl.where(tl.load(drafted + b * (S - 1) + i) == at, 2, 0)
+                y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
+                y = y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+            best_at = tl.where(y > best, at, best_at)
+            best = tl.where(y > best, y, best)
+            if temperature > 0:
+                tl.store(x + at, y, mask=at < V)
+        tl.debug_barrier()
+        m_all, largest = tl.max(m, 0), tl.max(best, 0)
+        log_sum = tl.log(tl.sum(size * tl.exp(m - m_all), 0))
+        if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
+            chosen = tl.min(tl.where(best == largest, best_at, V), 0)
+            if temperature > 0:
+                inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)
+                k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                if (k > 0) & (k < V):
+                    keep_run(x, V, k, largest, inverse, False, BLOCK)
+                if p < 1:
+                    total = tl.zeros((BLOCK,), tl.int64)
+                    for start in range(0, V, BLOCK):
+                        order, mass = load_order(x, start, V, largest, inverse, True, BLOCK)
+                        total += mass
+                    target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
+                    keep_run(x, V, target, largest, inverse, True, BLOCK)
+                seeds = tl.load(seed + row)
+                key, key_2 = noise_key(seeds, place + s, 0x3C6EF372), noise_key(seeds, place + s, 0x1B873593)
+                best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
+                for start in range(0, V, BLOCK):
+                    at = start + lane
+                    y = tl.load(x + at, mask=at < V, other=float("-inf"))
+                    weight = tl.exp((y - largest) * inverse)
+                    ratio = tl.where(weight < least, 0.0, weight) / exponential_noise(key, key_2, at)
+                    best_at = tl.where(ratio > best, at, best_at)
+                    best = tl.where(ratio > best, ratio, best)
+                chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+            token = chosen.to(tl.int64)
+            logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
+    tl.store(ids + tl.program_id(0), token)
+    tl.store(logprobs + tl.program_id(0), logprob)
+
+
+SAMPLE_BLOCK = 2048  # tokens at a time, by 16 warps
+
+
+def sample(logits, rows, position, drafted, *settings):
+    """sampling.sample as one launch without a synchronization. Indices are not checked: they must be in range."""
+    B, S, V = logits.shape
+    logits = logits if logits.stride(2) == 1 else logits.contiguous()
+    ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
+    x = logits.new_empty(B, S, V, dtype=torch.float32)
+    tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
+    sizes = (S, V, settings[-1].shape[1], *logits.stride()[:2])
+    with torch.cuda.device_of(logits):
+        sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
+    return ids, logprobs
+
+
+sampling.LIBRARY.impl("sample", sample, "CUDA")
+sampling.LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing
 
@@ -691,44 +850,30 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
 # ---------------------------------------------------------------- into a model
 
 
-class GpuLinear(nn.Module):
-    """nn.Linear's, Int8Linear's or Int4Linear's, with its weights in the order of the kernels."""
+class PackedLinear(nn.Module):
+    """A quantized layer with its weights in the order of the kernels."""
 
-    def __init__(self, plain: nn.Module):
+    def __init__(self, plain: Int8Linear | Int4Linear):
         super().__init__()
-        self.bias, self.group = getattr(plain, "bias", None), 0
-        if isinstance(plain, (Int8Linear, Int4Linear)):
-            self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-            self.bits = 8 if isinstance(plain, Int8Linear) else 4
-            q = plain.weight if self.bits == 8 else unpack_nibbles(plain.packed, self.in_features)
-            self.register_buffer("weight", pack_words(q, self.bits))
-            self.group = plain.groupsize if plain.groupsize in (32, 64, 128) else 0
-            each = 1024 // self.bits // self.group if self.group else 1
-            self.register_buffer("scales", pack_scales(plain.scales, getattr(plain, "mins", None), each))
-        else:
-            self.weight, self.scales, self.bits = plain.weight, None, 8 * plain.weight.itemsize
-            self.out_features, self.in_features = plain.weight.shape
+        self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
+        self.bits = 8 if isinstance(plain, Int8Linear) else 4
+        self.group = plain.groupsize if plain.groupsize in (32, 64, 128) else 0  # 0: one scale a row
+        q = plain.weight if self.bits == 8 else unpack_nibbles(plain.packed, self.in_features)
+        groups = 1024 // self.bits // self.group if self.group else 1
+        self.register_buffer("weight", pack_words(q, self.bits))
+        self.register_buffer("scales", pack_scales(plain.scales, getattr(plain, "mins", None), groups))
+        self.register_buffer("bias", plain.bias)
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, gated: bool = False):
-        """x (B,S,K), or (B,K) of one token a row. norm, residual and gated are for few rows only."""
-        if x.dim() > 2 and x.shape[-2] > SMALL_S:
-            if self.bits >= 16:
-                return F.linear(x, self.weight, self.bias)
-            return ops.matmul.default(x, self.weight, self.scales, self.bias, self.out_features, self.bits, self.group)
-        factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        tensors = (x, self.weight, self.scales, self.bias, factor, residual)
-        N = self.out_features // 2 if gated else self.out_features
-        return ops.linear.default(*tensors, N, self.bits, self.group, gated, eps)
+    def forward(self, x: Tensor):
+        return apply_linear(self, x)
 
 
-class GpuEmbedding(GpuLinear):
+class PackedEmbedding(PackedLinear):
     """A table that is looked up by rows, and the output head where that is tied to it."""
 
-    logits = GpuLinear.forward
+    logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):
-        if self.bits >= 16:
-            return F.embedding(tokens, self.weight)
         K, groups = self.in_features, -(-self.in_features // self.groupsize)
         q = unpack_words(self.weight[:, tokens], self.bits, K)  # (B,S,K)
         scales, mins = unpack_scales(self.scales[:, tokens], groups)
@@ -736,66 +881,61 @@ class GpuEmbedding(GpuLinear):
         return y if mins is None else y + spread(mins, self.groupsize, K)
 
 
-class GpuNorm(nn.Module):
-    """nn.RMSNorm's or nn.LayerNorm's."""
-
-    def __init__(self, plain: nn.Module):
-        super().__init__()
-        self.weight, self.eps, self.bias = plain.weight, plain.eps, getattr(plain, "bias", None)
-        self.centred = isinstance(plain, nn.LayerNorm)
-
-    def forward(self, x: Tensor):
-        return ops.norm.default(x, self.weight, self.bias, self.eps, self.centred)
-
-
-class GpuAttention(Attention):
-    def __init__(self, plain: Attention):
-        nn.Module.__init__(self)
-        self.__dict__.update(plain.__dict__)
-
-    def forward(self, x, rope, input_pos, rows, norm=None, residual=None):
-        qkv, caches = self.qkv(x, norm), (self.k_cache, self.v_cache)
-        cos, sin = rope or (None, None)
-        q_norm, k_norm = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        sizes = (self.config.n_head, self.config.norm_eps)
-        q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, input_pos, rows, *caches, *sizes)  # (B,S,H,E)
-        y = ops.attention.default(q, *caches, input_pos, rows, self.slopes, self.window)
-        return self.out(y.flatten(2), residual=residual)
-
-
-class GpuBlock(Block):
-    """A block of RMSNorm and SwiGLU; for up to 16 new tokens a row all else goes along with its products."""
-
-    def __init__(self, plain: Block):
-        nn.Module.__init__(self)
-        self.__dict__.update(plain.__dict__)
-
-    def forward(self, x, rope, input_pos, rows):
-        if x.shape[1] > SMALL_S:
-            return super().forward(x, rope, input_pos, rows)
-        x = self.attention(x, rope, input_pos, rows, self.attention_norm, x)
-        return self.mlp.down(self.mlp.gate_up(x, self.mlp_norm, gated=True), residual=x)
-
-
-LAYERS = {nn.Linear: GpuLinear, Int8Linear: GpuLinear, Int4Linear: GpuLinear, Embedding: GpuEmbedding}
-LAYERS |= {Int8Embedding: GpuEmbedding, Int4Embedding: GpuEmbedding, nn.RMSNorm: GpuNorm, nn.LayerNorm: GpuNorm}
-LAYERS |= {Attention: GpuAttention, Block: GpuBlock}
+PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
+PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 
 def install(model: Transformer) -> bool:
-    """Swap the layers of a model on a GPU (sm_80 or later) for ones that call the kernels; elsewhere False, no change.
+    """Use the kernels for a model on a GPU (sm_80 or later); elsewhere False, and nothing changed.
 
     Quantized weights are packed anew, a layer at a time, on the device.
     """
-    weight, config, device = model.norm.weight, model.config, model.norm.weight.device
+    device = model.device
     ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
     if not ready:
         return False
-    fused = (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
-    fused &= model.split is None  # over ranks, whose all-reduces stand inside the blocks
-    fused &= weight.dtype != torch.float16  # there a residual times a norm's weight, not yet divided, may be too large
-    for name in reversed([name for name, module in model.named_modules() if type(module) in LAYERS]):
-        module = model.get_submodule(name)  # blocks come after what they consist of
-        if fused or type(module) is not Block:
-            model.set_submodule(name, LAYERS[type(module)](module))
+    DEVICES_WITH_KERNELS.add("cuda")
+    for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
+        plain = model.get_submodule(name)
+        model.set_submodule(name, PACKED[type(plain)](plain))
+    # Over ranks all-reduces stand inside the blocks. In float16 a residual times a norm's weight, not yet divided, may
+    # be too large.
+    if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:
+        model.fused, model.max_fused_tokens = fused_blocks, MAX_DECODE_TOKENS
     return True
+
+
+def can_fuse(config: Config) -> bool:
+    """Whether `fused_blocks` computes what these models' blocks do; the others run operation by operation."""
+    return (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
+
+
+def fused_blocks(blocks: nn.ModuleList, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    """All blocks (Transformer.fused) for few tokens a row: whatever can goes along with a product."""
+    for block in blocks:
+        x = fused_block(block, x, rope, input_pos, rows)
+    return x
+
+
+def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    attention, mlp, ops = block.attention, block.mlp, torch.ops.fastpath
+    cos, sin = rope or (None, None)
+    q_norm, k_norm = (norm and norm.weight for norm in (attention.q_norm, attention.k_norm))
+    caches, config = (attention.k_cache, attention.v_cache), attention.config
+    qkv = apply_linear(attention.qkv, x, norm=block.attention_norm)  # (B,S,(H+2K)*E)
+    places = (input_pos, rows, *caches, config.n_head, config.norm_eps)
+    q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, *places)  # (B,S,H,E)
+    y = ops.attention.default(q, *caches, input_pos, rows, attention.slopes, attention.window)
+    x = apply_linear(attention.out, y.flatten(2), residual=x)
+    h = apply_linear(mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
+    return apply_linear(mlp.down, h, residual=x)
+
+
+def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, residual=None, gated=False) -> Tensor:
+    """A PackedLinear or a model's Linear, with RMSNorm before it, SwiGLU or the residual after it."""
+    packed = isinstance(layer, PackedLinear)
+    scales, bits, group = (layer.scales, layer.bits, layer.group) if packed else (None, 8 * layer.weight.itemsize, 0)
+    factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    N = layer.out_features // 2 if gated else layer.out_features
+    tensors = (x, layer.weight, scales, layer.bias, factor, residual)
+    return torch.ops.fastpath.fused_linear.default(*tensors, N, bits, group, gated, eps)

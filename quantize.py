@@ -15,9 +15,12 @@ from torch import Tensor
 
 import checkpoint as ck
 from cli import ArgumentParser, UserError, print_status, progress_bar, release_freed_memory, run_command
+from engine import Engine, Request, generate
 from kernels import unpack_int4
 from linear import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
 from model import Linear, Transformer
+from sampling import SamplingParams
+from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -104,11 +107,8 @@ def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
-    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else what the model itself says, seeded, when it
-    begins with tokens drawn at random."""
-    from generate import generate
-    from sampling import Sampling
-
+    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else sampled from the model itself, with fixed seeds,
+    after one token drawn at random."""
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
         try:
@@ -123,14 +123,16 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
             raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
         gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
-    begin = torch.randint(0, V, (SEQUENCES, 1), generator=chance).tolist()
+    begin = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
     if length == 1:
         return begin
-    model.setup_caches(SEQUENCES, length)
-    settings = Sampling.make(SEQUENCES, list(range(SEQUENCES)), 1.0, 0)
-    return [start + ids for start, (ids, _) in zip(begin, generate(model, begin, settings, length - 1))]
+    requests = [Request(start, SamplingParams(seed=i), length - 1) for i, start in enumerate(begin)]
+    generate(Engine(model, SEQUENCES, length), requests)
+    if failed := next((request for request in requests if request.error), None):
+        raise UserError(f"the model cannot write its calibration text: {failed.error}")
+    return [request.prompt + request.new_tokens for request in requests]
 
 
 # ---------------------------------------------------------------- the command
@@ -184,8 +186,6 @@ def quantize_checkpoint(
 
 def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path | None) -> dict[str, dict]:
     """Every int4 matrix of a checkpoint's blocks packed by GPTQ, by module name."""
-    from tokenizer import Tokenizer
-
     ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model, packed = ck.read_model(source, dtype=torch.bfloat16), {}
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")

@@ -90,9 +90,11 @@ class Sampling(NamedTuple):
             self.counts[row] = 0
             self.counts[row, torch.tensor(prompt, device=self.counts.device)] = 1
 
-    def count(self, rows: Tensor, tokens: Tensor):
-        """The answers of rows (n,) have these tokens (n,) more; a pair may stand there several times."""
-        self.counts.index_put_((rows, tokens), self.counts.new_full((1,), 2), accumulate=True)
+    def count(self, found: list[tuple[int, list[int]]]):
+        """The answers of these rows have these tokens more; -1 is none."""
+        if pairs := [(row, token) for row, tokens in found for token in tokens if token >= 0]:
+            rows, tokens = torch.tensor(pairs, device=self.counts.device).unbind(1)
+            self.counts.index_put_((rows, tokens), self.counts.new_full((1,), 2), accumulate=True)
 
 
 # ---------------------------------------------------------------- sampling
@@ -165,6 +167,19 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
     probs = torch.where(random, torch.softmax(filtered(x, rows, settings), -1), greedy)
     probs = probs.masked_fill(~largest.isfinite(), float("nan"))
     return probs.masked_fill((position <= 0)[:, None, None], 0)
+
+
+def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None = None) -> list:
+    """Of each of ids (m), drawn after logits (m,V): (log-probability, [(id, log-probability), ...] of the n likeliest).
+
+    logprobs (m,): the ids' own, where they have been worked out already.
+    """
+    if logprobs is not None and n == 0:
+        return [(own, []) for own in logprobs[: len(ids)].tolist()]
+    all_logprobs = logits[: len(ids)].float().log_softmax(-1)  # (m,V)
+    own = [float(line[max(0, token)]) for line, token in zip(all_logprobs, ids)]
+    values, best = all_logprobs.topk(min(n, logits.shape[1]), dim=1)
+    return [(p, list(zip(*pair))) for p, *pair in zip(own, best.tolist(), values.tolist())]
 
 
 def any_row(used: Tensor) -> bool:

@@ -52,7 +52,7 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
     Returns tokens (B,k+1), of which the first count (B,) are found: those kept and one of the model's own; their
     log-probabilities (B,k+1), the logits (B,k+1,V).
     """
-    token, position, rows = inputs
+    token, position, rows = inputs.unbind(0)
     ahead = torch.arange(drafted.shape[1] + 1, device=token.device)
     there = (position >= 0)[:, None] & (ahead <= lengths[:, None])
     x = model.hidden(torch.cat([token[:, None], drafted], 1), torch.where(there, position[:, None] + ahead, -1), rows)
@@ -103,10 +103,23 @@ def leading(right: Tensor, lengths: Tensor) -> Tensor:
 # A draft's rows live and die with the engine's:
 #   begin(engine)          once
 #   add(row, tokens)       a request has begun in this row: its prompt and the first new token
-#   propose(batch, k)      Proposal for the rows of an engine.Batch, or None where there is nothing to propose
+#   propose(batch, k)      Proposal for the rows of a Batch, or None where there is nothing to propose
 #   accepted(row, tokens)  a step has found these, the last one by the model itself
 #   remove(row)
 #   reads(k, lengths)      bytes of (weights, KV cache) read for k tokens after texts of these lengths
+
+
+@dataclass
+class Batch:
+    """The rows of a decode step (engine.Row), and its input (3,B) as engine.decode takes it, perhaps with padding."""
+
+    rows: list
+    inputs: Tensor
+
+    @property
+    def random(self) -> bool:
+        """Whether any row is drawn at random, not greedily."""
+        return any(row.request.params.temperature > 0 for row in self.rows)
 
 
 @dataclass
@@ -152,7 +165,7 @@ class ModelDraft:
         In caches of its own the first pass reads two tokens: of what the last step found it has read all but the last
         token, or where all were accepted all but the last two, and to read one again changes nothing.
         """
-        token, position, rows = batch.inputs
+        token, position, rows = batch.inputs.unbind(0)
         tokens, places = token[:, None], position[:, None]  # (B,1)
         ready = position >= 0
         if not self.shares_caches:
@@ -178,7 +191,7 @@ class ModelDraft:
             for row, length in zip(batch.rows, lengths.tolist()):
                 if length:
                     self.held[row.index] = (
-                        self.held[row.index] + [*row.tokens, row.last_token][len(self.held[row.index]) :]
+                        self.held[row.index] + [*row.tokens, row.request.new_tokens[-1]][len(self.held[row.index]) :]
                     )
                     self.fed[row.index] = length - 1
         drafted = torch.stack(drafted, 1)
@@ -228,8 +241,8 @@ def next_token(draft, tokens: Tensor, places: Tensor, rows: Tensor, at: Tensor, 
 
 
 class LookupDraft:
-    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other texts
-    (retrieval). The longest match counts, of equals the latest. There is no second model."""
+    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
+    texts (retrieval). The longest match counts, of equals the latest. There is no second model."""
 
     def __init__(self, texts: list[list[int]] = ()):
         self.texts = [StaticIndex(tokens) for tokens in texts]
@@ -478,9 +491,9 @@ class Speculation:
         self.draft.remove(row)
         self.last = None
 
-    def step(self, batch, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
-        """New tokens of each row of an engine.Batch, their log-probabilities (B,n), the logits (B,n,V)."""
-        start = time.perf_counter()
+    def step(self, rows: list, inputs: Tensor, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
+        """New tokens of each row, their log-probabilities (B,n), the logits (B,n,V). Arguments as in Batch."""
+        start, batch = time.perf_counter(), Batch(rows, inputs)
         proposal = self.draft.propose(batch, k) if k else None
         self._synchronize()
         drafted = time.perf_counter()

@@ -16,12 +16,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -277,6 +279,7 @@ def check(model: Transformer, ranks: int):
 #   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
 
 HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
+MESSAGE_BYTES = 2048  # of a broadcast
 START_S = 300.0  # for all ranks to start: importing torch from a cold disk takes long
 COLLECTIVE_TIMEOUT = timedelta(days=7)  # a user may think for long; the watch thread is what notices a death
 
@@ -378,10 +381,36 @@ class Ranks:
     # ------------------------------------------------------------ synchronization
 
     def share(self, work: Callable = lambda: None):
-        """Call work() on rank 0 only, and return its result on every rank."""
-        box = [work() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group_src=0, group=self.control)
-        return box[0]
+        """Call work() on rank 0 only, and return its result on every rank. One broadcast, if it is short."""
+        message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
+        if self.rank == 0:
+            data = pickle.dumps(work())
+            data = len(data).to_bytes(8, "little") + data
+            message[: len(data)] = torch.frombuffer(bytearray(data[:MESSAGE_BYTES]), dtype=torch.uint8)
+        dist.broadcast(message, group_src=0, group=self.control)
+        n = int.from_bytes(bytes(message[:8].tolist()), "little")
+        if n + 8 > MESSAGE_BYTES:
+            rest = torch.frombuffer(bytearray(data[MESSAGE_BYTES:] or n + 8 - MESSAGE_BYTES), dtype=torch.uint8)
+            dist.broadcast(rest, group_src=0, group=self.control)
+            message = torch.cat([message, rest])
+        return pickle.loads(message[8 : 8 + n].numpy().tobytes())
+
+    @contextmanager
+    def repeat(self, work: Callable):
+        """Within, rank 0 shares what work() returns every second, so that no collective of the others times out."""
+        done = threading.Event()
+
+        def send():
+            while not done.wait(1.0):
+                self.share(work)
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def in_turn(self, work: Callable):
         """Call work() on every rank, first on one rank of each machine: the others then find its files there."""

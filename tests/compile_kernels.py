@@ -25,7 +25,7 @@ import kernels_triton as kt
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "window")
+INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "V", "W", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
 
 
@@ -77,6 +77,9 @@ MORE_LINEARS = {
 }
 KINDS = {"input_pos": "i64", "rows": "i64", "slopes": "fp32", "parts": "fp32", "stats": "fp32", "squares": "fp32"}
 KINDS |= {"cos": "fp32", "sin": "fp32"}
+SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64") | {"counts": "i32"}
+SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), "fp32")
+SAMPLE_KINDS |= {"x": "fp32", "logprobs": "fp32"}
 
 
 def linear_case(bits, group, N, K, gated, normed):
@@ -114,6 +117,7 @@ def cases(everything: bool):
             yield f"prefill {name}", kt.prefill_kernel, half, settings, KINDS, warps, stages
     yield "merge", kt.merge_kernel, half, {"BLOCK_E": 128}, KINDS, 4, 3
     yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
+    yield "sample", kt.sample_kernel, half, {"BLOCK": kt.SAMPLE_BLOCK}, SAMPLE_KINDS, 16, 3
     yield "norm", kt.norm_kernel, half, {"CENTRED": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
     if everything:
         many |= {"BITS": 8, "GROUP": 0}

@@ -5,7 +5,7 @@ Sizes are odd and pairwise different wherever they can be, so that a transposed 
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +21,7 @@ with INTERPRET, suppress(ImportError):
 
 import transformers
 
+import kernels
 from convert_hf_checkpoint import convert, ensure_checkpoint, hf_source
 from load import load_model
 
@@ -127,6 +128,33 @@ def tiny_model(tiny):
 def default_checkpoint():
     """The embedded default in bfloat16: in checkpoints/, made at first use as it is for a user."""
     return ensure_checkpoint(None)
+
+
+@contextmanager
+def only_torch():
+    """Within, operations are their references in plain torch; for models that were loaded with kernels="torch"."""
+    with mock.patch.object(kernels, "DEVICES_WITH_KERNELS", set()):
+        yield
+
+
+@torch.no_grad()
+def greedy(model, prompts, n, prefill=None, decode=None, length=320):
+    """n greedy tokens of each prompt, in one ragged batch. prefill and decode: compiled calls of the model; length:
+    positions of new caches, None where those that are there are to be used."""
+    longest, device = max(map(len, prompts)), model.device
+    if length is not None:
+        model.setup_caches(len(prompts), length)
+    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+    lengths, at = (
+        torch.tensor([[len(prompt)] for prompt in prompts], device=device),
+        torch.arange(longest, device=device),
+    )
+    logits, found = (prefill or model)(tokens, torch.where(at < lengths, at, -1)), []
+    for i in range(n):
+        found.append(logits.argmax(-1, keepdim=True))
+        if i + 1 < n:
+            logits = (decode or model)(found[-1], lengths + i)
+    return torch.cat(found, 1).tolist()
 
 
 def random_prompts(lengths, V=VOCABULARY, seed=0):

@@ -20,11 +20,11 @@ from contextlib import suppress
 import pytest
 import terminal
 import torch
+from chat_template import ChatTemplate
 from conftest import ROOT
 
 import chat
 from chat import Session, converse
-from chat_template import ChatTemplate
 from cli import UserError
 from generate import generate
 from load import load_model

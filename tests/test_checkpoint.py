@@ -14,8 +14,8 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import Writer, available_memory, check_memory, read_config
-from cli import UserError
+from checkpoint import Writer, check_memory, read_config
+from cli import UserError, available_memory
 from load import load_model
 from model import Config
 
@@ -53,7 +53,7 @@ def test_config_round_trip(tiny):
         ({"rope_scaling": {"kind": "linear", "speed": 3}}, "speed"),
         ({"dim": 47}, r"is \(.*48.*\), config.json makes it \(.*47.*\)"),
         ({"n_layer": 4}, "lacks tensor blocks.3.attention.out.weight and 5 more"),
-        ({"n_layer": 2}, "model.safetensors holds tensor blocks.2.attention.out.weight, which config.json leaves no"),
+        ({"n_layer": 2}, "model.safetensors holds tensor blocks.2.attention.out.weight, which the model of"),
         ({"n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
     ],
     ids=str,

@@ -18,19 +18,20 @@ import transformers
 from conftest import ROOT, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from safetensors.torch import load_file, save_file
-from test_quantize import plain_twin
 from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
 
 import convert_hf_checkpoint
+import hf_directory
 from checkpoint import empty_model, read_config, read_quantization
 from cli import UserError
-from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_config, hf_source
-from generate import generate
+from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_source
+from engine import Engine, Request, generate
 from gguf_file import GgufFile
+from hf_directory import hf_config
 from linear import Quantization, matrices
 from load import load_model
 from model import RopeScaling
-from sampling import Sampling
+from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -128,6 +129,7 @@ def test_unknown_architectures_are_refused_by_name(name, why, tmp_path):
         ({"model_type": "bert"}, "model_type bert"),
         ({"hidden_size": "36"}, "config.json"),
         ({"num_attention_heads": 0}, "config.json"),
+        ({"num_hidden_layers": 10**9}, "n_layer must be a positive integer of at most 10000, not 1000000000"),
         ({"num_key_value_heads": 5}, "n_head 6 is not a multiple of n_kv_head 5"),
         ({"vocab_size": ...}, "lacks vocab_size"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
@@ -171,6 +173,20 @@ def test_sliding_layers(tmp_path):
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [9, None, 9, None, 9]
     edit(tmp_path, use_sliding_window=False, layer_types=...)
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [None] * 5
+
+
+def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
+    """A list of 10^9 layers took a minute and 13 GB."""
+    transformers.Qwen2Config(use_sliding_window=True, sliding_window=9, max_window_layers=3).save_pretrained(tmp_path)
+    edit(tmp_path, architectures=["Qwen2ForCausalLM"], layer_types=..., num_hidden_layers=10**9)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))  # MemoryError if they are listed all the same
+    try:
+        with pytest.raises(UserError, match="n_layer must be a positive integer of at most 10000"):
+            hf_config(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # ---------------------------------------------------------------- weights: formats and faults
@@ -310,9 +326,7 @@ def test_end_tokens_and_names_of_tokens_are_found_wherever_they_are(tmp_path, by
             (tmp_path / f"{name}.json").unlink(missing_ok=True)
             if value is not None:
                 (tmp_path / f"{name}.json").write_text(json.dumps(value))
-        return convert_hf_checkpoint.hf_special_tokens(
-            tmp_path, convert_hf_checkpoint.read_tokenizer_settings(tmp_path)
-        )
+        return hf_directory.hf_special_tokens(tmp_path, hf_directory.read_tokenizer_settings(tmp_path))
 
     shutil.copy(byte_level / "tokenizer.json", tmp_path)  # <|begin|> is 0, <|end|> 1
     found = settings({"eos_token_id": 7}, {"eos_token": "<|end|>"}, {"eos_token_id": [9, 7]})
@@ -330,9 +344,14 @@ def test_end_tokens_and_names_of_tokens_are_found_wherever_they_are(tmp_path, by
 
 
 def greedy(directory, prompts, n):
-    model = load_model(directory, dtype=torch.float32)
-    model.setup_caches(len(prompts), 256)
-    return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n)]
+    return continued(directory, prompts, n, SamplingParams(temperature=0.0))
+
+
+def continued(directory, prompts, n, params):
+    engine = Engine(load_model(directory, dtype=torch.float32), len(prompts), 256)
+    requests = [Request(prompt, params, n) for prompt in prompts]
+    generate(engine, requests)
+    return [request.new_tokens for request in requests]
 
 
 @pytest.mark.parametrize(
@@ -414,6 +433,7 @@ for layer, formats in enumerate([["int4", "none", "int4", "int8"], ["int8", "int
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, expected):  # noqa: F811
     """Unpacked they are the dequantized ones bit for bit, whatever is mixed; the tokens are the same."""
+    from test_quantize import plain_twin
     from tokenizers import Tokenizer as Library
 
     kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
@@ -606,6 +626,21 @@ def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_are_downloaded_in_one_format_only(tmp_path, monkeypatch, weights):
+    asked = []
+
+    def fake(hub_id, allow_patterns, ignore_patterns):
+        asked.extend(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+    assert convert_hf_checkpoint.download("some/model") == tmp_path
+    assert (tmp_path / weights).exists() and ("pytorch_model*.bin" in asked) == weights.endswith(".bin")
+
+
 def converter(*args, **options):
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, **options)
@@ -672,7 +707,7 @@ def test_killed_in_the_middle(tmp_path, how):
 
 
 def test_every_family_is_in_the_tests():
-    assert {kind[0].model_type for kind in TINY.values()} == set(convert_hf_checkpoint.FAMILIES)
+    assert {kind[0].model_type for kind in TINY.values()} == set(hf_directory.FAMILIES)
 
 
 # ---------------------------------------------------------------- BLOOM
@@ -820,10 +855,8 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     prompts = random_prompts((3, 17, 40), V=known)
     padding = hf_greedy(oracle, prompts[1], 12)
     assert max(padding) >= known, "transformers does sample them"
-    model = load_model(ours, dtype=torch.float32)
-    model.setup_caches(3, 64)
-    for settings in (Sampling.make(3, temperature=0.0), Sampling.make(3, [1, 2, 3], 2.0, 0, repetition_penalty=1.3)):
-        assert max(max(ids) for ids, _ in generate(model, prompts, settings, 20)) < known
+    for params in (SamplingParams(temperature=0.0), SamplingParams(1.3, temperature=2.0, seed=1)):
+        assert max(map(max, continued(ours, prompts, 20, params))) < known
 
 
 def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
@@ -833,8 +866,8 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
         [
             ({"architectures": 5}, "architectures = 5 is not a list"),
             ({"model_type": []}, "model_type = "),
-            ({"tie_word_embeddings": "false"}, "is neither true nor false"),
-            ({"apply_residual_connection_post_layernorm": [1]}, "is neither true nor false"),
+            ({"tie_word_embeddings": "false"}, "tied_embeddings must be true or false, not 'false'"),
+            ({"apply_residual_connection_post_layernorm": [1]}, "post_norm_residual must be true or false"),
             ({"eos_token_id": float("inf")}, "makes no sense"),
         ]
     ):

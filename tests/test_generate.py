@@ -1,22 +1,28 @@
 """The main program as a user runs it: what it prints, what it counts, what it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, hf_greedy, random_prompts
 
 import generate as program
+from checkpoint import read_config
 from cli import UserError, run_command
-from generate import generate, parse_arguments
-from load import load_model
-from report import Timing, kv_bytes, measurements, weight_bytes
-from sampling import Sampling
+from convert_hf_checkpoint import default_gguf, ensure_checkpoint
+from engine import Engine, Request, generate
+from generate import parse_arguments
+from load import Checkpoint, choose_cache_length, load_model
+from model import Config
+from report import kv_bytes, measurements, weight_bytes
+from sampling import SamplingParams
 from tokenizer import Tokenizer
 
-GREEDY = ["--temperature", "0"]
+GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
     weight_bytes_per_token kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s peak_memory_bytes
     mean_accepted_tokens recompiles graph_breaks device dtype torch"""
@@ -56,9 +62,9 @@ def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeyp
 def test_report_counts_what_it_says(tiny_model):
     """Bytes a token: all weights over the rows that share them; live keys and values, at most a window of them."""
     model = tiny_model("mistral-window", rows=3)
-    config, timing = model.config, Timing()
-    prompts = random_prompts((2, 9, 30))
-    generate(model, prompts, Sampling.make(3, temperature=0.0), 6, timing=timing)
+    config, engine = model.config, Engine(model, 3, 256)
+    timing = engine.timing
+    generate(engine, [Request(prompt, GREEDY_PARAMS, 6) for prompt in random_prompts((2, 9, 30))])
     assert (timing.prefill_tokens, timing.decode_tokens, timing.decode_steps) == (41, 15, 5)
     looks = sum(min(n + i, config.sliding_window) for n in (2, 9, 30) for i in range(1, 6))
     assert timing.kv_bytes == looks * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
@@ -76,9 +82,9 @@ def test_report_counts_what_it_says(tiny_model):
 
 
 def test_no_rates_under_the_profiler(tiny_model):
-    model, timing = tiny_model("llama-mha"), Timing()
-    generate(model, random_prompts((5,)), Sampling.make(1, temperature=0.0), 4, timing=timing)
-    found = measurements(model, timing, profiled=True)
+    engine = Engine(tiny_model("llama-mha"), 1, 256)
+    generate(engine, [Request([5, 6, 7], GREEDY_PARAMS, 4)])
+    found = measurements(engine.model, engine.timing, profiled=True)
     assert {name for name, value in found.items() if value is None} == {
         "time_to_first_token_s",
         "prefill_tokens_per_s",
@@ -106,20 +112,23 @@ def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
 
 def test_repetition_penalty_sees_prompt_and_output(tiny, tiny_model):
     """Greedy with the penalty equals transformers', which counts both."""
-    oracle = tiny("llama-mha")[0]
-    prompts = random_prompts((7, 33))
-    settings = Sampling.make(2, temperature=0.0, repetition_penalty=[1.4, 0.7])
-    ours = generate(tiny_model("llama-mha"), prompts, settings, 40)
-    for prompt, penalty, (tokens, _) in zip(prompts, (1.4, 0.7), ours):
+    oracle, engine = tiny("llama-mha")[0], Engine(tiny_model("llama-mha"), 2, 256)
+    penalties = (1.4, 0.7)
+    params = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in penalties]
+    requests = [Request(prompt, how, 40) for prompt, how in zip(random_prompts((7, 33)), params)]
+    generate(engine, requests)
+    for request, penalty in zip(requests, penalties):
         out = oracle.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, repetition_penalty=penalty
+            torch.tensor([request.prompt]),
+            max_new_tokens=40,
+            do_sample=False,
+            pad_token_id=0,
+            repetition_penalty=penalty,
         )
-        assert tokens == out[0, len(prompt) :].tolist()
+        assert request.new_tokens == out[0, len(request.prompt) :].tolist()
 
 
 def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
-    import shutil
-
     oracle, _, ours = tiny("qwen2-gqa")
     prompt = random_prompts((6,))[0]
     expected = hf_greedy(oracle, prompt, 40)
@@ -146,22 +155,6 @@ def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
     assert sample["token_ids"] == expected and sample["finish_reason"] == "length"
     exactly = main(capsys, monkeypatch, *args[:-3], "--max_new_tokens", first + 1)[0]["samples"][0]
     assert exactly["finish_reason"] == "stop", "the last token allowed is an end token"
-
-
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_a_row_ends_where_its_listener_says(tiny_model, fixed_shapes):
-    """on_token ends its own row and no other; what the others say does not change."""
-    prompts, ends = random_prompts((3, 11, 6)), [4, 9, 1]
-    model, heard = tiny_model("qwen3-gqa"), [[], [], []]
-    whole = generate(model, prompts, Sampling.make(3, temperature=0.0), 12)
-
-    def listen(row, token, last):
-        heard[row].append(token)
-        return len(heard[row]) == ends[row]
-
-    steps = program.Steps(fixed_shapes=fixed_shapes)
-    out = generate(model, prompts, Sampling.make(3, temperature=0.0), 12, steps=steps, on_token=listen)
-    assert out == [(ids[:end], "stop") for (ids, _), end in zip(whole, ends)] and [ids for ids, _ in out] == heard
 
 
 @pytest.mark.slow
@@ -220,12 +213,13 @@ def test_no_chat_without_a_template(tiny, monkeypatch):
 
 def test_prompts_from_everywhere(default_checkpoint, tmp_path):
     (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
-    tokenizer, config = Tokenizer(default_checkpoint), program.read_config(default_checkpoint)
+    tokenizer = Tokenizer(default_checkpoint)
+    checkpoint = Checkpoint(default_checkpoint, read_config(default_checkpoint), None, tokenizer)
     args = parse_arguments(
         ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
         + ["--synthetic_prompt", "300"]
     )
-    prompts = program.read_prompts(args, tokenizer, None, config)
+    prompts = program.read_prompts(args, checkpoint, None)
     expected = [tokenizer.encode("one"), [1], tokenizer.encode("first line"), tokenizer.encode("second line"), [5, 6]]
     assert prompts[:5] == expected
     assert [len(prompt) for prompt in prompts[5:]] == [300] and len(set(prompts[5])) > 200
@@ -233,18 +227,18 @@ def test_prompts_from_everywhere(default_checkpoint, tmp_path):
         tokenizer.encode("\udcff")
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\n")
     marked = parse_arguments(["--prompt_file", str(tmp_path / "p.txt")])
-    assert program.read_prompts(marked, tokenizer, None, config) == [tokenizer.encode("with a mark")]
+    assert program.read_prompts(marked, checkpoint, None) == [tokenizer.encode("with a mark")]
     nothing = parse_arguments([])
-    assert program.read_prompts(nothing, tokenizer, None, config) == [tokenizer.encode("Hello, my name is")]
+    assert program.read_prompts(nothing, checkpoint, None) == [tokenizer.encode("Hello, my name is")]
 
 
 @pytest.mark.parametrize("length", [None, 100])
 def test_cache_length(tiny_model, length):
-    model_config = tiny_model("llama-mha").config
-    args = parse_arguments(["--max_new_tokens", "30"] + (["--max_seq_length", str(length)] if length else []))
-    assert program.choose_cache_length(args, model_config, [[1] * 20]) == (length or 256)
-    big = program.Config(1, 2, 2, 4, 8, 8, 10, 100_000)
-    assert [program.cache_length(big, n, None) for n in (1, 512, 513, 8193, 40_000)] == [512, 512, 2048, 32768, 100_000]
+    args = parse_arguments(["--max_seq_length", str(length)] if length else [])
+    assert choose_cache_length(args, tiny_model("llama-mha").config, 50) == (length or 256), "the model's context"
+    big = Config(1, 2, 2, 4, 8, 8, 10, 100_000)
+    lengths = [choose_cache_length(parse_arguments([]), big, n) for n in (1, 512, 513, 8193, 40_000)]
+    assert lengths == [512, 512, 2048, 32768, 100_000]
 
 
 @pytest.mark.parametrize(
@@ -300,8 +294,6 @@ def test_bad_input_is_one_line(tiny, monkeypatch, args, why):
 
 
 def test_empty_prompt_without_a_beginning_token(tiny, tmp_path, monkeypatch):
-    import shutil
-
     shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
     (tmp_path / "x" / "tokenizer_config.json").write_text('{"bos_token_id": null}')
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint_path", str(tmp_path / "x"), "--prompt_ids", ""])
@@ -387,10 +379,6 @@ def test_peak_memory_of_an_eager_run(default_checkpoint):
 @pytest.fixture(scope="module")
 def default_pair():
     """transformers' model of the default GGUF file and ours of the same dequantized weights, in float32."""
-    import transformers
-
-    from convert_hf_checkpoint import default_gguf, ensure_checkpoint
-
     path = default_gguf()
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
@@ -401,10 +389,10 @@ def default_pair():
 
 def check_default(pair, prompts, n):
     oracle, model, _ = pair
-    model.setup_caches(len(prompts), max(map(len, prompts)) + n)
-    ours = generate(model, prompts, Sampling.make(len(prompts), temperature=0.0), n)
-    for prompt, (tokens, _) in zip(prompts, ours):
-        assert tokens == hf_greedy(oracle, prompt, n), prompt[:8]
+    requests = [Request(prompt, GREEDY_PARAMS, n) for prompt in prompts]
+    generate(Engine(model, len(prompts), max(map(len, prompts)) + n), requests)
+    for request in requests:
+        assert request.new_tokens == hf_greedy(oracle, request.prompt, n), request.prompt[:8]
 
 
 TEXTS = ["Once upon a time", "def fibonacci(n):\n", "The capital of France is", "日本の首都は", "1, 1, 2, 3, 5, 8, 13,"]

@@ -1,46 +1,94 @@
-"""Sampling: each filter against a plain reference, draws against the exact distribution, rows independent."""
+"""Sampling: the reference, the C++ operation and the Triton kernel.
+
+Each filter against plain Python and against transformers, draws against the exact distribution, rows independent of
+their neighbours; and the kernels draw the tokens that the reference draws.
+"""
 
 import math
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from conftest import INTERPRET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling import Sampling, exponential_noise, in_top_p, ordered, probabilities, sample, scramble
+import kernels_cpu
+import sampling
+from kernels import exponential_noise, float_to_sortable_int, scramble
+from sampling import Sampling, SamplingParams
 
-DRAWS = 100_000
+DRAWS = 10_000
 P_VALUE = 1e-3  # chi-square with fixed seeds: it either holds or not, always
+ROUNDING = 5e-6  # of probabilities and log-probabilities: float32 sums of thousands of numbers
+
+ops = torch.ops.fastpath
+REFERENCE = SimpleNamespace(sample=sampling.sample_reference, probabilities=sampling.probabilities_reference)
+IMPLEMENTATIONS = {"reference": REFERENCE} | ({"C++": ops} if kernels_cpu.load_kernels() else {})
+needs_cpp = pytest.mark.skipif("C++" not in IMPLEMENTATIONS, reason="the kernels need AVX-512 and a C++ compiler")
 
 
-def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, penalty=1.0, seen=()):
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def make(B, V, params, prompt=(), width=0):
+    """Settings of B rows: params of all, or a list of each row's."""
+    rows = Sampling.make(B, V + width)
+    for row, p in enumerate(params if isinstance(params, list) else [params] * B):
+        rows.set_row(row, p, list(prompt))
+    return rows
+
+
+def arguments(logits, rows, position=7, drafted=None, at=None):
+    """Of the operations, for logits (B,V) or (B,S,V); position and at (the rows) for each row."""
+    logits = logits[:, None] if logits.dim() == 2 else logits
+    B, S = logits.shape[:2]
+    position = torch.full((B,), position) if isinstance(position, int) else position
+    drafted = torch.zeros(B, S - 1, dtype=torch.int64) if drafted is None else drafted
+    return logits, torch.arange(B) if at is None else at, position, drafted, *rows
+
+
+def draws_with_each_seed(implementation, logits, params, seeds, position=7):
+    """A token for each of many seeds or positions, from one row of logits (V,)."""
+    settings = Sampling.make(len(seeds), 1)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        getattr(settings, name)[:] = getattr(params, name)
+    settings.seed[:] = seeds
+    settings = settings._replace(counts=torch.zeros(1, len(logits), dtype=torch.int32).expand(len(seeds), -1).clone())
+    return implementation.sample(*arguments(logits.expand(len(seeds), -1), settings, position))[0][:, 0]
+
+
+# ---------------------------------------------------------------- against oracles
+
+
+def oracle(logits, params, counts):
     """Probabilities of one row (a list of floats) by sorting, in plain Python with float64."""
-    x = [value / penalty if i in seen and value >= 0 else value * penalty if i in seen else value
-         for i, value in enumerate(logits)]  # fmt: skip
+    x = list(logits)
+    for i, count in enumerate(counts):
+        if count:
+            x[i] = x[i] * params.repetition_penalty if x[i] < 0 else x[i] / params.repetition_penalty
+        x[i] -= (count // 2) * params.frequency_penalty + (count > 1) * params.presence_penalty
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
-    if temperature == 0:
+    if params.temperature == 0:
         return [float(i == order[0]) for i in range(len(x))]
-    weight = [math.exp((value - x[order[0]]) / temperature) for value in x]
-    if top_k:
-        order = order[:top_k]
+    weight = [math.exp((value - x[order[0]]) / params.temperature) for value in x]
+    if params.top_k:
+        order = order[: params.top_k]
     total, before, kept = sum(weight[i] for i in order), 0.0, []
     for i in order:
-        if before < top_p * total:
+        if before < params.top_p * total:
             kept.append(i)
         before += weight[i]
-    kept = [i for i in kept if weight[i] >= min_p * weight[order[0]]]
+    kept = {i for i in kept if weight[i] >= params.min_p}
     total = sum(weight[i] for i in kept)
     return [weight[i] / total if i in kept else 0.0 for i in range(len(x))]
 
 
-def near(probs, expected):
-    """Equal to float32 rounding, and exactly the same tokens kept."""
-    expected = torch.tensor(expected)
-    assert torch.equal(probs > 0, expected > 0), (probs, expected)
-    assert torch.allclose(probs, expected.float(), atol=1e-6, rtol=1e-4)
-
-
-SETTINGS = [
+PARAMS = [
     dict(temperature=0.7),
     dict(temperature=0.0),
     dict(temperature=1.3, top_k=1),
@@ -52,78 +100,85 @@ SETTINGS = [
     dict(top_k=10_000),
     dict(top_p=1e-6),
     dict(repetition_penalty=1.7, top_k=7),
+    dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
+    dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
 ]
 
 
-@pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_each_filter_equals_a_plain_reference(kwargs, ties):
+def test_filters_and_penalties_equal_plain_python(implementation, ties):
+    """The settings differ from row to row, so rows also do not mix."""
     torch.manual_seed(7)
-    logits = torch.randn(6, 53) * 3
+    params = [SamplingParams(**kwargs) for kwargs in PARAMS]
+    B, V = len(params), 53
+    logits = torch.randn(B, V) * 3
     if ties:
-        logits = logits.round()  # a few values only: every edge cuts through equals
-    seen = torch.zeros(6, 53, dtype=torch.bool)
-    seen[:, [3, 17, 40]] = True
-    probs = probabilities(logits, Sampling.make(6, **kwargs), seen)
-    plain = {k: v for k, v in kwargs.items() if k != "repetition_penalty"}
-    plain |= {"penalty": kwargs.get("repetition_penalty", 1.0), "seen": (3, 17, 40)}
-    for row, values in zip(probs, logits.tolist()):
-        near(row, reference(values, **plain))
+        logits = logits.round()  # a few values only: every edge cuts through equal logits
+    settings = make(B, V, params, prompt=[3, 17, 40])
+    answers = torch.randint(0, V, (B, 12))
+    settings.count(torch.arange(B).repeat_interleave(12), answers.flatten())
+    probs = implementation.probabilities(*arguments(logits, settings))[:, 0]
+    for row in range(B):
+        counts = [2 * answers[row].tolist().count(i) + (i in (3, 17, 40)) for i in range(V)]
+        expected = torch.tensor(oracle(logits[row].tolist(), params[row], counts))
+        assert torch.equal(probs[row] > 0, expected > 0), params[row]
+        assert torch.allclose(probs[row], expected.float(), atol=ROUNDING)
 
 
-def test_rows_have_their_own_settings():
-    """A batch of all settings at once gives each row what it gets alone, and draws the same token."""
-    torch.manual_seed(3)
-    logits = (torch.randn(len(SETTINGS), 101) * 4).round() / 2  # bfloat16 logits have ties as well
-    seen = torch.rand(logits.shape) < 0.2
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = (1.0, 0, 1.0, 0.0, 1.0)
-    lists = {name: [s.get(name, default) for s in SETTINGS] for name, default in zip(names, defaults)}
-    seeds, position = [11 * i - 5 for i in range(len(SETTINGS))], torch.arange(len(SETTINGS)) * 3
-    together = Sampling.make(len(SETTINGS), seeds, **lists)
-    probs, drawn = probabilities(logits, together, seen), sample(logits, together, position, seen)
-    for i, kwargs in enumerate(SETTINGS):
-        alone = Sampling.make(1, seeds[i], **kwargs)
-        row = slice(i, i + 1)
-        assert torch.equal(probabilities(logits[row], alone, seen[row]) > 0, probs[row] > 0)
-        assert torch.allclose(probabilities(logits[row], alone, seen[row]), probs[row], atol=1e-6)
-        assert sample(logits[row], alone, position[row], seen[row]).item() == drawn[i]
-        subset = together.rows(torch.tensor([i]))
-        assert sample(logits[row], subset, position[row], seen[row]).item() == drawn[i]
+def test_filters_equal_transformers(implementation):
+    torch.manual_seed(11)
+    V, prompt = 211, [5, 9, 77]
+    logits = torch.randn(4, V) * 4
+    params = SamplingParams(repetition_penalty=1.4, temperature=0.8, top_k=40, top_p=0.85, min_p=0.03)
+    x = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prompt] * 4), logits)
+    x = transformers.TemperatureLogitsWarper(0.8)(None, x)
+    x = transformers.TopKLogitsWarper(40)(None, x)
+    x = transformers.TopPLogitsWarper(0.85)(None, x)
+    weight = x.softmax(-1) / x.softmax(-1).amax(-1, keepdim=True)
+    x = x.masked_fill(weight < 0.03, -math.inf)  # before top-p renormalizes nothing: relative to the likeliest
+    probs = implementation.probabilities(*arguments(logits, make(4, V, params, prompt)))[:, 0]
+    assert torch.equal(probs > 0, x > -math.inf)
+    assert torch.allclose(probs, x.softmax(-1), atol=ROUNDING)
 
 
-@given(st.lists(st.integers(-6, 6), min_size=2, max_size=40), st.integers(1, 45))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.lists(st.integers(-6, 6), min_size=2, max_size=70), st.integers(1, 75))
 def test_top_k_keeps_exactly_k(values, k):
     logits = torch.tensor([values], dtype=torch.float32)
-    kept = probabilities(logits, Sampling.make(1, top_k=k))[0] > 0
-    assert kept.sum() == min(k, len(values))
-    assert torch.equal(probabilities(logits, Sampling.make(1, top_k=1)).argmax(1), logits.argmax(1))
+    for each in IMPLEMENTATIONS.values():
+        kept = each.probabilities(*arguments(logits, make(1, len(values), SamplingParams(top_k=k))))[0, 0] > 0
+        assert kept.sum() == min(k, len(values))
 
 
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=60), st.floats(0.01, 0.999))
-@settings(deadline=None, max_examples=100)
-def test_nucleus_is_the_shortest_run_that_reaches_top_p(values, top_p):
-    x = torch.tensor([values]) - max(values)
-    kept = in_top_p(x, torch.tensor([[top_p]]))[0]
-    weight = x[0].double().exp()
-    mass, total = weight[kept].sum(), weight.sum()
-    assert mass >= top_p * total * (1 - 1e-6)
-    assert mass - weight[kept].min() < top_p * total * (1 + 1e-6)
-    assert not (~kept).any() or weight[kept].min() >= weight[~kept].max() * (1 - 1e-6)
+def test_top_p_keeps_the_shortest_run_that_reaches_it(values, top_p):
+    weight = torch.tensor(values, dtype=torch.float64).softmax(0)
+    arguments_ = arguments(torch.tensor([values]), make(1, len(values), SamplingParams(top_p=top_p)))
+    for each in IMPLEMENTATIONS.values():
+        kept = each.probabilities(*arguments_)[0, 0] > 0
+        mass = weight[kept].sum()
+        assert mass >= top_p * (1 - 1e-6)
+        assert mass - weight[kept].min() < top_p * (1 + 1e-6)
+        assert not (~kept).any() or weight[kept].min() >= weight[~kept].max() * (1 - 1e-6)
 
 
-def test_top_k_1_and_temperature_0_are_greedy_at_every_seed():
+def test_greedy_is_argmax_at_every_seed_and_ties_go_to_the_lower_id(implementation):
     torch.manual_seed(0)
     logits = torch.randn(40, 67).round()
-    logits[0, 5], logits[0, 9] = 0.0, -0.0
-    position = torch.arange(40)
-    for kwargs in (dict(top_k=1), dict(temperature=0.0), dict(temperature=0.0, top_p=0.5), dict(top_k=1, top_p=0.1)):
+    logits[0] = -1
+    logits[0, 5], logits[0, 9] = -0.0, 0.0  # equal: the first
+    for kwargs in (dict(temperature=0), dict(top_k=1), dict(temperature=0, top_p=0.5), dict(top_k=1, top_p=0.1)):
         for seed in (0, 1, -(2**61), 2**61):
-            assert torch.equal(sample(logits, Sampling.make(40, seed, **kwargs), position), logits.argmax(1))
-    greedy_and_not = Sampling.make(40, 5, temperature=[0.0, 2.0] * 20)
-    assert torch.equal(sample(logits, greedy_and_not, position)[::2], logits.argmax(1)[::2])
-    assert not torch.equal(sample(logits, greedy_and_not, position)[1::2], logits.argmax(1)[1::2])
+            settings = make(40, 67, SamplingParams(seed=seed, **kwargs))
+            assert torch.equal(implementation.sample(*arguments(logits, settings))[0][:, 0], logits.argmax(1))
+    params = [SamplingParams(temperature=2.0 * (row % 2), seed=5) for row in range(40)]
+    drawn = implementation.sample(*arguments(logits, make(40, 67, params)))[0][:, 0]
+    assert torch.equal(drawn[::2], logits.argmax(1)[::2])
+    assert not torch.equal(drawn[1::2], logits.argmax(1)[1::2])
+
+
+# ---------------------------------------------------------------- draws
 
 
 def chi_square_holds(counts, probs):
@@ -139,66 +194,279 @@ def chi_square_holds(counts, probs):
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize("kwargs", [dict(), dict(temperature=0.5, top_k=9), dict(top_p=0.8), dict(top_k=13, min_p=0.1)])
-def test_draws_follow_the_distribution(kwargs, vary):
+def test_draws_follow_the_distribution(implementation, kwargs, vary):
+    """With all filters neutral it is softmax."""
     torch.manual_seed(1)
-    logits = torch.randn(23).expand(DRAWS, 23)
-    numbers = torch.arange(DRAWS)
-    seeds = numbers.tolist() if vary == "seed" else 42
-    position = numbers if vary == "position" else torch.zeros_like(numbers)
-    drawn = sample(logits, Sampling.make(DRAWS, seeds, **kwargs), position)
-    probs = probabilities(logits[:1], Sampling.make(1, **kwargs))[0]
-    assert chi_square_holds(drawn.bincount(minlength=23), probs)
-    slightly_wrong = probs * torch.where(torch.arange(23) % 2 == 0, 1.05, 1.0)
-    assert not chi_square_holds(drawn.bincount(minlength=23), slightly_wrong / slightly_wrong.sum())
+    logits, params = torch.randn(23), SamplingParams(**kwargs)
+    numbers = torch.arange(1, DRAWS + 1)
+    varied = (numbers, 7) if vary == "seed" else (torch.full_like(numbers, 42), numbers)
+    drawn = draws_with_each_seed(implementation, logits, params, *varied).bincount(minlength=23)
+    probs = implementation.probabilities(*arguments(logits[None], make(1, 23, params)))[0, 0]
+    assert kwargs or torch.allclose(probs, logits.softmax(0), atol=ROUNDING)
+    assert chi_square_holds(drawn, probs)
+    slightly_wrong = probs * torch.where(torch.arange(23) % 2 == 0, 1.2, 1.0)
+    assert not chi_square_holds(drawn, slightly_wrong / slightly_wrong.sum())
 
 
-def test_successive_draws_are_independent():
-    """The joint law of two steps is the product: pairs of tokens at positions p and p + 1, and of seeds s and s + 1."""
+def test_successive_draws_are_independent(implementation):
+    """The joint distribution of two draws is the product: at positions p and p + 1, at places, of seeds s and s + 1."""
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    numbers = torch.arange(DRAWS)
-    logits = probs.log().expand(DRAWS, 4)
-    for second in ("position", "seed", "stream"):
-        seeds, at = (numbers + (second == "seed")).tolist(), torch.full_like(numbers, 9 + (second == "position"))
-        first = sample(logits, Sampling.make(DRAWS, numbers.tolist()), torch.full_like(numbers, 9))
-        other = sample(logits, Sampling.make(DRAWS, seeds), at)
-        if second == "stream":
-            ids = torch.arange(4).expand(DRAWS, 4)
-            other = (probs / exponential_noise(numbers, at, ids, stream=1)).argmax(1)
+    seeds = torch.arange(DRAWS)
+    logits, params = probs.log(), SamplingParams()
+    first = draws_with_each_seed(implementation, logits, params, seeds, 9)
+    noise = exponential_noise(seeds[:, None], torch.full((DRAWS, 1), 9), torch.arange(4), stream=1)
+    others = [draws_with_each_seed(implementation, logits, params, seeds, 10)]
+    others += [draws_with_each_seed(implementation, logits, params, seeds + 1, 9), (probs / noise).argmax(1)]
+    for other in others:
         assert chi_square_holds((first * 4 + other).bincount(minlength=16), (probs[:, None] * probs).flatten())
 
 
-@pytest.mark.slow
-def test_compiled_draws_are_the_eager_ones():
-    torch.manual_seed(5)
-    logits = (torch.randn(5, 1_021) * 3).bfloat16()
-    seen = torch.rand(5, 1_021) < 0.1
-    position = torch.tensor([0, 3, 900, 2**40, 7])
-    compiled = torch.compile(sample, fullgraph=True)
-    lists = dict(
-        temperature=[0.0, 0.7, 1.0, 1.5, 1.0],
-        top_k=[0, 50, 3, 200, 0],
-        top_p=[1.0, 0.9, 0.5, 1.0, 0.95],
-        min_p=[0.0, 0.0, 0.1, 0.02, 0.0],
-        repetition_penalty=[1.0, 1.3, 1.0, 0.8, 1.0],
-    )
-    for kwargs in (lists, lists | {"top_k": 40}):
-        for seed in range(20):
-            rows = Sampling.make(5, seed, **kwargs)
-            assert torch.equal(compiled(logits, rows, position, seen), sample(logits, rows, position, seen))
+def test_a_place_draws_what_its_position_would_draw(implementation):
+    torch.manual_seed(2)
+    logits, settings = torch.randn(3, 4, 91), make(3, 91, SamplingParams(seed=3))
+    together = implementation.sample(*arguments(logits, settings, torch.tensor([1, 5, 2**40])))[0]
+    for place in range(4):
+        alone = implementation.sample(*arguments(logits[:, place], settings, torch.tensor([1, 5, 2**40]) + place))[0]
+        assert torch.equal(alone[:, 0], together[:, place])
 
 
 def test_noise_is_exponential_and_the_hash_a_bijection():
-    ids = torch.arange(DRAWS)[None]
-    noise = exponential_noise(torch.tensor([3]), torch.tensor([5]), ids)[0]
+    noise = exponential_noise(torch.tensor([3]), torch.tensor([5]), torch.arange(100_000)[None])[0]
     assert noise.min() > 0 and noise.isfinite().all()
     assert abs(noise.mean() - 1) < 0.02 and abs(noise.var() - 1) < 0.03
     ends = torch.tensor([0, 1, 2, 2**31, 2**32 - 1])
-    some = torch.cat([torch.randint(0, 2**32, (DRAWS,), generator=torch.Generator().manual_seed(0)), ends]).unique()
+    some = torch.cat([torch.randint(0, 2**32, (100_000,), generator=torch.Generator().manual_seed(0)), ends]).unique()
     assert len(scramble(some).unique()) == len(some)
     assert scramble(some).min() >= 0 and scramble(some).max() < 2**32
 
 
-def test_ordered_keeps_the_order_of_floats():
-    x = torch.tensor([-float("inf"), -3e38, -1.0, -1e-40, 0.0, 1e-40, 1.0, 3e38, float("inf")])
-    assert (ordered(x).diff() > 0).all()
-    assert ordered(torch.tensor(-0.0)) == ordered(torch.tensor(0.0)) == 0
+def test_sortable_integers_keep_the_order_of_floats():
+    x = torch.tensor([-math.inf, -3e38, -1.0, -1e-40, 0.0, 1e-40, 1.0, 3e38, math.inf])
+    assert (float_to_sortable_int(x).diff() > 0).all()
+    assert float_to_sortable_int(torch.tensor(-0.0)) == float_to_sortable_int(torch.tensor(0.0)) == 2**31
+
+
+# ---------------------------------------------------------------- every mix of settings
+
+
+def random_case(seed, max_V=5000):
+    """Arguments with every mix of settings, dtypes, strides, ties, -inf, drafted tokens, padding, NaN and infinity."""
+    choose = random.Random(seed).choice
+    torch.manual_seed(seed)
+    V = min(max_V, choose([1, 2, 15, 16, 17, 255, 256, 257, 1021, 4999]))
+    B, S, R = choose([1, 2, 4]), choose([1, 1, 2, 5]), 6
+    settings = Sampling.make(R, V + choose([0, 3]))
+    for row in range(R):
+        penalties = [choose([1.0, 1.0, 1.3, 0.8]), choose([0, 0, 0.3]), choose([0.0, 0.0, 0.7, -1])]
+        filters = [
+            choose([0, 0, 1, 2, 50, 300, 4000, 10**6]),
+            choose([1.0, 0.9, 0.5, 1e-6, 0.999999]),
+            choose([0, 0.05]),
+        ]
+        temperature, seed = choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]), choose([-(2**63), -1, 0, 1234, 2**63 - 1])
+        params = SamplingParams(*penalties, temperature, *filters, seed)
+        settings.set_row(row, params, torch.randint(0, V, (5,)).tolist())
+    settings.count(torch.randint(0, R, (20,)), torch.randint(0, V, (20,)))
+    logits = torch.randn(B, S, V + 7) * choose([0, 1, 3, 10])
+    if choose([True, False]):
+        logits = logits.round()
+    if choose([True, False]):
+        logits[torch.rand_like(logits) < 0.3] = -math.inf
+    if choose([True, False, False]):
+        logits[0, 0, choose(range(V))] = choose([math.nan, math.inf])
+    logits = logits.to(choose([torch.float32, torch.bfloat16, torch.float16]))[..., :V]  # a slice of a wider tensor
+    position = torch.randint(-1, 6, (B,)) * choose([1, 2**35])
+    return logits, torch.randint(0, R, (B,)), position, torch.randint(-1, V, (B, S - 1)), *settings
+
+
+def assert_same_draws(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], atol=ROUNDING, rtol=ROUNDING, equal_nan=True)
+
+
+@needs_cpp
+@pytest.mark.parametrize("seed", range(8))
+def test_cpp_draws_what_the_reference_draws(seed):
+    """Hundreds of rows of every mix; with one thread and two."""
+    before = torch.get_num_threads()
+    try:
+        for case in range(40):
+            args = random_case(1000 * seed + case)
+            torch.set_num_threads(1)
+            drawn, probs = ops.sample(*args), ops.probabilities(*args)
+            assert_same_draws(drawn, REFERENCE.sample(*args))
+            expected = REFERENCE.probabilities(*args)
+            assert torch.equal(probs > 0, expected > 0)
+            assert torch.allclose(probs, expected, atol=ROUNDING, equal_nan=True)
+            torch.set_num_threads(2)
+            again = (*ops.sample(*args), ops.probabilities(*args))
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip((*drawn, probs), again))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_triton_draws_what_the_reference_draws(monkeypatch):
+    pytest.importorskip("triton")
+    with INTERPRET:
+        import kernels_triton as kt
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        monkeypatch.setattr(kt, "SAMPLE_BLOCK", 64)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for seed in range(200 if on_gpu else 8):
+        args = random_case(seed, max_V=150)
+        found = kt.sample(*[x.cuda() if on_gpu else x for x in args])
+        assert_same_draws([x.cpu() for x in found], REFERENCE.sample(*args))
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]  # inductor takes a minute
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_draws_are_the_eager_ones(backend):
+    compiled = torch.compile(sampling.sample_reference, fullgraph=True, dynamic=False, backend=backend)
+    torch.manual_seed(5)
+    logits = (torch.randn(5, 2, 1021) * 3).bfloat16()
+    position, drafted = torch.tensor([0, 3, 900, 2**40, 7]), torch.randint(0, 1021, (5, 1))
+    for seed in range(8):
+        choose = random.Random(seed).choice
+        filters = [(choose([0, 3, 50]), choose([1.0, 0.9]), choose([0.0, 0.02])) for _ in range(5)]
+        params = [SamplingParams(1.3, 0.1, 0.2, choose([0, 0.7, 1.5]), *each, seed) for each in filters]
+        args = arguments(logits, make(5, 1021, params, [1, 2, 3]), position, drafted)
+        assert_same_draws(compiled(*args), sampling.sample_reference(*args))
+
+
+@needs_cpp
+def test_operations_are_declared_as_they_are():
+    """Shapes, dtypes, and that torch.compile keeps each as one node."""
+    args = arguments(torch.randn(3, 2, 50), make(3, 50, SamplingParams(top_k=5)))
+    torch.library.opcheck(ops.sample, args)
+    torch.library.opcheck(ops.probabilities, args)
+    compiled = torch.compile(lambda *args: ops.sample(*args), fullgraph=True, backend="aot_eager")
+    assert_same_draws(compiled(*args), ops.sample(*args))
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_rows_are_independent_of_neighbours_and_order(implementation):
+    torch.manual_seed(3)
+    params = [SamplingParams(seed=11 * i - 5, **kwargs) for i, kwargs in enumerate(PARAMS)]
+    R, V = len(params), 101
+    logits = (torch.randn(R, V) * 4).round() / 2
+    settings, position = make(R, V, params, [1, 2, 3]), torch.arange(1, R + 1) * 3
+    together = implementation.sample(*arguments(logits, settings, position))
+    order = torch.randperm(R)
+    shuffled = implementation.sample(*arguments(logits[order], settings, position[order], at=order))
+    for found, expected in zip(shuffled, together):
+        assert torch.equal(found, expected[order])
+    for i in range(R):
+        row = torch.tensor([i])
+        alone = implementation.sample(*arguments(logits[row], settings, position[row], at=row))
+        assert alone[0].item() == together[0][i].item()
+        # log_softmax of one row and of several may round differently
+        assert torch.allclose(alone[1], together[1][row], atol=ROUNDING)
+
+
+def test_logprobs_are_of_the_raw_logits(implementation):
+    torch.manual_seed(4)
+    logits = torch.randn(6, 999) * 5
+    settings = make(6, 999, SamplingParams(1.5, 0.3, 0.2, 1.7, 30, 0.9), [1, 2, 3])
+    ids, logprobs = implementation.sample(*arguments(logits, settings))
+    expected = logits.double().log_softmax(-1).gather(-1, ids)
+    assert torch.allclose(logprobs.double(), expected, atol=ROUNDING, rtol=0)
+
+
+def test_what_cannot_be_drawn_from(implementation):
+    """NaN, infinity, nothing but -inf: -1. Padding: -1 whatever stands there. The rows beside them are not changed."""
+    torch.manual_seed(6)
+    logits = torch.randn(7, 300)
+    settings = make(7, 300, [SamplingParams(temperature=row % 2, seed=3) for row in range(7)])
+    clean = implementation.sample(*arguments(logits, settings))[0]
+    bad = logits.clone()
+    bad[1, 299], bad[2, 0], bad[3, 7], bad[4] = math.nan, math.nan, math.inf, -math.inf
+    bad[5], bad[0, 3] = math.nan, -math.inf
+    position = torch.tensor([7, 7, 7, 7, 7, 0, 7])
+    ids, logprobs = implementation.sample(*arguments(bad, settings, position))
+    assert ids[1:6, 0].tolist() == [-1] * 5 and logprobs[1:6].isnan().all()
+    assert ids[6] == clean[6] and logprobs[6].isfinite()
+    probs = implementation.probabilities(*arguments(bad, settings, position))[:, 0]
+    assert probs[1:5].isnan().all() and not probs[5].any()
+    assert torch.allclose(probs[[0, 6]].sum(-1), torch.ones(2), atol=ROUNDING)
+
+
+@pytest.mark.parametrize("ids", [[2, 2, 4], [2, -1, 2]])
+def test_places_count_the_tokens_drafted_before_them(implementation, ids):
+    """As if each place were a row of its own whose answer has them."""
+    torch.manual_seed(8)
+    logits, params = torch.randn(1, 4, 9), SamplingParams(1.2, 0.5, 0.25)
+    drafted = implementation.probabilities(*arguments(logits, make(1, 9, params, [2]), drafted=torch.tensor([ids])))
+    for place in range(4):
+        settings = make(1, 9, params, [2])
+        before = torch.tensor([i for i in ids[:place] if i >= 0], dtype=torch.int64)
+        settings.count(torch.zeros_like(before), before)
+        alone = implementation.probabilities(*arguments(logits[:, place], settings))
+        assert torch.equal(drafted[:, place], alone[:, 0])
+
+
+@needs_cpp
+def test_cpp_refuses_what_would_be_read_out_of_bounds():
+    settings = make(2, 9, SamplingParams())
+    args = list(arguments(torch.randn(2, 3, 9), settings))
+
+    def refused(i, value, said):
+        for operation in (ops.sample, ops.probabilities):
+            with pytest.raises(RuntimeError, match=said):
+                operation(*args[:i], value, *args[i + 1 :])
+
+    refused(1, torch.tensor([0, 2]), "row 2 of 2")
+    refused(1, torch.tensor([-1, 0]), "row -1 of 2")
+    refused(1, torch.tensor([0, 1]).int(), "rows: expected")
+    refused(2, torch.tensor([1]), "position: expected")
+    refused(3, torch.tensor([[1, 2], [3, 9]]), "drafted token 9 of 9")
+    refused(3, torch.tensor([[1], [3]]), "drafted: expected")
+    refused(4, settings.seed[:1], "temperature: expected")
+    refused(6, settings.top_k.int(), "top_k: expected")
+    refused(12, settings.counts[:, :8].contiguous(), "counts of 8 tokens for logits of 9")
+    refused(12, settings.counts[:1], "counts: expected")
+    refused(0, torch.randn(2, 3, 9).double(), "bfloat16, float16 or float32")
+    refused(0, torch.randn(2, 9), "logits")
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_counts_of_prompt_and_answer():
+    settings = Sampling.make(3, 8)
+    settings.set_row(1, SamplingParams(repetition_penalty=1.1, seed=-4, top_k=3), [5, 5, 2])
+    settings.count(torch.tensor([1, 1, 2, 1]), torch.tensor([2, 7, 0, 2]))
+    assert settings.counts.tolist() == [[0] * 8, [0, 0, 5, 0, 0, 1, 0, 2], [2] + [0] * 7]
+    assert settings.seed.tolist() == [0, -4, 0] and settings.top_k.tolist() == [0, 3, 0]
+    settings.set_row(1, SamplingParams(presence_penalty=1.0), [])
+    assert not settings.counts[1].any() and settings.repetition_penalty[1] == 1
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(temperature=-0.1),
+        dict(temperature=math.nan),
+        dict(temperature=math.inf),
+        dict(top_k=-1),
+        dict(top_k=2.0),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(min_p=1.0),
+        dict(min_p=-0.1),
+        dict(repetition_penalty=0.0),
+        dict(frequency_penalty=1e4),
+        dict(presence_penalty=-1e4),
+        dict(seed=2**63),
+        dict(seed=1.5),
+        dict(top_k=True),
+    ],
+    ids=str,
+)
+def test_params_refuse_what_is_out_of_range(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        SamplingParams(**kwargs)

@@ -1,39 +1,45 @@
-"""Speculation changes nothing: greedy texts to the token, drawn ones in law; and drafts propose what they should."""
+"""Speculation changes nothing: the tokens of plain decoding where the draft is deterministic, else its distribution."""
 
+import copy
 import dataclasses
 import json
 import shutil
 import sys
-from functools import partial
 from itertools import cycle
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, random_prompts
+from test_engine import GREEDY, random_requests, run_randomly
 from test_generate import ids, main, run
 
 import speculative
 from cli import UserError
-from generate import Batch, Steps, compiled_steps, generate, prefill_rows
+from engine import Batch, Engine, Request, generate
 from linear import Quantization, quantize_model
-from load import install_kernels, load_model
+from load import compiled_steps, install_kernels, load_model, warm_up
 from quantize import quantize_checkpoint
 from report import compile_counts
-from sampling import Sampling, exponential_noise, probabilities
-from speculative import MOST_K, Index, Lookup, ModelDraft, Pace, Report, Source, Speculation, accept
+from sampling import Sampling, SamplingParams, probabilities, sample
+from speculative import (
+    MAX_K,
+    BigramIndex,
+    DraftLengthController,
+    LookupDraft,
+    ModelDraft,
+    Report,
+    Speculation,
+    StaticIndex,
+)
 
-LENGTHS = (4, 23, 1, 9, 14)
-KINDS = {  # what proposes: how often it should be right
-    "the same model": 1.0, "another model": None, "a noisy copy": None, "int4-self": None, "lookup": None,
-    "lookup in a text": None,
-}  # fmt: skip
+LENGTH = 96
+KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text"]
 
 
-def make_draft(kind: str, tiny, name: str, model, steps):
-    read = partial(prefill_rows, steps.prefill)
+def make_draft(kind: str, tiny, name: str):
     if kind.startswith("lookup"):
-        return Lookup([[*range(3, 131)] * 2] if kind == "lookup in a text" else [])
+        return LookupDraft([[*range(3, 131)] * 2] if kind == "lookup in a text" else [])
     draft = load_model(tiny("llama-mha" if kind == "another model" else name)[2], dtype=torch.float32, kernels="torch")
     if kind == "a noisy copy":
         torch.manual_seed(1)
@@ -41,197 +47,304 @@ def make_draft(kind: str, tiny, name: str, model, steps):
             weight += 0.05 * weight.std() * torch.randn_like(weight)
     if kind == "int4-self":
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
-    return ModelDraft(model, install_kernels(draft), steps.compiled, None if kind == "int4-self" else read)
+    return ModelDraft(install_kernels(draft), kind == "int4-self")
 
 
-def speculate(model, draft, k, steps=None, automatic=False):
-    return Speculation(model, draft, steps or Steps(), k, automatic)
+def results(engine, requests: list[Request]) -> list[tuple]:
+    """What an engine makes of copies of these requests, all of them added at once."""
+    copies = [Request(r.prompt, r.params, r.max_new_tokens, r.stop_ids, r.on_token) for r in requests]
+    generate(engine, copies)
+    return [(request.new_tokens, request.finish_reason) for request in copies]
 
 
-# ---------------------------------------------------------------- greedy: the same tokens
+# ---------------------------------------------------------------- the same tokens
 
-CASES = [  # family, draft, k, rows; three graphs each are compiled in the slow ones
-    ("llama-gqa-biased", "the same model", 1, 5, False), ("mistral-window", "another model", 2, 5, False),
-    ("qwen3-gqa", "a noisy copy", 3, 1, False), ("bloom-5", "int4-self", 4, 5, False),
-    ("qwen2-sliding", "lookup", 5, 5, False), ("llama-yarn", "lookup in a text", 6, 1, False),
-    ("bloom-3", "a noisy copy", 7, 5, False), ("qwen2-gqa", "the same model", 8, 5, False),
-    ("mistral-gqa", "int4-self", MOST_K, 1, False),
-    pytest.param("qwen3-gqa", "a noisy copy", 4, 5, True, marks=pytest.mark.slow),
-    pytest.param("llama-gqa-biased", "int4-self", 2, 1, True, marks=pytest.mark.slow),
-    pytest.param("mistral-window", "lookup", 3, 5, True, marks=pytest.mark.slow),
+CASES = [
+    ("llama-gqa-biased", "the same model", 1, 5), ("mistral-window", "another model", 2, 5),
+    ("qwen3-gqa", "a noisy copy", 3, 1), ("bloom-5", "int4-self", 4, 5), ("qwen2-sliding", "lookup", 5, 5),
+    ("llama-yarn", "lookup in a text", 6, 1), ("bloom-3", "a noisy copy", 7, 5), ("qwen2-gqa", "the same model", 8, 5),
+    ("mistral-gqa", "int4-self", MAX_K, 1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, kind, k, B, compiled", CASES)
-def test_greedy_texts_are_those_without_it(tiny, tiny_model, name, kind, k, B, compiled, monkeypatch):
-    """To the token, again in the same caches, with an end token inside a proposal, and to the end of the context."""
-    steps = compiled_steps(compiled, False)
-    model = tiny_model(name, rows=B, length=50)
-    prompts, settings = random_prompts(LENGTHS[-B:]), Sampling.make(B, temperature=0.0)
-    plain = generate(model, prompts, settings, 99)
-    assert {len(ids) for ids, _ in plain} == {51 - n for n in LENGTHS[-B:]}  # the last needs no slot
-    speculation = speculate(model, make_draft(kind, tiny, name, model, steps), k, steps)
-    if compiled:
-        speculation.rehearsing = True
-        generate(model, prompts, settings, 2, steps=steps, speculation=speculation)  # a single step
-        speculation.rehearsing = False
-        monkeypatch.setattr(speculation.pace, "choose", cycle([k, 0, 1, k, k]).__next__)
-    graphs = compile_counts()
-    assert generate(model, prompts, settings, 99, steps=steps, speculation=speculation) == plain
-    stop = {plain[0][0][17], plain[-1][0][10]}
-    ends = generate(model, prompts, settings, 20, stop)
-    assert generate(model, prompts, settings, 20, stop, steps, speculation=speculation) == ends
-    assert compile_counts() == graphs  # the rehearsal took every path
-    numbers = speculation.report.numbers(1.0)
-    if kind == "the same model":  # its caches are right after every step, or it would not be right itself
-        assert numbers["speculation"]["acceptance_by_place"] == [1.0] * k
+@pytest.mark.parametrize("name, kind, k, rows", CASES)
+def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, rows):
+    """Greedy ones, and with a deterministic draft also drawn ones: to the end of the context, in the same caches again,
+    and where a stop id, a listener or the number of tokens ends a request inside a proposal."""
+    model, prompts = tiny_model(name), random_prompts((4, 23, 1, 9, 14)[-rows:])
+    drawn = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
+    kinds = (GREEDY, SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3))
+    requests = [[Request(p, params, 99) for p in prompts] for params in (*kinds, *[drawn] * ("lookup" in kind))]
+    plain = [results(Engine(model, rows, 50), some) for some in requests]
+    for prompt, (tokens, reason) in zip(prompts, plain[0]):
+        assert (len(tokens), reason) == (51 - len(prompt), "length"), "the last token needs no slot"
+    speculation = Speculation(make_draft(kind, tiny, name), k, automatic=False)
+    engine = Engine(model, rows, 50, speculation=speculation)
+    assert [results(engine, some) for some in requests] == plain
+    ends = [r for some in requests for r in some]
+    for i, request in enumerate(ends):
+        whole = plain[i // rows][i % rows][0]
+        request.stop_ids, request.max_new_tokens = frozenset([whole[7]] * (i % 3 == 0)), 9 + i % 4
+        request.on_token = (lambda token, last=whole[8]: token == last) if i % 3 == 1 else None
+    assert results(engine, ends) == results(Engine(model, rows, 50), ends)
+    numbers = speculation.report.numbers(1.0)["speculation"]
+    assert numbers["steps"] and not numbers["plain_steps"] or "lookup" in kind
     if kind in ("a noisy copy", "int4-self"):
-        assert 0 < sum(speculation.report.kept) < sum(speculation.report.looked_at)
+        assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
+
+
+def test_a_perfect_draft_is_always_right(tiny, tiny_model):
+    """Its caches are right after every step, or it would not be."""
+    for name, shares in (("qwen3-gqa", False), ("bloom-5", True)):
+        model, draft = tiny_model(name), load_model(tiny(name)[2], dtype=torch.float32)
+        speculation = Speculation(ModelDraft(draft, shares), 5, automatic=False)
+        engine = Engine(model, 3, LENGTH, speculation=speculation)
+        generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
+        assert speculation.report.accepted == speculation.report.judged and len(speculation.report.judged) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
+    """More requests than rows, which arrive and are cancelled at random; each gets the tokens that it gets alone: of a
+    plain engine, or where a draft model's random draws decide, of one with the same draft."""
+    name = "llama-gqa-biased"
+    model = tiny_model(name)
+    monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 9)
+    for seed in range(3):
+        engine = Engine(model, 4, LENGTH, None, 7, Speculation(make_draft(kind, tiny, name), 3, automatic=False))
+        requests = random_requests(14, seed)
+        run_randomly(engine, requests, seed)
+        for request in requests:
+            if request.params.temperature > 0 and "lookup" not in kind:
+                continue
+            [(alone, reason)] = results(Engine(model, 1, LENGTH), [request])
+            n = len(request.new_tokens)
+            assert request.new_tokens == (alone[:n] if request.finish_reason == "cancelled" else alone)
+            assert request.finish_reason in ("cancelled", reason)
+
+
+@pytest.mark.parametrize("kind", ["a noisy copy", "int4-self"])
+def test_neighbours_change_no_draws(tiny, tiny_model, kind):
+    """With a draft model and random rows: a row's tokens are those that it gets alone, with the same draft."""
+    name = "qwen3-gqa"
+    model, requests = tiny_model(name), random_requests(9, 3)
+    requests = [r for r in requests if r.params.temperature > 0]
+    engine = Engine(model, 4, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 4, automatic=False))
+    run_randomly(engine, requests, 3, cancel=0)
+    for request in requests:
+        alone = Engine(model, 1, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 4, automatic=False))
+        assert results(alone, [request]) == [(request.new_tokens, request.finish_reason)]
+
+
+def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
+    """A draft's distributions are then passed on for all rows; a greedy row's are one-hot."""
+    model, prompts = tiny_model("qwen2-gqa"), random_prompts((6, 11))
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.4)
+    requests = [Request(prompts[0], greedy, 30), Request(prompts[1], SamplingParams(temperature=0.8, seed=3), 30)]
+    speculation = Speculation(make_draft("a noisy copy", tiny, "qwen2-gqa"), 5, automatic=False)
+    got = results(Engine(model, 2, LENGTH, speculation=speculation), requests)
+    assert got[0] == results(Engine(model, 1, LENGTH), requests[:1])[0]
+    assert sum(speculation.report.accepted) > 0
+
+
+@pytest.mark.parametrize("kind", ["the same model", "lookup", "a noisy copy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temperature):
+    """A token that the model itself finds poisons the row: plain decoding's error, after the same tokens."""
+    name = "llama-mha"  # its head is a table of its own
+    model, params = tiny_model(name), SamplingParams(temperature=temperature, seed=8)
+    requests = [Request(prompt, params, 20) for prompt in random_prompts((5, 8))]
+    [(tokens, _), (other, _)] = results(Engine(model, 2, LENGTH), requests)
+    poison = next(token for i, token in enumerate(tokens) if i > 4 and token not in tokens[:i] + other)
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
+    model.embedding.weight[poison] = float("nan")
+    speculation = Speculation(make_draft(kind, tiny, name), 3, automatic=False)
+    engine = Engine(model, 2, LENGTH, speculation=speculation)
+    got = results(engine, requests)
+    if temperature == 0 or kind == "lookup":
+        assert got == [(tokens[: tokens.index(poison) + 1], "error"), (other, "length")]
+    for found, reason in got:
+        assert reason == ("error" if poison in found else "length") and found.index(poison) == len(found) - 1
+    after = Request(requests[1].prompt, params, 20)
+    engine.add(after)
+    while engine.active:
+        engine.step()
+    assert (after.new_tokens, after.finish_reason) == got[1]
+
+
+def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
+    model = tiny_model("llama-gqa-biased")
+    for kind, params in (("lookup", SamplingParams(seed=3)), ("a noisy copy", GREEDY)):
+        plain, speculated = (Request([7, 8, 9, 7, 8], params, 25, logprobs=2) for _ in range(2))
+        generate(Engine(model, 1, LENGTH), [plain])
+        speculation = Speculation(make_draft(kind, tiny, "llama-gqa-biased"), 4, automatic=False)
+        generate(Engine(model, 1, LENGTH, speculation=speculation), [speculated])
+        assert speculated.new_tokens == plain.new_tokens and len(plain.token_logprobs) == 25
+        for (a, best_a), (b, best_b) in zip(plain.token_logprobs, speculated.token_logprobs):
+            assert a == pytest.approx(b, abs=1e-5) and [t for t, _ in best_a] == [t for t, _ in best_b]
+
+
+# ---------------------------------------------------------------- tables of other sizes
 
 
 def test_a_draft_with_a_smaller_table(tiny, tiny_model):
     """A table may be padded, and the draft's less so: ids beyond it are no reason to stop."""
-    model = tiny_model("llama-gqa-biased", rows=2)
+    model = tiny_model("llama-gqa-biased")
     V = model.config.vocab_size
-    draft = make_draft("the same model", tiny, "llama-gqa-biased", model, Steps())
-    table, config = draft.draft.embedding, dataclasses.replace(model.config, vocab_size=V - 70)
-    draft.draft.config = config
+    draft = make_draft("the same model", tiny, "llama-gqa-biased")
+    draft.draft.config = dataclasses.replace(model.config, vocab_size=V - 70)
+    table = draft.draft.embedding
     table.weight = torch.nn.Parameter(table.weight[: V - 70], False)
-    if draft.draft.output is not None:
-        draft.draft.output.weight = torch.nn.Parameter(draft.draft.output.weight[: V - 70], False)
-    prompts, settings = [[5, V - 1, 7], [V - 2]], Sampling.make(2, temperature=0.0)
-    plain = generate(model, prompts, settings, 30)
-    assert any(token >= V - 70 for ids, _ in plain for token in ids)
-    assert generate(model, prompts, settings, 30, speculation=speculate(model, draft, 3)) == plain
+    for params in (GREEDY, SamplingParams(seed=1)):
+        requests = [Request(prompt, params, 30) for prompt in ([5, V - 1, 7], [V - 2])]
+        plain = results(Engine(model, 2, LENGTH), requests)
+        assert any(token >= V - 70 for tokens, _ in plain for token in tokens)
+        engine = Engine(model, 2, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+        got = results(engine, requests)
+        assert got == plain if params == GREEDY else {reason for _, reason in got} == {"length"}
 
 
-@pytest.mark.parametrize("automatic", [False, True])
-def test_a_draft_proposes_what_it_would_say(tiny, tiny_model, automatic, monkeypatch):
-    """After partial and full acceptance, plain steps between, other prompts, and a conversation that goes on: its
-    proposals are its own greedy continuation of the text, which no wrong entry of its caches would give."""
-    model, steps = tiny_model("qwen3-gqa", rows=3), Steps()
-    draft = make_draft("a noisy copy", tiny, "qwen3-gqa", model, steps)
-    alone = make_draft("a noisy copy", tiny, "qwen3-gqa", model, steps).draft
-    alone.setup_caches(1, 256)
-    speculation, propose, seen = speculate(model, draft, 3, automatic=automatic), draft.propose, []
+@pytest.mark.parametrize("n_draft, n_model", [(90, None), (131, 120), (90, 120)])
+def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft, n_model):
+    """Ids of the larger table are never proposed, and those of the smaller are."""
+    model, draft = tiny_model("qwen2-gqa"), make_draft("the same model", tiny, "qwen2-gqa")
+    model.config = dataclasses.replace(model.config, n_token=n_model)
+    draft.draft.config = dataclasses.replace(draft.draft.config, n_token=n_draft)
+    engine = Engine(model, 2, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+    for params in (GREEDY, SamplingParams(temperature=1.1, seed=1)):
+        requests = [Request(prompt, params, 25) for prompt in random_prompts((3, 8))]
+        got = results(engine, requests)
+        assert params != GREEDY or got == results(Engine(model, 2, LENGTH), requests)
+        assert max(max(tokens) for tokens, _ in got) < (n_model or 131)
+    assert sum(engine.speculation.report.accepted) > 0
 
-    def watched(batch, texts, k, hidden):
-        found = propose(batch, texts, k, hidden)
-        for i, row in enumerate(batch.numbers):
-            [(expected, _)] = generate(alone, [texts[row]], Sampling.make(1, temperature=0.0), k)
-            assert found[0][i].tolist() == expected
-            seen.append(row)
+
+# ---------------------------------------------------------------- what a draft model proposes
+
+
+@pytest.mark.parametrize("now_and_then", [False, True])
+def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, monkeypatch):
+    """After partial and full acceptance, plain steps between, requests that come and go, prefixes that are used again
+    and prompts that take several passes to read: no wrong entry of its caches would give its own greedy text."""
+    model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
+    alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
+    speculation, propose, lengths = Speculation(draft, 3, automatic=False), draft.propose, []
+    monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 8)
+
+    def watched(batch, k):
+        found = propose(batch, k)
+        for row, tokens, length in zip(batch.rows, found.drafted.tolist(), found.lengths.tolist()):
+            assert length in (0, k)  # where it still reads the prompt
+            [(expected, _)] = results(alone, [Request([*row.tokens, row.last_token], GREEDY, k)])
+            assert tokens[:length] == expected[:length]
+            lengths.append(length)
         return found
 
     monkeypatch.setattr(draft, "propose", watched)
-    if automatic:  # now and then
-        monkeypatch.setattr(speculation.pace, "choose", iter([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3] * 40).__next__)
-    prompts, settings = random_prompts((5, 1, 12)), Sampling.make(3, temperature=0.0)
-    said = generate(model, prompts, settings, 25, speculation=speculation)
-    further = [prompt + ids + [77] for prompt, (ids, _) in zip(prompts, said)]
-    generate(model, further, settings, 15, cached=[len(text) - 2 for text in further], speculation=speculation)
-    generate(model, random_prompts((2, 30, 7), seed=8), settings, 15, speculation=speculation)
-    assert {0, 1, 2} == set(seen) and len(seen) > 25
+    if now_and_then:
+        monkeypatch.setattr(speculation.controller, "choose", cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3]).__next__)
+    engine = Engine(model, 3, 256, None, 11, speculation)
+    requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
+    run_randomly(engine, requests, 1, cancel=0.02)
+    turns = [Request([*r.prompt, *r.new_tokens, 77], GREEDY, 15) for r in requests]
+    run_randomly(engine, turns, 2, cancel=0.02)
+    assert any(turn.cached_tokens > 10 for turn in turns)
+    assert lengths.count(0) > 4 and len(lengths) - lengths.count(0) > 30
+    assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
 
 
-def test_batch_neighbours_and_listeners_change_nothing(tiny, tiny_model):
-    """Drawn texts: a row alone says what it says in a batch; on_token hears every token once and can end its row."""
-    model = tiny_model("llama-gqa-biased", rows=4)
-    prompts = random_prompts((3, 17, 8, 5))
-    for kind in ("a noisy copy", "int4-self", "lookup"):
-        speculation = speculate(model, make_draft(kind, tiny, "llama-gqa-biased", model, Steps()), 4)
-        options = {"temperature": [0.7, 1.3, 0.0, 1.0], "top_k": [0, 20, 0, 5], "repetition_penalty": [1, 1.3, 1.2, 1]}
-        heard = [[] for _ in prompts]
-
-        def listen(row, token, last, heard=heard):
-            heard[row].append(token)
-            return row == 3 and len(heard[row]) == 6
-
-        settings = Sampling.make(4, [5, 6, 7, 8], **options)
-        together = generate(model, prompts, settings, 30, on_token=listen, speculation=speculation)
-        assert heard == [ids for ids, _ in together] and len(heard[3]) == 6
-        for i in range(3):
-            alone = Sampling.make(1, 5 + i, **{name: values[i] for name, values in options.items()})
-            assert generate(model, [prompts[i]], alone, 30, speculation=speculation) == [together[i]], (kind, i)
-
-
-def test_greedy_rows_with_a_penalty_are_plain_ones(tiny, tiny_model):
-    """What was said earlier in the same proposal counts, on both sides."""
-    model = tiny_model("qwen2-gqa", rows=2)
-    prompts, settings = random_prompts((6, 11)), Sampling.make(2, temperature=0.0, repetition_penalty=1.4)
-    plain = generate(model, prompts, settings, 40)
-    for kind in ("the same model", "lookup"):
-        speculation = speculate(model, make_draft(kind, tiny, "qwen2-gqa", model, Steps()), 5)
-        assert generate(model, prompts, settings, 40, speculation=speculation) == plain
-    mixed = Sampling.make(2, temperature=[0.0, 0.8], repetition_penalty=1.4)  # greedy beside drawn rows
-    assert generate(model, prompts, mixed, 40, speculation=speculation)[0] == plain[0]
-
-
-# ---------------------------------------------------------------- drawn: the same law
+# ---------------------------------------------------------------- drawn with a draft model: the same distribution
 
 V, ROWS = 11, 100_000
 SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
-    {"temperature": 0.8, "top_k": 6, "top_p": 0.8}, {"min_p": 0.15, "repetition_penalty": 1.5},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
+    {"min_p": 0.15, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": -0.3},
 ]  # fmt: skip
 
 
-def tables():
-    """Logits of a model and of a draft for what follows each token, (V,V)."""
-    torch.manual_seed(3)
-    model = 1.5 * torch.randn(V, V)
-    return model, model + 1.2 * torch.randn(V, V)
+class Table:
+    """A model of which the logits depend on the last token alone: row t of a table (V,V)."""
+
+    config, split = SimpleNamespace(n_token=None), None
+
+    def __init__(self, noise: float):
+        torch.manual_seed(3)
+        self.logits = 1.5 * torch.randn(V, V)
+        self.logits = self.logits + noise * torch.randn(V, V)
+
+    def hidden(self, tokens, input_pos, rows):
+        return tokens
+
+    def head(self, tokens):
+        return self.logits[tokens]
+
+    def __call__(self, tokens, input_pos, rows):
+        return self.logits[tokens[:, -1]]
 
 
-def three_tokens(accept, how: dict, kind: str, law_of_draft: dict | None = None) -> torch.Tensor:
-    """(ROWS,3): what is found after token 0, in as many steps as it takes, of proposals of 2 tokens."""
-    model, draft = tables()
-    settings = Sampling.make(ROWS, list(range(ROWS)), **how)
-    penalized = settings.repetition_penalty is not None
-    unlike = Sampling.make(ROWS, list(range(ROWS)), **law_of_draft) if law_of_draft is not None else settings
-    texts = torch.full((ROWS, 7), -1)
-    texts[:, 0], place = 0, torch.zeros(ROWS, dtype=torch.int64)  # of each row's last token
-    everywhere = torch.arange(ROWS)
+MODEL, DRAFT = Table(0.0), Table(1.2)
+
+
+def settings_of(rows: int, how: dict) -> Sampling:
+    """All rows with the same settings, seeds of their own, and the prompt [0]."""
+    settings = Sampling.make(rows, V)
+    for name, value in dataclasses.asdict(SamplingParams(**how)).items():
+        getattr(settings, name).fill_(value)
+    settings.seed.copy_(torch.arange(rows))
+    settings.counts[:, 0] = 1
+    return settings
+
+
+def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor:
+    """(ROWS,3): what follows token 0, in as many steps as it takes, with proposals of 2 tokens."""
+    settings, rows = settings_of(ROWS, how), torch.arange(ROWS)
+    texts, place = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)  # of the last token
+    lengths = 2 - (rows % 5 == 0).long()  # some propose less
     for _ in range(3):
-        seen = None
-        if penalized:
-            seen = ((texts[:, :, None] == torch.arange(V)) & (texts >= 0)[:, :, None]).any(1)
-        token, drafted, laws, also = texts[everywhere, place], [], [], seen
+        inputs = torch.stack([texts[rows, place], place, rows])
+        token, drafted, probs = inputs[0], [], []
         for i in range(2):
-            logits, at = draft[token], place + 1 + i
-            law = probabilities(logits, settings, also)
-            race = law / exponential_noise(settings.seed, at, torch.arange(V).expand(ROWS, V), speculative.DRAFT)
-            token = race.argmax(1) if kind == "a model" else logits.argmax(1)
-            laws.append(probabilities(logits, unlike, also))
+            at = place + 1 + i
+            if deterministic:
+                token, p = DRAFT.logits[token].argmax(1), None
+            else:
+                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, at, settings, V)
             drafted.append(token)
-            also = None if also is None else also.scatter(1, token[:, None], True)
-        drafted = torch.stack(drafted, 1)
-        before = torch.cat([texts[everywhere, place][:, None], drafted], 1)  # (ROWS,3)
-        lengths = 2 - (everywhere % 5 == 0).long()  # some propose less
-        p_draft = torch.stack(laws, 1) if kind == "a model" else None
-        found = accept(model[before], place + 1, settings, seen, drafted, lengths, p_draft)
+            probs.append(p)
+        p_draft = None if deterministic else torch.stack(probs, 1)
+        found, count, logprobs, _ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
+        before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
+        expected = MODEL.logits.log_softmax(-1)[before, found]
         for i in range(3):
-            there = (found[:, i] >= 0) & (place + 1 + i < 7)
-            texts[everywhere[there], (place + 1 + i)[there]] = found[there, i]
-        place = (place + (found >= 0).sum(1)).clamp(max=6)
+            there = i < count
+            assert torch.allclose(logprobs[there, i], expected[there, i], atol=1e-5)
+            texts[rows[there], (place + 1 + i)[there]] = found[there, i]
+            settings.count(rows[there], found[there, i])
+        place = place + count
     return texts[:, 1:4]
 
 
+def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
+    """The model's distribution (N,V) after the prompt [0] and these answers (N,n)."""
+    N, n = answers.shape
+    settings, rows = settings_of(N, how), torch.arange(N)
+    for i in range(n):
+        settings.count(rows, answers[:, i])
+    last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
+    empty = torch.zeros(N, 0, dtype=torch.int64)
+    return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
+
+
 def p_value(tokens: torch.Tensor, how: dict) -> float:
-    """Of chi-square: the joint law of three tokens against the exact one."""
-    model, _ = tables()
-    expected = torch.zeros(V, V, V, dtype=torch.float64)
-
-    def law(token: int, seen: list[int]) -> torch.Tensor:
-        marks = torch.zeros(1, V, dtype=torch.bool)
-        marks[0, seen] = True
-        return probabilities(model[token][None], Sampling.make(1, **how), marks)[0].double()
-
-    for a, p_a in enumerate(law(0, [0])):
-        for b, p_b in enumerate(law(a, [0, a])) if p_a > 0 else ():
-            expected[a, b] = p_a * p_b * law(b, [0, a, b]) if p_b > 0 else 0
+    """Of chi-square: the joint distribution of three tokens against the exact one."""
+    answers = torch.zeros(1, 0, dtype=torch.int64)
+    expected = torch.ones(1, dtype=torch.float64)
+    for _ in range(3):
+        expected = (expected[:, None] * probabilities_after(answers, how)).flatten()
+        answers = torch.cat([answers.repeat_interleave(V, 0), torch.arange(V).repeat(len(answers))[:, None]], 1)
     cells = tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2]
-    counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected.flatten()
+    counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected
     if (counts[expected == 0] > 0).any():
         return 0.0
     usual = expected >= 5  # the others are one cell
@@ -242,39 +355,49 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), chi2 / 2))
 
 
-@pytest.mark.parametrize("kind", ["a model", "a text"])
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
-def test_tokens_follow_the_law_of_the_model(how, kind):
-    assert p_value(three_tokens(accept, how, kind), how) > 0.001
+def test_tokens_have_the_distribution_of_the_model(how):
+    assert p_value(three_tokens(speculative, how), how) > 0.001
 
 
-def mutant(*changes: tuple[str, str]):
-    """`accept` of a module in which this was changed."""
+@pytest.mark.parametrize("how", SETTINGS, ids=repr)
+def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
+    settings, rows, plain = settings_of(ROWS, how), torch.arange(ROWS), []
+    token = torch.zeros(ROWS, dtype=torch.int64)
+    for i in range(3):
+        position = torch.full((ROWS,), i + 1)
+        token = sample(MODEL.logits[token][:, None], rows, position, rows[:, None][:, :0], settings)[0][:, 0]
+        settings.count(rows, token)
+        plain.append(token)
+    tokens = three_tokens(speculative, how, deterministic=True)
+    assert torch.equal(tokens, torch.stack(plain, 1))
+    assert p_value(tokens, how) > 0.001
+
+
+MUTANTS = {
+    "keeps everything": [("leading(uniform * q < p, lengths)", "leading(p >= 0, lengths)")],
+    "draws again from all": [("rest = (p - q).clamp(min=0)", "rest = p")],
+    "decides by the noise that it draws with": [("ACCEPT = 1 ", "ACCEPT = 0 ")],
+    "has the draft's noise": [("DRAFT_SEED = 0x5851F42D4C957F2D", "DRAFT_SEED = 0")],
+    "subtracts what was not proposed": [(" * (ahead < lengths[:, None])[..., None]", "")],
+    "draws from the wrong place": [("p_target[row, kept], p_draft[row, kept]", "p_target[row, 0], p_draft[row, kept]")],
+    "has a draft that forgets its filters": [
+        ("probabilities(*arguments)[:, 0]", "torch.softmax(logits / sampling.temperature[rows, None, None], -1)[:, 0]")
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_that_distribution_is_broken_by_bugs(name):
     source = (ROOT / "speculative.py").read_text()
-    for old, new in changes:
+    for old, new in MUTANTS[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     module = ModuleType("mutant")
     sys.modules["mutant"] = module  # dataclasses look there
     exec(source, module.__dict__)
-    return module.accept
-
-
-@pytest.mark.parametrize("how, kind", [(SETTINGS[0], "a model"), (SETTINGS[4], "a text")])
-def test_that_law_is_broken_by_bugs(how, kind):
-    always = mutant(("leading(chance * q < p, lengths)", "leading(p >= 0, lengths)"))
-    assert p_value(three_tokens(always, how, kind), how) < 1e-6
-    whole = mutant(("rest = (p - q).clamp(min=0)", "rest = p"))
-    assert p_value(three_tokens(whole, how, kind), how) < 1e-6
-    same_noise = mutant(
-        ("DRAFT, ACCEPT = 1, 2", "DRAFT, ACCEPT = 1, 1"), ("column, ACCEPT)", "drafted.flatten()[:, None], 1)")
-    )
-    assert kind == "a text" or p_value(three_tokens(same_noise, how, kind), how) < 1e-6
-
-
-def test_that_law_is_broken_by_a_draft_that_forgets_its_filter():
     how = {"temperature": 1.7, "top_k": 4}
-    assert p_value(three_tokens(accept, how, "a model", {"temperature": 1.7}), how) < 1e-6
+    assert p_value(three_tokens(module, how), how) < 1e-6
 
 
 # ---------------------------------------------------------------- lookup
@@ -294,63 +417,69 @@ def test_that_law_is_broken_by_a_draft_that_forgets_its_filter():
     ],
 )
 def test_what_followed_before(text, most, expected):
-    whole, grown = Index(text), Index([])
+    whole, grown = BigramIndex(text), BigramIndex([])
     for token in text:
-        grown.text.append(token)
-        found = grown.match(grown.text, most)
+        grown.tokens.append(token)
+        found = grown.match(grown.tokens, most)
     assert whole.match(text, most)[1] == found[1] == expected
 
 
 def test_what_follows_in_another_text():
-    source = Source([1, 2, 3, 4, 5, 6, 2, 3, 9])
-    assert source.match([7, 7, 2, 3], 5) == (2, [9])  # the end is the end
-    assert source.match([1, 2, 3], 5) == (3, [4, 5, 6, 2, 3])
-    assert source.match([6, 2], 5) == (2, [3, 9]) and source.match([3, 9], 5) == (0, [])  # nothing follows
+    index = StaticIndex([1, 2, 3, 4, 5, 6, 2, 3, 9])
+    assert index.match([7, 7, 2, 3], 5) == (2, [9])  # the end is the end
+    assert index.match([1, 2, 3], 5) == (3, [4, 5, 6, 2, 3])
+    assert index.match([6, 2], 5) == (2, [3, 9]) and index.match([3, 9], 5) == (0, [])  # nothing follows
     for n in range(4):
-        assert Source([5] * n).match([5, 5], 2) == ((2, [5]) if n == 3 else (0, []))
+        assert StaticIndex([5] * n).match([5, 5], 2) == ((2, [5]) if n == 3 else (0, []))
     chance = torch.Generator().manual_seed(5)
     for _ in range(50):  # it finds what the index of a growing text finds
         text, tail = (torch.randint(4, (n,), generator=chance).tolist() for n in (60, 9))
-        best, following = Index(text).match(tail, 3)
-        assert Source(text).match(tail, 3) in [(best, following[:n]) for n in range(4)]
-    lookup = Lookup([[1, 2, 3, 4, 5, 6]])
-    lookup.begin([[8, 1, 2, 3], [8, 8], [2, 3, 9, 2, 3]])
-    none = torch.zeros(3, dtype=torch.int64)
-    batch = Batch([0, 1, 2], [0, 1, 2], 99, None, none, none, none, Sampling.make(3), None)
-    drafted, lengths, law = lookup.propose(batch, [index.text for index in lookup.rows], 3, None)
-    assert [row[:n] for row, n in zip(drafted.tolist(), lengths.tolist())] == [[4, 5, 6], [], [9, 2, 3]]
-    assert law is None
-    batch.live = [1]
-    assert lookup.propose(batch, [index.text for index in lookup.rows], 3, None) is None
+        best, following = BigramIndex(text).match(tail, 3)
+        assert StaticIndex(text).match(tail, 3) in [(best, following[:n]) for n in range(4)]
 
 
-# ---------------------------------------------------------------- how far to look ahead
+def test_proposals_of_lookup():
+    """Of the rows that are decoding; none of a row that would leave the cache; None where there is nothing at all."""
+    lookup = LookupDraft([[1, 2, 3, 4, 5, 6]])
+    lookup.begin(SimpleNamespace(length=12))
+    rows = [SimpleNamespace(index=i) for i in range(4)]
+    for row, tokens in zip(rows, ([8, 1, 2, 3], [8, 8], [2, 3, 9, 2], [5] * 11)):
+        lookup.add(row.index, tokens)
+    lookup.accepted(2, [3])
+    found = lookup.propose(Batch([rows[i] for i in (3, 0, 1, 2)], torch.zeros(3, 5, dtype=torch.int64)), 3)
+    assert found.p_draft is None and found.lengths.tolist() == [1, 3, 0, 3, 0]
+    tokens = [line[:n] for line, n in zip(found.drafted.tolist(), found.lengths.tolist())]
+    assert tokens == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equals the row's own text"
+    assert lookup.propose(Batch(rows[1:2], torch.zeros(3, 1, dtype=torch.int64)), 3) is None
+
+
+# ---------------------------------------------------------------- how many tokens to propose
 
 
 def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
-    """Seconds that a Pace takes for its tokens and that plain steps would have taken, and what it chose at last.
+    """Seconds that a controller takes for its tokens and that plain steps would have taken, and what it chose at last.
 
     Now and then the machine hangs in a step: what is measured there is a thousand times too much.
     """
     chance = torch.Generator().manual_seed(2)
-    pace, spent, tokens, chosen = Pace(7, True, False), 0.0, 0, []
+    controller, spent, tokens, chosen = DraftLengthController(7, True), 0.0, 0, []
     for step in range(steps):
         hangs = 1000 if step in (5, 301, 302) else 1
-        k = pace.choose()
+        k = controller.choose()
         chosen.append(k)
         if k == 0:
-            pace.note(plain_s * hangs)
+            controller.note(plain_s * hangs)
             spent, tokens = spent + plain_s, tokens + 1
             continue
         a = acceptance(step)
         kept = int((torch.rand(k, generator=chance) < a).long().cumprod(0).sum())
         verify = plain_s + (verify_s - plain_s) * k / 7
-        pace.note((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept], [k])
+        controller.note((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept], [k])
         spent, tokens = spent + k * draft_s + verify, tokens + kept + 1
     return spent, tokens * plain_s, sorted(chosen[-100:])[50]
 
 
-def test_the_pace_follows_what_pays():
+def test_the_controller_follows_what_pays():
     """Against the formula's best k; and never much slower than plain steps, whatever the draft."""
     spent, plain, k = drive(lambda step: 0.95, 1.0, 0.3, 1.5)
     assert plain / spent > 1.6 and k >= 5
@@ -364,14 +493,52 @@ def test_the_pace_follows_what_pays():
     assert plain / spent > 1.05
 
 
+def test_a_fixed_length_is_always_chosen():
+    controller = DraftLengthController(4, False)
+    for _ in range(20):
+        assert controller.choose() == 4
+        controller.note(9.0, 4, 8.0, [0], [4])
+
+
 def test_the_report_counts_places():
     report = Report()
     report.note([2, 0, 1], [3, 3, 1])
     report.note([0, 2], [0, 2])  # nothing was proposed for the first
-    assert report.kept == [3, 2, 0] and report.looked_at == [4, 2, 1]
+    assert report.accepted == [3, 2, 0] and report.judged == [4, 2, 1]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
+    assert numbers["speculation"]["mean_proposed_tokens"] == 9 / 4
     assert numbers["speculation"]["acceptance_by_place"] == [3 / 4, 1.0, 0.0]
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, kind, k",
+    [("qwen3-gqa", "a noisy copy", 4), ("llama-gqa-biased", "int4-self", 2), ("mistral-window", "lookup", 3)],
+)
+def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, monkeypatch):
+    """Steps of any number of tokens, plain ones, one row and all rows, greedy and random: no graph is missing after
+    warm-up, and the tokens are those of eager steps."""
+    torch._dynamo.reset()
+    model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
+    speculation = Speculation(make_draft(kind, tiny, name), k)
+    engine = Engine(model, 3, LENGTH, compiled_steps(True, False), 9, speculation)
+    for drawn in (False, True):
+        warm_up(options, engine, random_prompts([5, 9, 3]), drawn)
+    assert not speculation.rehearsing and speculation.report.steps == 0
+    before = compile_counts()
+    monkeypatch.setattr(speculation.controller, "choose", cycle([k, 0, 1, k, 2, k]).__next__)
+    requests = random_requests(14, 4)
+    run_randomly(engine, requests, 4)
+    generate(engine, [Request([5, 6], SamplingParams(seed=2), 20)])
+    assert compile_counts() == before and speculation.report.steps > 10
+    for request in requests:
+        if request.params.temperature == 0 or kind == "lookup":
+            [(alone, _)] = results(Engine(model, 1, LENGTH), [request])
+            assert request.new_tokens == alone[: len(request.new_tokens)]
 
 
 # ---------------------------------------------------------------- the command line
@@ -393,23 +560,6 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
 
 
-def test_a_draft_with_another_padding_of_the_table(tiny, tiny_model):
-    """Ids of the larger table are never proposed, and those of the smaller are."""
-    model = tiny_model("qwen2-gqa", rows=2)
-    draft = make_draft("the same model", tiny, "qwen2-gqa", model, Steps())
-    prompts = random_prompts((3, 8))
-    for settings in (Sampling.make(2, temperature=0.0), Sampling.make(2, [1, 2], 1.1)):
-        plain = generate(model, prompts, settings, 25)
-        for n, config in ((90, model.config), (131, dataclasses.replace(model.config, n_token=120))):
-            other = draft.draft
-            other.config = dataclasses.replace(other.config, n_token=n)
-            model.config = config
-            got = generate(model, prompts, settings, 25, speculation=speculate(model, draft, 3))
-            if settings.temperature is None and config.n_token is None:
-                assert got == plain
-            assert max(max(ids) for ids, _ in got) < (config.n_token or 131)
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -424,17 +574,20 @@ def test_a_draft_with_another_padding_of_the_table(tiny, tiny_model):
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
         (["--draft", "prompt-lookup", "--draft_checkpoint_path", "{}"], "are two drafts; give one of them"),
         (["--draft", "int4-self", "--draft_checkpoint_path", "{other}"], "is another model"),
+        (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already; a draft should be smaller"),
         (["--draft_checkpoint_path", "nowhere"], "nowhere"),
         (["--draft_checkpoint_path", "{small}"], "has 77 tokens"),
     ],
 )
 def test_what_is_refused(tiny, tmp_path, capsys, monkeypatch, arguments, said):
     ours, other = tiny("qwen3-gqa")[2], tiny("llama-mha")[2]
-    small = tmp_path / "small"
+    small, int4 = tmp_path / "small", tmp_path / "int4"
     shutil.copytree(other, small)
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
-    arguments = [argument.format(ours, other=other, small=small) for argument in arguments]
+    if "{int4}" in arguments:
+        quantize_checkpoint(other, int4, Quantization("int4", 32, "int8"))
+    arguments = [argument.format(ours, other=other, small=small, int4=int4) for argument in arguments]
     with pytest.raises((UserError, SystemExit)) as end:
         main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", *arguments)
     assert said in str(end.value) + capsys.readouterr().err
@@ -451,11 +604,7 @@ def test_another_tokenizer_is_refused_and_the_default_models_is_not(default_chec
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     args = ["--draft_checkpoint_path", other, "--max_new_tokens", 12, "--prompt", "One, two, one, two, one,"]
     done = run("--checkpoint_path", default_checkpoint, *args)
-    assert (
-        done.returncode == 2
-        and f"token 1234 is {a!r} there and {b!r} here" in done.stderr.replace("'", "'")
-        or ("token 1234 is" in done.stderr)
-    )
+    assert done.returncode == 2 and "token 1234 is" in done.stderr and len(done.stderr.splitlines()) == 1
     source = tmp_path / "source.txt"
     source.write_text("One, two, one, two, one, two, three.")
     args[:2] = ["--draft", f"lookup:{source}", "--speculate_k", 5, "--temperature", 0]
@@ -472,19 +621,13 @@ def test_the_default_model_says_the_same(default_checkpoint, tmp_path, format):
     if format != "bf16":
         directory = tmp_path / "q"
         quantize_checkpoint(default_checkpoint, directory, Quantization(format, 32, "int8"))
-    model, steps = load_model(directory), Steps()
-    kinds = [Lookup()]
+    model, drafts = load_model(directory), [LookupDraft()]
     if format != "int4":
-        four = quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8"))
-        four = install_kernels(four)
-        kinds += [ModelDraft(model, four, steps.compiled, None)]
-        kinds += [ModelDraft(model, four, steps.compiled, partial(prefill_rows, steps.prefill))]
+        four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
+        drafts += [ModelDraft(four, True), ModelDraft(copy.deepcopy(four), False)]
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
-    model.setup_caches(8, 256)
-    for start in range(0, 32, 8):
-        some, settings = prompts[start : start + 8], Sampling.make(8, temperature=0.0)
-        plain = generate(model, some, settings, 64)
-        for n, draft in enumerate(kinds):
-            if n == 2:  # the same model in 4 bits, now with caches of its own
-                draft.draft.setup_caches(8, 256)
-            assert generate(model, some, settings, 64, speculation=speculate(model, draft, 3 + 2 * n)) == plain
+    requests = [Request(prompt, GREEDY, 64) for prompt in prompts]
+    plain = results(Engine(model, 8, 256), requests)
+    for n, draft in enumerate(drafts):
+        engine = Engine(model, 8, 256, speculation=Speculation(draft, 3 + 2 * n, automatic=False))
+        assert results(engine, requests) == plain

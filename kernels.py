@@ -101,6 +101,9 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
         seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
         k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
         v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
+    # Of no slots padding would get NaN for weights, and with an odd number of slots torch's bfloat16 product lets the
+    # first of them into the row before.
+    visible = visible | (input_pos < 0)[:, :, None]
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)

@@ -27,9 +27,7 @@ from load import (
     add_model_options,
     check_model_options,
     choose_cache_length,
-    choose_device,
     load_engine,
-    load_model,
     open_checkpoint,
     warm_up,
 )
@@ -220,9 +218,9 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     ]
 
 
-def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, times: dict) -> dict:
-    """All samples, under the profiler if wanted; the fields of --json."""
-    times["compile_s"] = warm_up(args, engine, prompts, args.temperature > 0)
+def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
+    """All samples, under the profiler if wanted; their fields of --json."""
+    compile_s = warm_up(args, engine, prompts, args.temperature > 0)
     samples, before = [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
@@ -234,15 +232,13 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
     recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
-    return {"samples": samples} | times | {"recompiles": recompiles, "graph_breaks": breaks}
+    return {"samples": samples, "compile_s": compile_s, "recompiles": recompiles, "graph_breaks": breaks}
 
 
 def print_roofline(args, checkpoint: Checkpoint, ranks):
-    device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
-    bandwidth = args.roofline * 1e9
+    dtype, bandwidth = DTYPES[args.dtype], args.roofline * 1e9
     if not bandwidth:
-        shard = ranks.shard(device)
-        bandwidth = read_bandwidth(load_model(checkpoint.directory, device, dtype, args.kernels, shard=shard))
+        bandwidth = read_bandwidth(load_engine(args, checkpoint, 1, 1, ranks)[0].model)
     table = rooflines(checkpoint.config, bandwidth * ranks.size, dtype, args.batch_size, checkpoint.quantization)
     print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
@@ -278,15 +274,13 @@ def main(ranks=None):
     engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that there is memory for so many
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
-    result = {}
+    result = {"load_s": load_s}
     if ranks.rank:
         engine.follow()
     elif args.interactive:
         talk(args, engine, checkpoint.tokenizer, template, stop_ids)
     else:
-        result = run_samples(
-            args, engine, checkpoint.tokenizer, prompts, stop_ids, {"load_s": load_s, "compile_s": 0.0}
-        )
+        result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)
     engine.close()
     if args.interactive:
         return

@@ -2,9 +2,9 @@
 by which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register theirs; the dispatcher picks by the tensors' device.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, quantized weights, top-k and top-p. Knows nothing of models or files. Shapes are named as in model.py: B rows,
-S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K columns
-(inputs), G groups of columns.
+has, quantized weights, top-k and top-p, noise. Knows nothing of models or files. Shapes are named as in model.py: B
+rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K
+columns (inputs), G groups of columns.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -34,8 +34,7 @@ def define(schema, fake=None):
 
 
 def has_kernels(device):
-    """Whether the operations on this device are ours; else the references in this file run, and torch.compile sees
-    through them."""
+    """Whether operations on this device are ours; else the references run, and torch.compile sees through them."""
     return device.type in DEVICES_WITH_KERNELS
 
 
@@ -102,6 +101,9 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
         seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
         k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
         v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
+    # Of no slots padding would get NaN for weights, and with an odd number of slots torch's bfloat16 product lets the
+    # first of them into the row before.
+    visible = visible | (input_pos < 0)[:, :, None]
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
@@ -139,8 +141,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). Up to MAX_DECODE_TOKENS rows read each weight
-    once; with more tokens a row, x (B,S,K), all implementations are torch's."""
+    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). With S > MAX_DECODE_TOKENS all are torch's."""
     if has_kernels(x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -168,22 +169,20 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- what only one kind of device has
 #
-# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in the device's own layout.
+# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in a layout of their own.
 
-# CPU: exact: activations are not quantized to 8 bits. A block is prepared once, and its handle stands for its weights.
+# CPU. exact: activations are not quantized to 8 bits. A handle stands for a block's weights, prepared once.
 define(
     "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
-    lambda x, weight, scales, groupsize, bias, N, exact: empty_with_columns(x, N),
+    lambda x, *rest: empty_with_columns(x, rest[-2]),
 )
 define(
     "linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
     " -> Tensor",
-    lambda x, weight, scales, mins, groupsize, bias, N, exact: empty_with_columns(x, N),
+    lambda x, *rest: empty_with_columns(x, rest[-2]),
 )
-define(
-    "prepare_block(Tensor?[] weights, int[] sizes, int? window, float eps, bool gated, bool post_norm_residual, "
-    "bool exact) -> int"
-)
+BLOCK_SETTINGS = "int? window, float eps, bool gated, bool post_norm_residual, bool exact"
+define(f"prepare_block(Tensor?[] weights, int[] sizes, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
@@ -191,7 +190,7 @@ define(
     empty_like_first,
 )
 
-# GPU: a product with what goes along with it, RMSNorm before, bias, SwiGLU and residual after; RoPE and cache write.
+# GPU. A product with RMSNorm before it, bias, SwiGLU and residual after it; RoPE with the write to the caches.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int group, bool gated, float eps) -> Tensor",
@@ -287,6 +286,42 @@ def top_mass(order, mass, target):
     lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all that is inside is equal by now
     ties = mass * inside
     return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
+
+
+def float_to_sortable_int(x):
+    """float32 to int64 in [0, 2^32), in the same order exactly."""
+    bits = (x + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0: they are equal
+    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # negative floats count downwards
+
+
+# ---------------------------------------------------------------- noise
+
+
+def exponential_noise(seed, position, ids, stream=0):
+    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them.
+
+    stream separates uses that need noise of their own at the same position.
+    """
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    keys = []
+    for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits
+        key = low ^ start
+        for value in (high, position, torch.full_like(position, stream)):
+            key = scramble(key) ^ value
+        keys.append(scramble(key))
+    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # 32 bits each
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)  # fine-grained near zero, where races are won
+
+
+def scramble(x):
+    """A bijection of 32-bit numbers, held in int64, that flips each output bit half the time for any input bit.
+
+    Its constants (the "lowbias32" search of hash-prospector) are below 2^31, so that no product leaves int64.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
 
 
 # ---------------------------------------------------------------- the AMX guard

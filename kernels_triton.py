@@ -562,21 +562,16 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 def linear(x, weight, bias):
     """kernels.linear; many rows are bound by arithmetic, where torch's own product is as good as any."""
-    if is_prefill(x):
+    if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return F.linear(x, weight, bias)
     return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
-
-
-def is_prefill(x: Tensor) -> bool:
-    """Whether x (B,S,K) has many tokens a row; x (B,K) has one."""
-    return x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS
 
 
 def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
     """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up.
 
     norm (K,) is of an RMSNorm before it, residual (...,N) is added after it. Of many rows packed weights alone."""
-    if is_prefill(x):
+    if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return matmul(x, weight, scales, bias, N, bits, group)
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
@@ -623,14 +618,10 @@ def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, 
 
 
 def rms_norm(x, weight, eps):
-    return norm(x, weight, None, eps, False)
+    return layer_norm(x, weight, None, eps, False)
 
 
-def layer_norm(x, weight, bias, eps):
-    return norm(x, weight, bias, eps, True)
-
-
-def norm(x, weight, bias, eps, centred):
+def layer_norm(x, weight, bias, eps, centred=True):
     x, D = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(D)
     warps = min(16, max(1, block // 512))

@@ -143,8 +143,8 @@ class Transformer(nn.Module):
         self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, bias=False)
         self.split = None  # over ranks, by tp.py: this one's tp.Shard
-        # A device's kernels may run all blocks as one call, fused(blocks, x, rope, input_pos, rows), which returns what
-        # the blocks one by one would. It is taken for up to so many new tokens a row.
+        # A device's kernels may run all blocks as one call, fused(blocks, x, rope, input_pos, rows) -> x, for up to so
+        # many new tokens a row.
         self.fused: Callable | None = None
         self.max_fused_tokens = 0
         # Whether a token's K/V and logits have the same bits in a call of few tokens a row (up to 16, as in decoding)
@@ -161,16 +161,15 @@ class Transformer(nn.Module):
         config = self.blocks[0].attention.config  # of a rank's own heads, where the model is split
         shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
         # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
-        alibi = self.config.alibi
-        rope = None, None  # (T,1,1,E) float32 each
-        if not alibi:  # looked up, not computed in each step: the compiler's cosine is another one in its last bit
+        rope, slopes = (None, None), None
+        if self.config.alibi:
+            own = slice(None) if self.split is None else list(self.split.own(self.config.n_head))
+            slopes = alibi_slopes(self.config.n_head).to(weight.device)[own]  # one tensor for all layers
+        else:  # looked up, not computed in each step: the compiler's cosine is another one in its last bit
             freqs = rope_frequencies(self.config).to(weight.device)
             rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
-        slopes = alibi_slopes(self.config.n_head).to(weight.device) if alibi else None  # one tensor for all layers
-        self.register_buffer("rope_cos", rope[0], persistent=False)
-        self.register_buffer("rope_sin", rope[1], persistent=False)
-        if alibi and self.split is not None:
-            slopes = slopes[list(self.split.own(self.config.n_head))]
+        for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
+            self.register_buffer(name, table, persistent=False)
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
                 block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
@@ -185,8 +184,7 @@ class Transformer(nn.Module):
         return self.blocks[0].attention.k_cache.shape[0]
 
     @property
-    def cache_length(self) -> int:
-        """Positions of a cache row, without the scratch slots."""
+    def cache_length(self) -> int:  # positions of a row, without the scratch slots
         return self.blocks[0].attention.k_cache.shape[2] - SCRATCH_SLOTS
 
     def copy_cache(self, source_row: int, target_row: int, n: int):

@@ -1,7 +1,7 @@
 """From logits to probabilities to token ids, each row by its own settings.
 
 Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
-filters, the noise. Knows nothing of models or text.
+filters. Knows nothing of models or text.
 
 A row's draw depends on its logits, settings, seed and position and on nothing else: not on the other rows, nor on
 whether the code is compiled. So there is no random generator with a hidden state: the noise is a hash of (seed,
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import LIBRARY, define, has_kernels, top_mass
+from kernels import LIBRARY, define, exponential_noise, float_to_sortable_int, has_kernels, top_mass
 
 # ---------------------------------------------------------------- settings
 
@@ -219,39 +219,3 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
     return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest has x = 0
-
-
-def float_to_sortable_int(x: Tensor) -> Tensor:
-    """float32 to int64 in [0, 2^32), in the same order exactly."""
-    bits = (x + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0: they are equal
-    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # negative floats count downwards
-
-
-# ---------------------------------------------------------------- noise
-
-
-def exponential_noise(seed: Tensor, position: Tensor, ids: Tensor, stream: int = 0) -> Tensor:
-    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them.
-
-    stream separates uses that need noise of their own at the same position.
-    """
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    keys = []
-    for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits
-        key = low ^ start
-        for value in (high, position, torch.full_like(position, stream)):
-            key = scramble(key) ^ value
-        keys.append(scramble(key))
-    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # 32 bits each
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log1p(-uniform)  # fine-grained near zero, where races are won
-
-
-def scramble(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, held in int64, that flips each output bit half the time for any input bit.
-
-    Its constants (the "lowbias32" search of hash-prospector) are below 2^31, so that no product leaves int64.
-    """
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)

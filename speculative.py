@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import exponential_noise
 from model import Transformer
 from report import kv_bytes, weight_bytes
-from sampling import Sampling, exponential_noise, probabilities, sample
+from sampling import Sampling, probabilities, sample
 
 MAX_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
 AUTO_K = 7  # the most that --speculate_k auto proposes

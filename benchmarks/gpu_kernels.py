@@ -126,14 +126,14 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
         plain = random_layer(format, N, K, device)
         size = sum(tensor.nbytes for tensor in plain.state_dict().values())
         plains = [plain] + [random_layer(format, N, K, device) for _ in range(copies(size, device) - 1)]
-        ours = [kt.GpuLinear(layer) for layer in plains]
+        ours = plains if format == "bf16" else [kt.PackedLinear(layer) for layer in plains]
         gated = name == "gate_up"  # ours with SwiGLU, as a model has it; torch's without
         if tuning:
             tune(ours, format, N, K, gated, device)
         for M in sizes["rows"]:
             x, call = randn(M, K, device=device), compiled(lambda layer, x: layer(x), device)
             row = {"name": f"{format} {name} {K}x{N}", "rows": M, "bytes": size}
-            row["ours_s"] = seconds([partial(layer, x, gated=gated) for layer in ours])
+            row["ours_s"] = seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in ours])
             found.append(row | {"torch_s": seconds([partial(call, layer, x) for layer in plains])})
     return found
 
@@ -145,7 +145,7 @@ def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.d
     for tiles in space:
         kt.choose = lambda *shape, tiles=tiles: tiles
         try:
-            times.append(seconds([partial(layer, x, gated=gated) for layer in layers]))
+            times.append(seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]))
         except Exception as error:  # more shared memory or registers than there are
             if "out of resource" not in str(error):
                 raise
@@ -162,11 +162,11 @@ def packing(sizes: dict, device: torch.device) -> list[dict]:
     found = []
     for format in ("int8", "int4"):
         layers = [random_layer(format, N, K, device) for N, K in sizes["products"].values()]
-        kt.GpuLinear(layers[0])  # the first call loads what it needs
+        kt.PackedLinear(layers[0])  # the first call loads what it needs
         synchronize(device)
         start = time.perf_counter()
         for layer in layers:
-            kt.GpuLinear(layer)
+            kt.PackedLinear(layer)
         synchronize(device)
         names = ", ".join(sizes["products"])
         found.append({"name": f"packing {format}: {names}", "rows": 0, "ours_s": time.perf_counter() - start})
@@ -184,7 +184,7 @@ def decoding(sizes: dict, device: torch.device) -> list[dict]:
         count = min(copies(size, device), 24)
         pairs = [[randn(1, K, sizes["cache"], E, device=device) for _ in range(2)] for _ in range(count)]
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
-        row["ours_s"] = seconds([partial(kt.ops.attention, q, k, v, at, None, None, None) for k, v in pairs])
+        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None) for k, v in pairs])
         live = [(k[:, :, :length], v[:, :, :length]) for k, v in pairs]
         row["torch_s"] = seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])
         found.append(row)
@@ -198,7 +198,7 @@ def prefilling(sizes: dict, device: torch.device) -> list[dict]:
         q, at = randn(1, S, H, E, device=device), torch.arange(S, device=device)[None]
         k, v = (randn(1, K, S + 8, E, device=device) for _ in range(2))
         row = {"name": f"attention, prefill of {S}", "rows": S, "flops": 2 * S * S * H * E}
-        row["ours_s"] = seconds([partial(kt.ops.attention, q, k, v, at, None, None, None)] * 2)
+        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None)] * 2)
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
         found.append(row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)})
     return found
@@ -219,7 +219,7 @@ def fusing(sizes: dict, device: torch.device) -> list[dict]:
 
     row = {"name": f"mask, ALiBi, softmax of {S}", "rows": S, "flops": 4 * S * S * H * E}
     tokens = q.transpose(1, 2).contiguous()
-    row["ours_s"] = seconds([partial(kt.ops.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
+    row["ours_s"] = seconds([partial(kt.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
     row["torch_s"] = seconds([partial(unfused, q, k, v)] * 2)
     row["compiled_s"] = seconds([partial(compiled(unfused, device), q, k, v)] * 2)
     return [row]
@@ -244,6 +244,8 @@ def main():
     if not (args.smoke or torch.cuda.is_available()):
         raise UserError("there is no GPU that torch can use; --smoke runs tiny sizes without one")
     device, sizes = torch.device("cpu" if args.smoke else "cuda"), SMOKE if args.smoke else FULL
+    if args.smoke:
+        kt.register(kt.LIBRARY, "CPU")
     torch.manual_seed(0)
     with torch.no_grad():
         copy_rate = measure.copy_bandwidth(device, sizes["copy"])

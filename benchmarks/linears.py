@@ -26,16 +26,17 @@ Products = tuple[int, list[Callable]]  # bytes of weights, and a function of x f
 def torch_products(shapes: list[tuple[int, int]], weights: list[torch.Tensor]) -> dict[str, Products]:
     aten, sizes = torch.ops.aten, sum(w.nbytes for w in weights)
     found = {"torch bf16": (sizes, [lambda x, w=w: F.linear(x, w) for w in weights])}
+    if not all(N % 16 == 0 and K % 32 == 0 for N, K in shapes):  # others crash in torch's int8, or are refused in int4
+        return found
     int8 = [(torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(shape[0]).to(BF16)) for shape in shapes]
     functions = [lambda x, w=w, s=s: torch._weight_int8pack_mm(x, w, s) for w, s in int8]
     found["torch int8"] = sum(w.nbytes + s.nbytes for w, s in int8), functions
-    if all(N % 16 == 0 and K % 32 == 0 for N, K in shapes):  # all that torch's int4 takes
-        int4 = []
-        for N, K in shapes:
-            packed = aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (N, K), dtype=torch.int32), 1)
-            int4.append((packed, torch.rand(K // 32, N, 2).to(BF16)))
-        functions = [lambda x, w=w, s=s: aten._weight_int4pack_mm_for_cpu(x, w, 32, s) for w, s in int4]
-        found["torch int4"] = sum(w.nbytes + s.nbytes for w, s in int4), functions
+    int4 = []
+    for N, K in shapes:
+        packed = aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (N, K), dtype=torch.int32), 1)
+        int4.append((packed, torch.rand(K // 32, N, 2).to(BF16)))
+    functions = [lambda x, w=w, s=s: aten._weight_int4pack_mm_for_cpu(x, w, 32, s) for w, s in int4]
+    found["torch int4"] = sum(w.nbytes + s.nbytes for w, s in int4), functions
     return found
 
 

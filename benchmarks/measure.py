@@ -50,11 +50,11 @@ def take_turns(contestants: dict[str, Callable], rounds: int, warm_up: int = 1) 
     found, left_out, names = {name: [] for name in contestants}, {}, list(contestants)
     for i in range(-warm_up, rounds):
         print_status(f"round {i + 1} of {rounds}" if i >= 0 else "warm-up")
+        gc.collect()
         first = max(0, i) % len(names)
         for name in names[first:] + names[:first]:
             if name in left_out:
                 continue
-            gc.collect()
             before = compile_counts()
             try:
                 result = contestants[name]()

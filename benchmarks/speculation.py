@@ -133,7 +133,7 @@ def measure(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 
 
 def measure_all(args, directory: Path) -> Iterator[list[dict]]:
-    steps, template = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory))
+    steps, template = compiled_steps(not args.smoke, False), ChatTemplate(directory, Tokenizer(directory))
     prompts = {"open": open_prompts(args.prompts), "copying": copying_prompts(args.prompts)}
     for name, texts in prompts.items():
         prompts[name] = [template.encode([{"role": "user", "content": text}]) for text in texts]
@@ -169,6 +169,7 @@ def main():
     add = parser.add_argument
     add("--prompts", type=number(int, "between 1 and 20", lambda n: 1 <= n <= 20), default=20, help="of each kind (20)")
     add("--new_tokens", type=number(int, "at least 2", lambda n: n >= 2), default=128, help="after each (128)")
+    add("--smoke", action="store_true", help="do not compile")
     fixed = number(int, f"between 1 and {MAX_K}", lambda n: 1 <= n <= MAX_K)
     add("--speculate_k", type=fixed, default=AUTO_K, help=f"the fixed number of tokens to propose ({AUTO_K})")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ ORDER = ["cli", "kernels", "model", "sampling", "linear", "kernels_cpu", "kernel
 ORDER += ["gguf_file", "hf_directory", "convert_hf_checkpoint", "tp", "report", "speculative", "engine", "load", "chat"]
 ORDER += ["generate", "serve", "quantize", "harness", "evaluate"]
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them
-LONGEST = {"generate": 300, "engine": 350, "kernels_triton": 900}  # lines; every other file 600
+LONGEST = {"generate": 300, "engine": 350, "kernels_triton": 1000}  # lines; every other file 600
 OPTIONAL = ["chat", "speculative", "tp", "kernels_cpu", "kernels_triton", "harness evaluate"]
 
 FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}

@@ -349,19 +349,19 @@ def test_gptq_of_independent_inputs_is_rounding():
     assert all(torch.equal(ours[name], nearest[name]) for name in nearest)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-5"])
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-8"])
 def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     """On text that the model writes: written to disk, it is read like any int4, and is nearer to the model than
     rounding is, on other text."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
     source, logits = tiny(name)[2], {}
-    tokens, at = torch.tensor(random_prompts((200,), seed=5)), torch.arange(200)[None]
+    tokens, at = torch.tensor(random_prompts((200,) * 8, seed=5)), torch.arange(200).expand(8, 200)
     for mode in (None, "int4", "int4-gptq"):
         directory = source if mode is None else tmp_path / mode
         if mode:
             quantize_checkpoint(source, directory, Quantization(mode, 32, "none"))
         model = load_model(directory, dtype=torch.float32)
-        model.setup_caches(1, 256)
+        model.setup_caches(8, 200)
         logits[mode] = model(tokens, at, all_logits=True).log_softmax(-1)
     assert read_quantization(tmp_path / "int4-gptq").mode == "int4-gptq"
     error, before = ((logits[None].exp() * (logits[None] - logits[mode])).sum() for mode in ("int4-gptq", "int4"))

@@ -1,56 +1,246 @@
-"""What can be checked of the README: its commands, flags, files and line counts."""
+"""What can be checked of the texts: links, files, commands and their options, and the numbers of tables.
 
+The texts are README.md, CONTRIBUTING.md and docs/. A number in a table must be that of a file in benchmarks/results,
+rounded to the digits that are shown.
+"""
+
+import importlib
+import json
 import re
+import shlex
+import sys
 
 import pytest
 from conftest import ROOT
+from test_house import ORDER
 
+import convert_hf_checkpoint
 from generate import parse_arguments
 from hf_directory import FAMILIES
 
-README = (ROOT / "README.md").read_text()
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
+PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+README = PAGES["README.md"]
+TORCHRUN = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint"}
+
+# ---------------------------------------------------------------- links and files
 
 
-def test_files_exist_and_are_as_long_as_said():
-    rows = re.findall(r"^\| `([\w./]+)` \| .* \| (\d+) \|$", README, re.M)
-    assert len(rows) >= 10
-    for name, said in rows:
-        lines = len((ROOT / name).read_text().splitlines())
-        assert abs(lines - int(said)) <= max(10, 0.1 * lines), f"{name} has {lines} lines, the README says {said}"
-    listed = {name for name, _ in rows}
-    assert {path.name for path in ROOT.glob("*.py")} <= listed
+def anchors(text: str) -> set[str]:
+    """What a link may name after "#": the headings, as GitHub makes anchors of them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("command", re.findall(r"python generate\.py ([^\n#`|]*)", README))
-def test_generate_commands_parse(command, capsys):
-    import shlex
-
-    arguments = shlex.split(command)
-    if "--help" in arguments:
-        with pytest.raises(SystemExit):
-            parse_arguments(arguments)
-        shown = capsys.readouterr().out
-        offered = set(re.findall(r"^  (--\w+)", shown, re.M))
-        assert offered == set(re.findall(r"--\w+", shown)) - {"--help"}, "--help names no option that there is not"
-        torchrun = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint"}
-        named = set(re.findall(r"(?<![\w-])--\w+", README)) - {"--help"} - torchrun
-        programs = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/com*.py")]
-        programs = [path.read_text() for path in programs if path.name not in ("generate.py", "tp.py")]
-        others = {flag for text in programs for flag in re.findall(r'(?:add|add_argument)\("(--\w+)"', text)} - offered
-        assert named - others == offered, "README.md and --help should name the same options"
-    else:
-        parse_arguments(arguments)
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", PAGES[page])
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    assert links
 
 
-def test_families_and_commands_are_the_programs():
-    for family in FAMILIES:
-        assert re.search(rf"^\|.*\b{family} \|", README, re.M), family
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page):
+    for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|cpp))`|`(benchmarks/results/[\w.]+)`", PAGES[page]):
+        assert (ROOT / "".join(name)).exists(), name
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert [page for page in PAGES if page.startswith("docs/") and f"]({page})" not in README] == []
+
+
+def test_the_readme_is_short_and_lists_all_files_in_the_order_of_imports():
+    assert len(README.splitlines()) < 200
+    first_cells = "".join(re.findall(r"^\| (`[^|]*) \|", README, re.M))
+    listed = re.findall(r"`(\w+)\.py`", first_cells)
+    assert listed == [name for name in ORDER if (ROOT / f"{name}.py").exists()]
+
+
+def test_families_are_those_of_the_converter():
+    listed = [cells[1].strip("`") for cells in table("docs/checkpoints.md", "| family |")]
+    assert sorted(listed) == sorted(FAMILIES)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def commands() -> list[str]:
+    """The lines of the pages' indented blocks that run one of our programs, from the program's name on."""
+    found = []
+    for text in PAGES.values():
+        for line in re.findall(r"^ {4,}(.*)$", text.replace("\\\n", ""), re.M):
+            found += [part for part in line.split("&&") if re.search(r"(python|torchrun) .*\.py", part)]
+    return found
+
+
+def offered_options(program: str, capsys, monkeypatch) -> set[str]:
+    """The options of a program: from its --help, or of a benchmark, which would be slow to import, from its source."""
+    if "/" in program:
+        return set(re.findall(r'"(--\w+)"', (ROOT / program).read_text(encoding="utf-8")))
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(program.removesuffix(".py")).main()
+    return set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+def test_commands_have_the_options_that_they_use(capsys, monkeypatch):
+    known = {}
+    for command in commands():
+        words = [word for word in shlex.split(command, comments=True) if word not in ("python", "torchrun")]
+        program = next(word for word in words if word.endswith(".py"))
+        if program not in known:
+            known[program] = offered_options(program, capsys, monkeypatch)
+        used = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert used <= known[program] | (TORCHRUN if command.lstrip().startswith("torchrun") else set()), command
+    assert {"generate.py", "quantize.py", "evaluate.py", "convert_hf_checkpoint.py", "report.py"} <= known.keys()
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if "python generate.py" in command])
+def test_generate_commands_parse(command):
+    words = shlex.split(command, comments=True)
+    parse_arguments(words[words.index("generate.py") + 1 :])
+
+
+def test_the_test_command_is_that_of_ci():
     assert "pip install -r requirements.txt && python generate.py" in README
-    test_command = "pip install -r requirements-dev.txt && python -m pytest"
-    assert test_command in README and (ROOT / ".ci" / "run").read_text().rstrip().endswith(test_command)
+    command = "pip install -r requirements-dev.txt && python -m pytest"
+    assert command in README and (ROOT / ".ci" / "run").read_text().rstrip().endswith(command)
+
+
+@pytest.mark.slow
+def test_the_python_example_runs(default_checkpoint, monkeypatch, capsys):
+    example = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
+    monkeypatch.setattr(convert_hf_checkpoint, "ensure_checkpoint", lambda source: default_checkpoint)
+    exec(example, {})
+    said = capsys.readouterr().out
+    assert "Once upon a time" in said and "The sea is" in said and ("length" in said or "stop" in said)
 
 
 def test_requirements_pin_what_they_name():
-    for name in ("requirements.txt", "requirements-dev.txt", "requirements-bench.txt", "requirements-eval.txt"):
-        lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    for path in ROOT.glob("requirements*.txt"):
+        lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         assert all("==" in line or line.startswith("-r ") for line in lines if line)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """The cells of the table whose first line begins with this."""
+    lines = PAGES[page].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
+
+
+def results(name: str, page: str) -> dict:
+    """A file of benchmarks/results, whose date the page must give."""
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}_cpu.json").read_text())
+    assert result["date"] in PAGES[page], f"{page} does not give the date of {name}_cpu.json"
+    return result
+
+
+def decode_numbers():
+    page, peers = "README.md", {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+    result = results("decode", page)
+
+    def short(name):
+        return re.sub(r"llama\.cpp .*\.(\w+)\.gguf", r"llama.cpp \1", name)
+
+    rows = {short(row["name"]): row for row in result["rows"]}
+    ratios = {(pair["ours"], short(pair["peer"])): pair["decode"] for pair in result["ratios"]}
+    found = table(page, "| | decode, tokens/s")
+    assert {cells[0] for cells in found} == rows.keys()
+    for name, decode, prefill, ratio in found:
+        yield decode, rows[name]["decode_tokens_per_s"]
+        yield prefill, rows[name]["prefill_tokens_per_s"]
+        if name.startswith("fastpath"):
+            yield ratio, ratios[name, f"llama.cpp {peers[name.split()[-1]]}"]
+
+
+def ladder_numbers():
+    page = "docs/how-it-gets-fast.md"
+    for cells, step in zip(table(page, "| step |"), results("ladder", page)["steps"], strict=True):
+        assert cells[0] == step["name"]
+        yield cells[2], step["decode_tokens_per_s"]
+        if step["decode_over_before"] is not None:
+            yield cells[3], step["decode_over_before"]
+
+
+def linears_numbers():
+    page = "docs/how-it-gets-fast.md"
+    rows = {(row["name"], row["rows"]): row for row in results("linears", page)["rows"]}
+    for format, n, torch_ms, ours_ms, gain, share in table(page, "| format | rows"):
+        theirs, ours = (rows[f"{who} {format}", int(n)] for who in ("torch", "ours"))
+        yield torch_ms, 1e3 * theirs["seconds"]
+        yield ours_ms, 1e3 * ours["seconds"]
+        yield gain, ours["over_torch"]
+        yield share, 100 * ours["share_of_bandwidth"]
+
+
+def step_numbers():
+    page = "docs/how-it-gets-fast.md"
+    result = results("step", page)
+    factors = {"step_s": 1e3, "products_s": 1e3, "context": 1, "cache": 1, "rows": 1}
+    for cells, (name, factor) in zip(table(page, "| | bf16 | int8 | int4 |"), factors.items(), strict=True):
+        for said, format in zip(cells[1:], ("bf16", "int8", "int4"), strict=True):
+            yield said, factor * result[format][name]
+
+
+def quantization_numbers():
+    page = "docs/quantization.md"
+    result = results("quantization", page)
+    original, *found = table(page, "| mode | group")
+    yield original[3], result["reference"]["bytes"] / 1e6
+    yield original[6], result["reference"]["perplexity"]
+    for cells, row in zip(found, result["rows"], strict=True):
+        assert cells[:3] == [row["mode"], str(row["groupsize"] or "row"), row["head"]]
+        yield cells[3], row["bytes"] / 1e6
+        yield cells[4].split("±")[0], row["kl_nats"]
+        yield cells[4].split("±")[1], row["kl_ci95"]
+        yield cells[5].split("±")[0], 100 * row["top1_agreement"]
+        yield cells[5].split("±")[1], 100 * row["top1_ci95"]
+        yield cells[6], row["perplexity"] / result["reference"]["perplexity"]
+
+
+def speculation_numbers():
+    page = "docs/speculation.md"
+    for cells, row in zip(table(page, "| model | prompts"), results("speculation", page)["rows"], strict=True):
+        assert cells[:3] == [row["target"], row["prompts"], row["draft"]]
+        assert cells[10] == f"{row['same_text']} of {row['of']}"
+        yield cells[3], row["tokens_per_s"]
+        yield cells[4], row["over_plain"]
+        if row["draft"] != "plain":
+            yield cells[5], row["predicted_over_plain"]
+            yield cells[6].split(" of ")[0], row["mean_accepted_tokens"]
+            yield cells[6].split(" of ")[1], row["mean_proposed_tokens"]
+            yield from zip(cells[7:10], (row["a"], row["c"], row["v"]))
+
+
+def bloom_numbers():
+    page = "docs/bloom.md"
+    for cells, row in zip(table(page, "| step |"), results("bloom_story", page)["rows"], strict=True):
+        yield cells[2], 1e3 * row["before_s"]
+        yield cells[3], 1e3 * row["after_s"]
+        yield cells[4], row["gain"]
+
+
+TABLES = [decode_numbers, ladder_numbers, linears_numbers, step_numbers, quantization_numbers, speculation_numbers]
+TABLES += [bloom_numbers]
+
+
+@pytest.mark.parametrize("numbers", TABLES)
+def test_tables_say_what_was_measured(numbers):
+    found = list(numbers())
+    assert len(found) >= 15
+    for said, value in found:
+        digits = re.search(r"\d+(?:\.(\d+))?", said)
+        half = 0.5 * 10 ** -len(digits[1] or "")
+        assert abs(float(digits[0]) - value) <= half * (1 + 1e-9), f"{said} is {value}"

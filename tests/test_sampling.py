@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import kernels_cpu
 import sampling
-from sampling import Sampling, SamplingParams, exponential_noise, float_to_sortable_int, scramble
+from kernels import exponential_noise, float_to_sortable_int, scramble
+from sampling import Sampling, SamplingParams
 
 DRAWS = 10_000
 P_VALUE = 1e-3  # chi-square with fixed seeds: it either holds or not, always

@@ -16,7 +16,7 @@ from test_generate import ids, main, run
 
 import speculative
 from cli import UserError
-from engine import Batch, Engine, Request, generate
+from engine import Engine, Request, generate
 from linear import Quantization, quantize_model
 from load import compiled_steps, install_kernels, load_model, warm_up
 from quantize import quantize_checkpoint
@@ -24,6 +24,7 @@ from report import compile_counts
 from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
+    Batch,
     BigramIndex,
     DraftLengthController,
     LookupDraft,

@@ -140,7 +140,8 @@ def softmax_attention(q, k, v, visible=None, bias=None):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
-        scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], float("-inf"))
+        # Not -inf: padding would have weights of NaN, which torch's bfloat16 product can spread to other rows.
+        scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)

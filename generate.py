@@ -149,7 +149,7 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
             raise UserError("the prompt is empty and the model has no beginning token; give at least one token")
         prompts[i] = prompt or [tokenizer.bos_id]
         check_prompt(prompts[i], config, length)
-    return [prompt for prompt in prompts for _ in range(args.batch_size)]
+    return prompts
 
 
 def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
@@ -271,7 +271,8 @@ def main(ranks=None):
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
     longest = max(map(len, prompts)) + args.max_new_tokens - 1 if not args.interactive else CONVERSATION_LENGTH
     length = choose_cache_length(args, checkpoint.config, longest)
-    engine, load_s = load_engine(args, checkpoint, len(prompts), length, ranks)
+    engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
+    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that there is memory for so many
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
     result = {"load_s": load_s}
     if ranks.rank:

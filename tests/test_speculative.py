@@ -111,14 +111,12 @@ def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
     name = "llama-gqa-biased"
     model = tiny_model(name)
     monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 9)
-    for seed in range(3):
+    for seed in range(2):
         engine = Engine(model, 4, LENGTH, None, 7, Speculation(make_draft(kind, tiny, name), 3, automatic=False))
-        requests = random_requests(14, seed)
+        requests = random_requests(12, seed)
         run_randomly(engine, requests, seed)
-        for request in requests:
-            if request.params.temperature > 0 and "lookup" not in kind:
-                continue
-            [(alone, reason)] = results(Engine(model, 1, LENGTH), [request])
+        exact = [r for r in requests if r.params.temperature == 0 or "lookup" in kind]
+        for request, (alone, reason) in zip(exact, results(Engine(model, 1, LENGTH), exact)):
             n = len(request.new_tokens)
             assert request.new_tokens == (alone[:n] if request.finish_reason == "cancelled" else alone)
             assert request.finish_reason in ("cancelled", reason)
@@ -148,29 +146,24 @@ def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
     assert sum(speculation.report.accepted) > 0
 
 
-@pytest.mark.parametrize("kind", ["the same model", "lookup", "a noisy copy"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "kind, temperature", [("the same model", 0.0), ("a noisy copy", 0.0), ("lookup", 0.0), ("lookup", 0.8)]
+)
 def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temperature):
-    """A token that the model itself finds poisons the row: plain decoding's error, after the same tokens."""
+    """A token that the model itself finds poisons a row, which ends with it, or before where the token was proposed."""
     name = "llama-mha"  # its head is a table of its own
     model, params = tiny_model(name), SamplingParams(temperature=temperature, seed=8)
     requests = [Request(prompt, params, 20) for prompt in random_prompts((5, 8))]
     [(tokens, _), (other, _)] = results(Engine(model, 2, LENGTH), requests)
-    poison = next(token for i, token in enumerate(tokens) if i > 4 and token not in tokens[:i] + other)
+    harmless = {*tokens[:5], *other, *requests[0].prompt, *requests[1].prompt}
+    end = next(i for i, token in enumerate(tokens) if token not in harmless)
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
-    model.embedding.weight[poison] = float("nan")
-    speculation = Speculation(make_draft(kind, tiny, name), 3, automatic=False)
-    engine = Engine(model, 2, LENGTH, speculation=speculation)
-    got = results(engine, requests)
-    if temperature == 0 or kind == "lookup":
-        assert got == [(tokens[: tokens.index(poison) + 1], "error"), (other, "length")]
-    for found, reason in got:
-        assert reason == ("error" if poison in found else "length") and found.index(poison) == len(found) - 1
-    after = Request(requests[1].prompt, params, 20)
-    engine.add(after)
-    while engine.active:
-        engine.step()
-    assert (after.new_tokens, after.finish_reason) == got[1]
+    model.embedding.weight[tokens[end]] = float("nan")
+    engine = Engine(model, 2, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 3, automatic=False))
+    [(found, reason), beside] = results(engine, requests)
+    assert beside == (other, "length") and reason == "error"
+    assert end - 3 < len(found) <= end + 1 and found == tokens[: len(found)]
+    assert results(engine, requests[1:]) == [beside], "and nothing of it is left"
 
 
 def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
@@ -236,7 +229,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
         found = propose(batch, k)
         for row, tokens, length in zip(batch.rows, found.drafted.tolist(), found.lengths.tolist()):
             assert length in (0, k)  # where it still reads the prompt
-            [(expected, _)] = results(alone, [Request([*row.tokens, row.last_token], GREEDY, k)])
+            [(expected, _)] = results(alone, [Request([*row.tokens, row.request.new_tokens[-1]], GREEDY, k)])
             assert tokens[:length] == expected[:length]
             lengths.append(length)
         return found
@@ -250,13 +243,13 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     turns = [Request([*r.prompt, *r.new_tokens, 77], GREEDY, 15) for r in requests]
     run_randomly(engine, turns, 2, cancel=0.02)
     assert any(turn.cached_tokens > 10 for turn in turns)
-    assert lengths.count(0) > 4 and len(lengths) - lengths.count(0) > 30
+    assert lengths.count(0) > 4 and len(lengths) - lengths.count(0) > 20
     assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
 
 
 # ---------------------------------------------------------------- drawn with a draft model: the same distribution
 
-V, ROWS = 11, 100_000
+V, ROWS = 11, 30_000
 SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
     {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
@@ -297,12 +290,16 @@ def settings_of(rows: int, how: dict) -> Sampling:
     return settings
 
 
+def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
+    settings.counts.index_put_((rows, tokens), settings.counts.new_full((1,), 2), accumulate=True)
+
+
 def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor:
     """(ROWS,3): what follows token 0, in as many steps as it takes, with proposals of 2 tokens."""
-    settings, rows = settings_of(ROWS, how), torch.arange(ROWS)
-    texts, place = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)  # of the last token
-    lengths = 2 - (rows % 5 == 0).long()  # some propose less
-    for _ in range(3):
+    settings = settings_of(ROWS, how)
+    texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)  # the last place
+    while len(rows := (last < 3).nonzero()[:, 0]):
+        place = last[rows]
         inputs = torch.stack([texts[rows, place], place, rows])
         token, drafted, probs = inputs[0], [], []
         for i in range(2):
@@ -313,16 +310,17 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
                 token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, at, settings, V)
             drafted.append(token)
             probs.append(p)
+        lengths = 2 - (rows % 5 == 0).long()  # some propose less
         p_draft = None if deterministic else torch.stack(probs, 1)
-        found, count, logprobs, _ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
+        found, n, logprobs, _ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
         expected = MODEL.logits.log_softmax(-1)[before, found]
         for i in range(3):
-            there = i < count
+            there = i < n
             assert torch.allclose(logprobs[there, i], expected[there, i], atol=1e-5)
             texts[rows[there], (place + 1 + i)[there]] = found[there, i]
-            settings.count(rows[there], found[there, i])
-        place = place + count
+            count(settings, rows[there], found[there, i])
+        last[rows] += n
     return texts[:, 1:4]
 
 
@@ -331,7 +329,7 @@ def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
     N, n = answers.shape
     settings, rows = settings_of(N, how), torch.arange(N)
     for i in range(n):
-        settings.count(rows, answers[:, i])
+        count(settings, rows, answers[:, i])
     last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
     empty = torch.zeros(N, 0, dtype=torch.int64)
     return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
@@ -368,7 +366,7 @@ def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
     for i in range(3):
         position = torch.full((ROWS,), i + 1)
         token = sample(MODEL.logits[token][:, None], rows, position, rows[:, None][:, :0], settings)[0][:, 0]
-        settings.count(rows, token)
+        count(settings, rows, token)
         plain.append(token)
     tokens = three_tokens(speculative, how, deterministic=True)
     assert torch.equal(tokens, torch.stack(plain, 1))

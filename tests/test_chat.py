@@ -18,18 +18,17 @@ import time
 from contextlib import suppress
 
 import pytest
-import terminal
 import torch
-from chat_template import ChatTemplate
 from conftest import ROOT
 
 import chat
-from chat import Session, converse
-from cli import UserError
-from generate import generate
+from chat import Session
+from cli import Stopwatch, UserError
+from engine import Engine, Request, generate
+from generate import parse_arguments
 from load import load_model
-from sampling import Sampling
-from tokenizer import Tokenizer
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, Tokenizer
 
 PROGRAM = [sys.executable, str(ROOT / "generate.py")]
 
@@ -60,17 +59,16 @@ def say(*ids):
     return "".join(chr(0x4000 + i) for i in ids)
 
 
-def make_session(model, length, template, tokenizer, **options):
-    settings = Sampling.make(1, [5], options.pop("temperature", 0.0))
-    stop_ids = options.get("end_ids", ())
-    prompts = []
+def make_session(model, length, template, tokenizer, temperature=0.0, **options):
+    params = SamplingParams(temperature=temperature, seed=5)
+    return Session(Engine(model, 1, length), tokenizer, template, params, **options)
 
-    def answer(prompt, kept, limit, timing, on_token):
-        [(ids, reason)] = generate(model, [prompt], settings, limit, stop_ids, None, timing, on_token, [kept])
-        prompts.append((prompt, ids))
-        return reason
 
-    return Session(answer, tokenizer, template, length, **options), prompts
+def read_afresh(model, turn: Request) -> list[int]:
+    """What the model answers to a turn's prompt when nothing of it is in the cache."""
+    request = Request(turn.prompt, turn.params, turn.max_new_tokens, turn.stop_ids)
+    generate(Engine(model, 1, 512), [request])
+    return request.new_tokens
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen2-sliding", "qwen3-gqa"])
@@ -79,35 +77,31 @@ def test_turns_equal_the_conversation_read_afresh(tiny, tiny_model, name, temper
     """The cache goes on from turn to turn; a model that reads the whole conversation at once says the same, and each
     turn has read only what was new."""
     letters = Letters()
-    session, prompts = make_session(
-        tiny_model(name, rows=1), 256, letters, letters, max_new_tokens=9, temperature=temperature
-    )
+    session = make_session(tiny_model(name), 256, letters, letters, temperature, max_new_tokens=9)
     session.set_system(say(90, 17, 6))
     for n, text in enumerate([say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]):
         turn = session.ask(text, lambda piece: None)
-        assert turn.prompt_tokens - turn.kept == (turn.prompt_tokens if n == 0 else len(text) + 5)
+        assert len(turn.prompt) - turn.cached_tokens == (len(turn.prompt) if n == 0 else len(text) + 5)
     fresh = load_model(tiny(name)[2], dtype=torch.float32)
-    fresh.setup_caches(1, 256)
-    for prompt, ids in prompts:
-        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature), 9)
-        assert ids == expected
-    assert len(prompts[-1][0]) == 78
+    for turn in session.turns:
+        assert turn.new_tokens == read_afresh(fresh, turn)
+    assert len(session.turns[-1].prompt) == 78
 
 
 def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
     """A new system message, a conversation begun anew with the same words, an answer that was interrupted."""
-    letters, model = Letters(), tiny_model("llama-mha", rows=1)
-    session, prompts = make_session(model, 256, letters, letters, max_new_tokens=6)
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=6)
     session.ask(say(50, 51, 52), lambda piece: None)
     session.ask(say(60), lambda piece: None)
     session.set_system(say(8, 8))
-    assert session.ask(say(70), lambda piece: None).kept == 0
+    assert session.ask(say(70), lambda piece: None).cached_tokens == 0
     session.set_system(None)
     session.reset()
     session.ask(say(50, 51, 52, 53), lambda piece: None)
-    assert session.ask(say(80), lambda piece: None).kept == 12
+    assert session.ask(say(80), lambda piece: None).cached_tokens == 12
     session.reset()
-    assert session.ask(say(50, 51, 52, 53), lambda piece: None).kept == 6, "all but the last token"
+    assert session.ask(say(50, 51, 52, 53), lambda piece: None).cached_tokens == 6, "all but the last token"
     shown = []
 
     def interrupt(piece):
@@ -118,55 +112,55 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
 
     with chat.one_interrupt():
         turn = session.ask(say(33), interrupt)
-    assert turn.reason == "interrupted" and turn.new_tokens == 4
+    assert turn.finish_reason == "cancelled" and len(turn.new_tokens) == 4
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
     turn = session.ask(say(34), lambda piece: None)
-    assert turn.prompt_tokens - turn.kept == 1 + 1 + 4, "the interrupted answer's last token was not read yet"
+    assert len(turn.prompt) - turn.cached_tokens == 1 + 1 + 4, "the interrupted answer's last token was not read yet"
     fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
-    fresh.setup_caches(1, 256)
-    for prompt, ids in prompts:
-        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature=0.0), 6)
-        assert ids == expected[: len(ids)]
+    for turn in session.turns:
+        assert turn.new_tokens == read_afresh(fresh, turn)[: len(turn.new_tokens)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_interrupted_before_the_answer(tiny_model):
+def test_interrupted_before_the_answer(tiny_model, monkeypatch):
     """Ctrl-C while the prompt is read: the message is forgotten, and what the cache may hold of it is not relied on."""
-    letters, model = Letters(), tiny_model("llama-mha", rows=1)
-    session, _ = make_session(model, 256, letters, letters, max_new_tokens=3)
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
     session.ask(say(50, 51), lambda piece: None)
-    answer, before = session.answer, list(session.messages)
+    before, prefill = list(session.messages), session.engine.steps.prefill
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    session.answer = interrupted
+    monkeypatch.setattr(session.engine.steps, "prefill", interrupted)
     turn = session.ask(say(*range(60, 90)), lambda piece: None)
     assert session.summary(turn) == "[interrupted before the answer; the message is forgotten]"
     assert session.messages == before
-    session.answer = answer
+    monkeypatch.setattr(session.engine.steps, "prefill", prefill)
     turn = session.ask(say(52), lambda piece: None)
-    assert turn.kept == 7 - 1 + 1, "the first question and answer, up to the answer's last token"
+    assert turn.cached_tokens == 7 - 1 + 1, "the first question and answer, up to the answer's last token"
+    assert turn.new_tokens == read_afresh(tiny_model("llama-mha"), turn)
 
 
 def run_lines(session, monkeypatch, capsys, *lines):
     text = "".join(line + "\n" for line in lines)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    converse(session)
+    chat.chat(session)
     return capsys.readouterr()
 
 
 def test_commands(tiny_model, monkeypatch, capsys):
     letters = Letters()
-    session, prompts = make_session(tiny_model("llama-mha", rows=1), 256, letters, letters, max_new_tokens=5)
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
     out, err = run_lines(
         session, monkeypatch, capsys,
         say(50, 51), "", "   ", "/stats", "/reset", f"/system {say(60, 61)}", "/system", say(50, 51), "/nonsense",
         "refuse this", "/system refuse this", "/stats", say(52), "/exit", say(53),
     )  # fmt: skip
-    assert len(prompts) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
-    assert prompts[1][0] == [1, 60, 61, 4, *prompts[0][0]] and session.system == say(60, 61)
+    turns = session.turns
+    assert len(turns) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
+    assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == say(60, 61)
     assert "5 tokens, " in err and "; 5 read, 0 kept; context 9 of 256; cut at --max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
     assert "/nonsense is no command. /reset" in err
@@ -178,7 +172,7 @@ def test_commands(tiny_model, monkeypatch, capsys):
 def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
     """What is left of the context is said before an answer that could need more; what does not fit is not tried."""
     letters = Letters()
-    session, prompts = make_session(tiny_model("llama-mha", rows=1, length=100), 100, letters, letters)
+    session = make_session(tiny_model("llama-mha"), 100, letters, letters)
     out, err = run_lines(
         session,
         monkeypatch,
@@ -189,7 +183,7 @@ def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
         say(*range(5, 105)),
         say(62),
     )
-    assert len(prompts) == 2 and len(prompts[0][1]) == 100 - 43 + 1, "the last token needs no slot"
+    assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last needs no slot"
     remarks = [line for line in err.splitlines() if line]
     assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset makes all of it free)"
     assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
@@ -199,19 +193,23 @@ def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
     assert session.messages[0]["content"] == say(62), "a message that did not fit is not in the conversation"
 
 
-def test_without_a_template_the_text_goes_on(default_checkpoint, monkeypatch, capsys):
-    tokenizer, told = Tokenizer(default_checkpoint), []
+def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, monkeypatch, capsys):
+    """The answers are the text that the tokens stand for there, and the whole is the next prompt."""
+    tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
+    monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
+    session = make_session(model, 256, None, tokenizer)
+    answer = tokenizer.encode(" a cat.", add_bos=False)
 
-    def answer(prompt, kept, limit, timing, on_token):
-        told.append((tokenizer.decode(prompt), kept, len(prompt)))
-        for i, token in enumerate(tokenizer.encode(" a cat.")):
-            on_token(0, token, i == 2)
-        return "length"
+    def add(request):  # in the place of a model
+        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
+        request.new_tokens, request.finish_reason = answer, "length"
+        for token in answer:
+            request.on_token(token)
 
-    session = Session(answer, tokenizer, None, 512)
+    monkeypatch.setattr(session.engine, "add", add)
     out, _ = run_lines(session, monkeypatch, capsys, "There was", "It said")
     assert out == " a cat.\n a cat.\n"
-    assert told[1][0] == "There was a cat.\nIt said" and told[1][1] == told[0][2] + 2
+    assert tokenizer.decode(session.turns[1].prompt) == "There was a cat.\nIt said"
 
 
 @pytest.mark.slow
@@ -221,20 +219,16 @@ def test_the_default_model_in_conversation(default_checkpoint):
     tokenizer = Tokenizer(default_checkpoint)
     template = ChatTemplate(default_checkpoint, tokenizer)
     model, fresh = (load_model(default_checkpoint, dtype=torch.float32) for _ in range(2))
-    model.setup_caches(1, 512)
-    fresh.setup_caches(1, 512)
     ends = {*tokenizer.eos_ids, *template.end_ids()}
-    session, prompts = make_session(model, 512, template, tokenizer, end_ids=ends, max_new_tokens=24)
+    session = make_session(model, 512, template, tokenizer, stop_ids=ends, max_new_tokens=24)
     for text in ["What is the capital of France? Answer in one word.", "And of Italy?", "Thank you! Grüße 👋"]:
         turn = session.ask(text, lambda piece: None)
-        new = (
-            len(tokenizer.encode(text)) + 11
-        )  # <|im_end|> \n <|im_start|> user \n, <|im_end|> \n <|im_start|> ass istant \n
-        assert turn.kept == 0 or turn.prompt_tokens - turn.kept == new
-    for n, (prompt, ids) in enumerate(prompts):
-        assert prompt == template.encode(session.messages[: 2 * n + 1])
-        [(expected, _)] = generate(fresh, [prompt], Sampling.make(1, [5], temperature=0.0), 24, ends)
-        assert ids == expected
+        # <|im_end|> \n <|im_start|> user \n before it, <|im_end|> \n <|im_start|> ass istant \n after it
+        new = len(tokenizer.encode(text)) + 11
+        assert turn.cached_tokens == 0 or len(turn.prompt) - turn.cached_tokens == new
+    for n, turn in enumerate(session.turns):
+        assert turn.prompt == template.encode(session.messages[: 2 * n + 1])
+        assert turn.new_tokens == read_afresh(fresh, turn)
     assert "Paris" in session.messages[1]["content"]
 
 
@@ -271,15 +265,11 @@ def test_ctrl_c_while_it_starts(start, seconds):
     assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
 
 
-def test_waiting_tells_how_long_it_took_last_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for _ in range(2):
-        with terminal.Waiting("thinking", "thinking key", "never done before"):
-            pass
-    err = capsys.readouterr().err
-    assert err == "thinking (never done before) ...\nthinking: 0.0 s\nthinking (0 s last time) ...\nthinking: 0.0 s\n"
-    (tmp_path / "fastpath" / "durations.json").write_text('{"thinking key": "x", broken')
-    with pytest.raises(KeyboardInterrupt), terminal.Waiting("thinking", "thinking key"):
+def test_a_stopwatch_says_what_takes_so_long(capsys):
+    with Stopwatch("thinking", "about a minute") as watch:
+        time.sleep(0.01)
+    assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
+    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "thinking ...\n", "what was not finished took no time"
 
@@ -412,23 +402,16 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
 
 @pytest.mark.full
 def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path, start):
-    checkpoint = tiny("llama-mha")[2]
-    args = ["--checkpoint_path", checkpoint, "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
-    caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    run = start(*args, **caches)
-    shown = run.until(r"compiling decode: [\d.]+ s", 300)
-    assert re.search(r"\(a minute or more the first time.*\) \.\.\. 0 s.*\) \.\.\. \d+ s", shown, re.S)
-    assert run.exit_code() == 0
-    again = start(*args, columns=40, XDG_CACHE_HOME=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
-    shown = again.until(r"compiling decode: [\d.]+ s", 300)
-    assert re.search(r"\d+ s last time\) \.\.\. \d+ s", shown)
-    assert all(len(line) < 40 for line in re.findall(r"\r\x1b\[K([^\r\n]*)", shown)[:-1])
-    assert again.exit_code() == 0
+    """With the seconds as they pass, in one line that fits."""
+    args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
+    program = start(*args, columns=40, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    shown = program.until(r"compiling decode: [\d.]+ s", 300)
+    lines = re.findall(r"\r\x1b\[K([^\r\n]*)", shown)[:-1]
+    assert lines[0].endswith("... 0 s") and len(lines) > 2 and all(len(line) < 40 for line in lines)
+    assert program.exit_code() == 0
 
 
 def test_one_conversation_at_a_time(monkeypatch):
-    from generate import parse_arguments
-
     for args in (["--json"], ["--num_samples", "2"], ["--prompt_ids", "5"], ["--profile", "x"], ["--batch_size", "3"]):
         with pytest.raises(UserError, match="--interactive is one conversation"):
             parse_arguments(["--interactive", *args])

@@ -249,7 +249,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
 # ---------------------------------------------------------------- drawn with a draft model: the same distribution
 
-V, ROWS = 11, 30_000
+V, ROWS = 11, 60_000
 SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
     {"temperature": 0.8, "top_k": 6, "top_p": 0.8},

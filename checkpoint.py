@@ -168,7 +168,7 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
 
 def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
-    """The checkpoint's model with its weights on device, without caches and kernels.
+    """The checkpoint's model with its weights on device, without caches and kernels. UserError for what is not finite.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor
     is in memory. shard: a tp.Shard; then only its share of the model is read.
@@ -183,8 +183,11 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, part in parts.items():
             kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
-            weights[name] = read_tensor(files[name], name, part).to(device=device, dtype=kind)
-            bar.update(weights[name].nbytes)
+            weights[name] = tensor = read_tensor(files[name], name, part).to(device=device, dtype=kind)
+            # Minimum and maximum are NaN where anything is, and to find them makes no copy.
+            if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+                raise UserError(f"{files[name]}: {name} holds NaN or infinity in {str(kind).removeprefix('torch.')}")
+            bar.update(tensor.nbytes)
     model.load_state_dict(weights, assign=True)
     if shard is not None:
         shard.connect(model)

@@ -39,7 +39,7 @@ using half = at::Half;
 
 constexpr int LANES = 16;      // 32-bit numbers in a register
 constexpr int GROUP = 32;      // columns that share an activation scale
-constexpr int SMALL_S = 16;    // new tokens up to which a product is bound by reading its weights
+constexpr int MAX_DECODE_TOKENS = 16;  // new tokens up to which a product is bound by reading its weights
 constexpr int AHEAD = 4096;    // bytes that weights are fetched ahead of their use
 constexpr int64_t ALONE = 1 << 15;  // weights (or numbers) below which waking other threads costs more than they save
 
@@ -628,7 +628,7 @@ inline void fetch(const void* begin, int64_t bytes) {
 
 // Keys of 16 slots from `slot` on, turned; beyond the last slot that one again, which nothing sees.
 template <class T>
-void turn_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
+void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
   const T* rows[LANES];
   for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
   const int64_t words = a.words(), E = a.E;
@@ -740,7 +740,7 @@ void attend(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t 
   for (int64_t slot = low; slot < to; slot += LANES) {
     if (ahead) fetch(keys + (slot + ahead) * a.E, bytes);
     if (base <= least) fetch(values + slot * a.E, bytes);
-    turn_keys(a, keys, slot, w);
+    transpose_keys(a, keys, slot, w);
     by_fours(count, [&](auto queries, int64_t i) {
       constexpr int MT = decltype(queries)::value;
       __m512 acc[MT];
@@ -840,7 +840,7 @@ struct Parts {
   template <class T>
   explicit Parts(const Attention<T>& a) : first_item{0} {
     const int64_t tiles = (a.S * a.group() + TILE - 1) / TILE;
-    few = a.S <= SMALL_S && a.B * a.K * tiles < 8 * omp_get_max_threads();
+    few = a.S <= MAX_DECODE_TOKENS && a.B * a.K * tiles < 8 * omp_get_max_threads();
     for (int64_t b = 0; b < a.B && few; b++) {
       const auto [least, most] = a.seen(b, 0, a.S);
       first_chunk.push_back(least / CHUNK);
@@ -1545,7 +1545,7 @@ Tensor run_layer(const Tensor& x, const Linear& l) {
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
-  if (x.dim() > 2 && x.size(-2) > SMALL_S) return at::linear(x, weight, bias);  // bound by arithmetic
+  if (x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS) return at::linear(x, weight, bias);  // bound by arithmetic
   const Tensor w = weight.contiguous();
   return run_layer(x, checked_layer(w, {}, {}, bias, x.scalar_type(), w.size(0), x.size(-1), 0, true));
 }

@@ -12,6 +12,7 @@ Importing this file runs one check, `guard_amx`: it must come before the first m
 import os
 import signal
 import time
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,21 @@ def define(schema, fake=None):
 def has_kernels(device):
     """Whether operations on this device are ours; else the references run, and torch.compile sees through them."""
     return device.type in DEVICES_WITH_KERNELS
+
+
+# The fields of a model's Config that the operations for whole blocks have heard of.
+FUSED_FIELDS = (
+    "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
+    "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
+    "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token",
+)  # fmt: skip
+
+
+def uses_only(config, known):
+    """Whether a dataclass leaves every field at its default that is not in `known`. Operations for whole blocks ask, so
+    that they never run a model with a switch that they have not heard of."""
+    others = [field for field in fields(config) if field.name not in known]
+    return all(getattr(config, field.name) == field.default for field in others)
 
 
 def empty_like_first(x, *rest):
@@ -124,7 +140,8 @@ def softmax_attention(q, k, v, visible=None, bias=None):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
-        scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], float("-inf"))
+        # Not -inf: padding would have weights of NaN, which torch's bfloat16 product can spread to other rows.
+        scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
     return out.view(B, H, S, E).transpose(1, 2)  # (B,S,H,E)

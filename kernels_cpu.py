@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import Stopwatch, print_status, release_freed_memory
-from kernels import DEVICES_WITH_KERNELS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles
+from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles, uses_only
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear, matrices
 from model import Block, Config, Transformer
 
@@ -60,7 +60,8 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
 
 def can_fuse(config: Config) -> bool:
     """Whether kernels.cpp's `blocks` has what these models consist of; the others run operation by operation."""
-    return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
+    known = uses_only(config, FUSED_FIELDS)
+    return known and config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
 
 
 class FusedBlocks:

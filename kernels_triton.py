@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
-from kernels import DEVICES_WITH_KERNELS, LIBRARY, MAX_DECODE_TOKENS, spread, unpack_nibbles
+from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, LIBRARY, MAX_DECODE_TOKENS, spread, unpack_nibbles, uses_only
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Transformer
 
@@ -898,7 +898,8 @@ def install(model: Transformer) -> bool:
 
 def can_fuse(config: Config) -> bool:
     """Whether `fused_blocks` computes what these models' blocks do; the others run operation by operation."""
-    return (config.norm, config.mlp, config.post_norm_residual) == ("rms", "swiglu", False)
+    switches = (config.norm, config.mlp, config.post_norm_residual)
+    return switches == ("rms", "swiglu", False) and uses_only(config, FUSED_FIELDS)
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:

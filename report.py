@@ -162,7 +162,7 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         "weight_bytes_per_token": weights,
         "kv_bytes_per_token": kv,
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
-        "read_bandwidth_bytes_per_s": None if profiled else read_bandwidth(model),
+        "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # which takes most of a second
         "mean_accepted_tokens": None,  # of speculation
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),

@@ -78,8 +78,9 @@ class Sampling(NamedTuple):
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
         """Rows that are greedy and use nothing else."""
-        kinds = dict.fromkeys(("seed", "top_k"), torch.int64)
-        fields = [torch.zeros(R, dtype=kinds.get(name, torch.float32), device=device) for name in cls._fields[:-1]]
+        values = [getattr(SamplingParams(temperature=0.0), name) for name in cls._fields[:-1]]
+        dtypes = {int: torch.int64, float: torch.float32}
+        fields = [torch.full((R,), value, dtype=dtypes[type(value)], device=device) for value in values]
         return cls(*fields, torch.zeros(R, V, dtype=torch.int32, device=device))
 
     def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
@@ -104,14 +105,13 @@ define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)")
 define(f"probabilities({ARGUMENTS}) -> Tensor")
 
 
-@torch.library.register_fake("fastpath::sample", lib=LIBRARY)
-def sample_shapes(logits, *rest):
-    return tuple(logits.new_empty(logits.shape[:2], dtype=dtype) for dtype in (torch.int64, torch.float32))
+def shape_of_ids(logits, rows, position, drafted, seed, temperature, *rest):
+    return seed.new_empty(logits.shape[:2]), temperature.new_empty(logits.shape[:2])
 
 
-@torch.library.register_fake("fastpath::probabilities", lib=LIBRARY)
-def probabilities_shape(logits, *rest):
-    return logits.new_empty(logits.shape, dtype=torch.float32)
+fake = torch.library.register_fake
+fake("fastpath::sample", shape_of_ids, lib=LIBRARY)
+fake("fastpath::probabilities", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32), lib=LIBRARY)
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
@@ -125,37 +125,32 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
     Returns ids (B,S) int64, -1 for padding and where the largest logit is not finite (NaN anywhere, or infinity); and
     the log-probability of each by the logits as they came, (B,S) float32, NaN where the id is -1.
     """
-    arguments = (logits, rows, position, drafted, *settings)
-    if has_kernels(logits.device):
-        return torch.ops.fastpath.sample(*arguments)
-    return sample_reference(*arguments)
+    operation = torch.ops.fastpath.sample if has_kernels(logits.device) else sample_reference
+    return operation(logits, rows, position, drafted, *settings)
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """The distribution that `sample`, with the same arguments, draws from, (B,S,V) float32: zero for what the filters
     drop, one-hot where a row is greedy; all zero for padding, all NaN where the largest logit is not finite."""
-    arguments = (logits, rows, position, drafted, *settings)
-    if has_kernels(logits.device):
-        return torch.ops.fastpath.probabilities(*arguments)
-    return probabilities_reference(*arguments)
+    operation = torch.ops.fastpath.probabilities if has_kernels(logits.device) else probabilities_reference
+    return operation(logits, rows, position, drafted, *settings)
 
 
 def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor, Tensor]:
     settings = Sampling(*settings)
-    S, V = logits.shape[1:]
     x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
     largest, ids = x.max(-1)  # of equal logits the lowest id
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
         weights = filtered(x, rows, settings).exp()
-        places = position[:, None] + torch.arange(S, device=logits.device)  # (B,S)
-        tokens = torch.arange(V, device=logits.device)
-        noise = exponential_noise(settings.seed[rows, None, None], places[..., None], tokens)  # (B,S,V)
+        place, token = (torch.arange(n, device=logits.device) for n in logits.shape[1:])
+        at = position[:, None, None] + place[:, None]  # (B,S,1)
+        noise = exponential_noise(settings.seed[rows, None, None], at, token)  # (B,S,V)
         drawn = (weights / noise).argmax(-1)  # argmax(p / Exponential(1)) is a sample from p, normalized or not
         ids = torch.where(random[:, None], drawn, ids)
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     valid = largest.isfinite() & (position > 0)[:, None]
-    return torch.where(valid, ids, -1), torch.where(valid, logprobs, float("nan"))
+    return torch.where(valid, ids, -1), logprobs.masked_fill(~valid, float("nan"))
 
 
 def probabilities_reference(logits, rows, position, drafted, *settings) -> Tensor:
@@ -165,8 +160,7 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
     greedy = torch.zeros_like(x).scatter(-1, ids, 1.0)
     random = settings.temperature[rows, None, None] > 0
     probs = torch.where(random, torch.softmax(filtered(x, rows, settings), -1), greedy)
-    probs = probs.masked_fill(~largest.isfinite(), float("nan"))
-    return probs.masked_fill((position <= 0)[:, None, None], 0)
+    return probs.masked_fill(~largest.isfinite(), float("nan")).masked_fill((position <= 0)[:, None, None], 0)
 
 
 def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None = None) -> list:
@@ -182,12 +176,12 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
     return [(p, list(zip(*pair))) for p, *pair in zip(own, best.tolist(), values.tolist())]
 
 
+# ---------------------------------------------------------------- filters
+
+
 def any_row(used: Tensor) -> bool:
     """Whether a setting is used at all. True in a graph, and on a GPU, where looking at it would have to wait."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
-
-
-# ---------------------------------------------------------------- filters
 
 
 def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
@@ -200,21 +194,18 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
         ids = drafted[:, i, None, None].expand(-1, x.shape[1] - i - 1, 1)
         counts[:, i + 1 :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
     x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
-    times = counts >> 1
-    return x - times * frequency - (times > 0) * presence
+    return x - (counts >> 1) * frequency - (counts > 1) * presence
 
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
     """Logits x (B,S,V) float32 minus their maximum, by temperature; -inf for what top_k, top_p and min_p drop."""
     temperature, top_k, top_p, min_p = (setting[rows, None, None] for setting in settings[1:5])  # (B,1,1)
-    logits = x
+    order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
     x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # 0 * inf would be NaN
     if any_row(top_k > 0):
-        order = float_to_sortable_int(logits)
         target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
         x = x.masked_fill(~top_mass(order, torch.ones_like(order), target), float("-inf"))
     if any_row(top_p < 1):
-        order = float_to_sortable_int(logits)
         mass = (x.exp() * 2.0**40).long()  # fixed point: sums of it are exact
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))

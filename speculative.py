@@ -522,14 +522,18 @@ class Speculation:
         return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
     def _rehearse(self, batch, proposal: Proposal | None):
-        """Run the verification in each of its widths, none of whose tokens count; then a plain step."""
+        """Run the verification in each of its widths, none of whose tokens count; then a plain step.
+
+        Its arguments are new tensors: a part of another keeps that one's strides, with which a graph is compiled anew.
+        """
         for width in WIDTHS:
             if width // 2 <= self.controller.k:
                 zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
                 p_draft = None
                 if proposal is not None and proposal.p_draft is not None:
-                    p_draft = proposal.p_draft[:, :1].expand(-1, width - 1, -1).contiguous()
-                self._look(batch, Proposal(zero, zero[:, 0].contiguous(), p_draft))
+                    p_draft = proposal.p_draft[:, :1].repeat(1, width - 1, 1)
+                lengths = zero.new_zeros(len(zero))
+                self._look(batch, Proposal(zero, lengths, p_draft))
         tokens, logprobs, logits = self.steps.decode(self.model, batch.inputs, self.engine.sampling)
         found = tokens.tolist()[: len(batch.rows)]
         for row, new in zip(batch.rows, found):

@@ -141,19 +141,18 @@ def only_torch():
 def greedy(model, prompts, n, prefill=None, decode=None, length=320):
     """n greedy tokens of each prompt, in one ragged batch. prefill and decode: compiled calls of the model; length:
     positions of new caches, None where those that are there are to be used."""
+    prefill, decode = (model if call is None else call for call in (prefill, decode))
     longest, device = max(map(len, prompts)), model.device
     if length is not None:
         model.setup_caches(len(prompts), length)
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    lengths, at = (
-        torch.tensor([[len(prompt)] for prompt in prompts], device=device),
-        torch.arange(longest, device=device),
-    )
-    logits, found = (prefill or model)(tokens, torch.where(at < lengths, at, -1)), []
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    at = torch.arange(longest, device=device)
+    logits, found = prefill(tokens, torch.where(at < lengths, at, -1)), []
     for i in range(n):
         found.append(logits.argmax(-1, keepdim=True))
         if i + 1 < n:
-            logits = (decode or model)(found[-1], lengths + i)
+            logits = decode(found[-1], lengths + i)
     return torch.cat(found, 1).tolist()
 
 

@@ -245,3 +245,12 @@ def test_weights_in_an_index_that_lies(ours):
     (ours / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UserError, match="lacks tensor blocks.9.norm.weight, which model.safetensors.index.json names"):
         load_model(ours)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(ours, value):
+    state = load_file(ours / "model.safetensors")
+    state["blocks.1.mlp.down.weight"][3, 5] = value
+    save_file(state, ours / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: blocks\.1\.mlp\.down\.weight holds NaN or infinity"):
+        load_model(ours)

@@ -24,7 +24,6 @@ from linear import EMBEDDING, PACK, Quantization
 from load import load_model
 from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint
-from report import launches
 
 CHOOSE, ops = kt.choose, torch.ops.fastpath
 ON_GPU = torch.cuda.is_available()
@@ -363,8 +362,21 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     assert greedy(ours, prompts, 3) == [row[:3] for row in expected]
 
 
-def test_launches_are_as_many_as_the_report_says(models, monkeypatch):
-    """Of one decode step, biases, norms on queries and keys and all: what README counts for larger models."""
+def launches(config, bits: int, head_bits: int, processors: int) -> int:
+    """Launches of our kernels in a decode step: seven a block, and one for each product that is cut along K."""
+
+    def product(N, K, bits=bits):
+        return 1 if kt.fixed_choice(bits, N, K, processors)["CUTS"] == 1 else 2
+
+    D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
+    block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
+    block += product(hidden, D) + product(D, hidden) + 2  # attention and its merge
+    block += 1 if kt.can_fuse(config) else 2  # rotary with cache write; or two norms, and torch writes to the cache
+    return config.n_layer * block + config.embedding_norm + 1 + product(config.vocab_size, D, head_bits)
+
+
+def test_launches_of_a_decode_step(models, monkeypatch):
+    """Biases, norms on queries and keys and all."""
     count = 0
 
     class Counted:

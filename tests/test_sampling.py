@@ -436,6 +436,16 @@ def test_cpp_refuses_what_would_be_read_out_of_bounds():
 # ---------------------------------------------------------------- settings
 
 
+def test_new_rows_are_greedy_and_use_nothing_else(implementation):
+    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0))
+    drafted = torch.tensor([[1, 1], [2, 3]])
+    ids, _ = implementation.sample(*arguments(logits, Sampling.make(2, 9), drafted=drafted))
+    assert torch.equal(ids, logits.argmax(-1))
+    neutral = SamplingParams(temperature=0.0)
+    for name in Sampling._fields[:-1]:
+        assert (getattr(Sampling.make(2, 9), name) == getattr(neutral, name)).all()
+
+
 def test_counts_of_prompt_and_answer():
     settings = Sampling.make(3, 8)
     settings.set_row(1, SamplingParams(repetition_penalty=1.1, seed=-4, top_k=3), [5, 5, 2])

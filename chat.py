@@ -79,26 +79,32 @@ class Session:
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
             more = f"room for {room} more tokens in the context of {self.context}"
             print_status(f"({more}; /reset makes all of it free)", dim=True)
-        stream, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), []
+        stream, answer, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), "", []
 
         def take(token: int) -> bool:
             pieces.append(stream.add(() if token in self.stop_ids else (token,)))
-            show(pieces[-1])
             return stream.stopped
+
+        def show_pieces():  # not in take: that a reader has gone is no error of the request, but ends the program
+            nonlocal answer
+            while pieces:
+                answer += pieces[0]
+                show(pieces.pop(0))
 
         request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, take)
         self.engine.add(request)
         try:
             while request.finish_reason is None:
                 self.engine.step()
+                show_pieces()
         except KeyboardInterrupt:
             self.engine.cancel(request)
         if request.finish_reason == "error":
             raise UserError(f"the answer broke off: {request.error}")
         pieces.append(stream.add((), last=True))
-        show(pieces[-1])
+        show_pieces()
         if request.new_tokens:
-            self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.turns.append(request)
         return request
 

@@ -516,7 +516,11 @@ def test_the_report_counts_places():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind, k",
-    [("qwen3-gqa", "a noisy copy", 2), ("llama-gqa-biased", "int4-self", 1), ("mistral-window", "lookup", 3)],
+    [
+        ("qwen3-gqa", "a noisy copy", 2),
+        pytest.param("llama-gqa-biased", "int4-self", 1, marks=pytest.mark.full),
+        ("mistral-window", "lookup", 3),
+    ],
 )
 def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, monkeypatch):
     """Steps of any number of tokens, plain ones, one row and all rows, greedy and random: no graph is missing after

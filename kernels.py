@@ -1,6 +1,6 @@
 """The operations worth writing by hand: each a plain torch reference, which is its specification.
 
-`attention`, products with quantized weights, `nucleus` of top-p. Knows nothing of models or files.
+`attention`, products with quantized weights, `top_mass` of top-k and top-p. Knows nothing of models or files.
 Shapes are named as in model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of
 a matrix N rows (outputs), K columns (inputs), G groups of columns.
 

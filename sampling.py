@@ -207,8 +207,8 @@ def float_to_sortable_int(x: Tensor) -> Tensor:
 
 
 def exponential_noise(seed: Tensor, position: Tensor, ids: Tensor, stream: int = 0) -> Tensor:
-    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them; stream
-    separates uses that need noise of their own at the same position."""
+    """Exponential(1) variates in float32, a pure function of the int64 arguments, which broadcast; stream separates
+    uses that need noise of their own at the same position."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     keys = []
     for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantize import greedy
 
-import kernels
 import kernels_cpu
 import quantize
 from checkpoint import empty_model
@@ -27,7 +25,6 @@ from linear import Quantization
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
-from sampling import ordered
 
 if not kernels_cpu.load_kernels():
     pytest.skip("the kernels need AVX-512 with VNNI and BF16, and a C++ compiler", allow_module_level=True)
@@ -202,8 +199,6 @@ def test_opcheck(dtype):
         p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
         tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
         torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
-    order = torch.randint(0, 2**32, (2, 50))
-    torch.library.opcheck(ops.nucleus, (order, order, order[:, :1]))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
@@ -294,33 +289,6 @@ def test_attention_refuses_what_lies_outside_the_cache():
         ops.attention(q, k_cache[:1], v_cache[:1], input_pos, None, None, None)
     with pytest.raises(RuntimeError, match="v_cache: expected"):
         ops.attention(q, k_cache, v_cache[:, :, 1:], input_pos, *rest)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**31), B=st.integers(1, 4), C=st.integers(1, 300), spread=st.sampled_from([0, 1, 4, 40]),
-    top_p=st.sampled_from([0.0, 1e-6, 0.3, 0.9, 0.999, 1.0, 1.1]), n=threads,
-)  # fmt: skip
-def test_nucleus(seed, B, C, spread, top_p, n):
-    """Of probabilities with and without equals: what the reference finds, exactly."""
-    torch.set_num_threads(n)
-    x = (numbers(B, C, seed=seed % 2**31) * spread).bfloat16().float()
-    order, mass = ordered(x) + 2**31, (torch.softmax(x, 1) * 2.0**40).long()
-    target = (mass.sum(1, keepdim=True).float() * top_p).long().clamp(min=1)
-    with mock.patch.object(kernels, "fast_nucleus", None):
-        expected = kernels.nucleus(order, mass, target)
-    assert torch.equal(ops.nucleus(order, mass, target), expected)
-    assert kernels.fast_nucleus is not None
-
-
-def test_nucleus_ends_where_the_target_is_met():
-    """Of equals exactly as many as it takes, the first ones; and of levels whose mass is just the target no further."""
-    order = torch.tensor([[5] * 6, [9, 7, 7, 8, 1, 7]]) << 20
-    mass, target = torch.full((2, 6), 3), torch.tensor([[9], [12]])
-    expected = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]).bool()
-    with mock.patch.object(kernels, "fast_nucleus", None):
-        assert torch.equal(kernels.nucleus(order, mass, target), expected)
-    assert torch.equal(ops.nucleus(order, mass, target), expected)
 
 
 # ---------------------------------------------------------------- in models

@@ -110,13 +110,13 @@ def test_every_row_is_the_single_process_s(launched, name):
     found, case = launched[name]
     model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"])
     draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
-    expected = outcome(model, draft=draft)
-    for kind in found.keys() - {"logits", "sizes"}:
+    expected = outcome(model, compiled=False, draft=draft)
+    for kind in [kind for kind in found if kind != "logits" and not kind.endswith(": cache")]:
         assert found[kind] == expected[kind], kind
     if "logits" in found:
         apart = [float((a - b).abs().max()) for a, b in zip(found["logits"], expected["logits"])]
         assert len(apart) == len(PROMPTS) and max(apart) < LOGITS
-    assert len({id for ids, _ in expected["greedy"] for id in ids}) > 8, "a model that says something"
+    assert len({token for tokens in expected["greedy"] for token in tokens}) > 8, "a model that says something"
 
 
 # ---------------------------------------------------------------- the split itself, without processes

@@ -8,7 +8,6 @@ rank that, in its prefill or decode, dies, stops or raises.
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,44 +15,74 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from load import load_model
+from engine import Engine, Request, generate
+from load import compiled_steps, load_model
+from sampling import SamplingParams
+from speculative import LookupDraft, ModelDraft, Speculation
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # ragged
-NEW, FEW = 32, 8  # new tokens
+NEW, FEW = 20, 6  # new tokens
+ROWS, LENGTH = 2, 64  # fewer rows than prompts: one joins later
+
+GREEDY = [SamplingParams(temperature=0.0)] * 3
+PENALTY = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in (1.3, 1.1, 0.8)]
+FILTERED = {"top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+FILTERED = [SamplingParams(temperature=t, seed=seed, **FILTERED) for t, seed in ((0.9, 7), (1.0, 8), (0.0, 9))]
+DRAWN = [SamplingParams(seed=seed) for seed in (10, 11, 12)]
 
 
-def outcome(model, compiled: bool = False, draft=None) -> dict:
-    """Everything that is compared, of every row: greedy tokens alone and in a batch, with and without penalty, drawn
-    tokens, those with proposals of a draft (whole or split) and of the text itself, and all logits of a prefill."""
-    from generate import compiled_steps, generate, prefill_rows
-    from sampling import Sampling
-    from speculative import Lookup, ModelDraft, Speculation
+class GroupRanks:
+    """What the engine needs of tp.Ranks, over a process group."""
 
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def share(self, work=lambda: None):
+        box = [work() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        return box[0]
+
+
+def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -> list | None:
+    """The new tokens of each prompt on the first rank, which the others follow; None there. One request hears its
+    tokens and ends early, which only the first rank can know."""
+    if engine.ranks is not None and engine.ranks.rank:
+        return engine.follow()
+    requests = [Request(prompt, how, n) for prompt, how in zip(prompts, params)]
+    requests[-1].on_token = lambda token: len(requests[-1].new_tokens) == n - 2
+    generate(engine, requests)
+    engine.close()
+    assert [len(request.new_tokens) for request in requests] == [n] * (len(prompts) - 1) + [n - 2]
+    return [request.new_tokens for request in requests]
+
+
+def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
+    """Everything that is compared, of every request: greedy tokens alone and in a batch, with and without penalty,
+    drawn tokens, those with proposals of a draft (whole or split) and of the text itself, and all logits of a prefill.
+    Also what the cache rows hold in the end, which is the same on every rank."""
     steps = compiled_steps(compiled, False)
-    model.setup_caches(3, 64)
-    found = {}
-    penalty, drawn = [1.3, 1.1, 0.8], ([7, 8, 9], [0.9, 1.0, 0.0], 20, 0.95, 0.01, 1.1)
-    for name, settings, n in (
-        ("greedy", Sampling.make(3, temperature=0.0), NEW),
-        ("greedy, penalty", Sampling.make(3, temperature=0.0, repetition_penalty=penalty), FEW),
-        ("drawn", Sampling.make(3, *drawn), FEW),
-        ("drawn from all", Sampling.make(3, [10, 11, 12]), FEW),
-    )[: 3 if compiled else 4]:
-        found[name] = generate(model, PROMPTS, settings, n, steps=steps)
-    greedy = Sampling.make(3, temperature=0.0)
-    drafts = [ModelDraft(model, draft, steps.compiled, partial(prefill_rows, steps.prefill))] if draft else []
-    for one in [*drafts, Lookup()] if draft or not compiled else ():
-        speculation = Speculation(model, one, steps, 3, automatic=isinstance(one, Lookup))
-        assert generate(model, PROMPTS, greedy, NEW, steps=steps, speculation=speculation) == found["greedy"]
-        settings = Sampling.make(3, [4, 5, 6])
-        found[f"speculated by {type(one).__name__}"] = drawn = generate(
-            model, PROMPTS, settings, NEW, steps=steps, speculation=Speculation(model, one, steps, 2, False)
-        )
-        assert [len(ids) for ids, _ in drawn] == [NEW] * 3
+    found, kinds = {}, {"greedy": (GREEDY, NEW), "greedy, penalty": (PENALTY, FEW), "drawn, filtered": (FILTERED, FEW)}
     if not compiled:
-        alone = Sampling.make(1, temperature=0.0)
-        found["alone"] = generate(model, PROMPTS[:1], alone, NEW)
+        kinds["drawn"] = DRAWN, FEW
+
+    def note(name: str, params: list[SamplingParams], n: int, speculation=None, prompts=PROMPTS):
+        engine = Engine(model, ROWS, LENGTH, steps, 5, speculation, ranks)
+        found[name] = run(engine, params, n, prompts)
+        found[f"{name}: cache"] = [row.tokens for row in engine.rows]
+
+    for name, (params, n) in kinds.items():
+        note(name, params, n)
+    if not compiled:
+        note("alone", GREEDY, NEW, prompts=PROMPTS[:1])
+    drafts = [ModelDraft(draft, False)] if draft else []
+    for one in [*drafts, LookupDraft()] if draft or not compiled else ():
+        kind = type(one).__name__
+        note(f"greedy, {kind}", GREEDY, NEW, Speculation(one, 3, isinstance(one, LookupDraft)))
+        note(f"drawn, {kind}", DRAWN, NEW, Speculation(one, 2, False))
+        assert found[f"greedy, {kind}"] == found["greedy"]
+    if not compiled:
+        model.setup_caches(3, LENGTH)
         ids, at = torch.zeros(3, 12, dtype=torch.int64), torch.full((3, 12), -1)
         for row, prompt in enumerate(PROMPTS):
             ids[row, : len(prompt)], at[row, : len(prompt)] = torch.tensor(prompt), torch.arange(len(prompt))
@@ -76,13 +105,12 @@ def run_cases(folder: Path):
         drafts = {"whole": None, "split": Shard.of(group)}
         if draft := case["draft"]:
             draft = load_model(case["path"], "cpu", torch.float32, shard=drafts[draft])
-        mine = outcome(model, case["compiled"], draft)
+        mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)
         for other in everyone:  # ranks have parted where this fails
-            assert all(other[kind] == mine[kind] for kind in mine if kind != "logits"), name
-        sizes = {part: (tuple(t.shape), t.nbytes) for part, t in model.state_dict().items()}
-        found[name] = mine | {"sizes": sizes}
+            assert all(other[kind] == mine[kind] for kind in mine if kind.endswith(": cache")), name
+        found[name] = mine
     if rank == 0:
         torch.save(found, folder / "found.pt")
     dist.barrier()
@@ -91,22 +119,34 @@ def run_cases(folder: Path):
 
 
 def sabotage(rank: int, step: str, how: str):
+    import engine
     import generate as program
 
-    real, calls = getattr(program, step), []
+    real, calls = getattr(engine, step), []
 
-    def broken(*arguments, **options):
+    def broken(*arguments):
         calls.append(None)
         if int(os.environ["RANK"]) == rank and len(calls) == (1 if step == "prefill" else 3):
             if how == "raise":
                 raise ValueError("sabotage")
             os.kill(os.getpid(), getattr(signal, how))
-        return real(*arguments, **options)
+        return real(*arguments)
 
-    setattr(program, step, broken)
+    program.load_engine = with_step(program.load_engine, step, broken)
     from tp import run_together
 
     run_together(program.main)
+
+
+def with_step(load_engine, step: str, function):
+    """load_engine, whose engine has this function in the place of a step."""
+
+    def load(*arguments):
+        engine, seconds = load_engine(*arguments)
+        setattr(engine.steps, step, function)
+        return engine, seconds
+
+    return load
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class Session:
                 show_pieces()
         except KeyboardInterrupt:
             self.engine.cancel(request)
+            self.engine.step()
         if request.finish_reason == "error":
             raise UserError(f"the answer broke off: {request.error}")
         pieces.append(stream.add((), last=True))

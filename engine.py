@@ -144,7 +144,7 @@ class Engine:
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
         self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.finished, self.released = [], []  # requests since the last step, and rows since the last plan
+        self.finished, self.cancelled, self.released = [], [], []  # requests, requests and rows since the last plan
         if speculation is not None:
             speculation.begin(self)
 
@@ -156,11 +156,8 @@ class Engine:
         self.waiting.append(request)
 
     def cancel(self, request: Request):
-        """End a request, waiting or not; its row is free from the next step on."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        if request.finish_reason is None:
-            self._finish(request, "cancelled", next((row for row in self.rows if row.request is request), None))
+        """End a request, waiting or not, when the next step begins: on_token may call this in the middle of one."""
+        self.cancelled.append(request)
 
     @property
     def active(self) -> bool:
@@ -198,7 +195,12 @@ class Engine:
             self.ranks.share(lambda: None)
 
     def _plan(self) -> Plan:
-        plan, self.released = Plan(self.released), []
+        for request in self.cancelled:
+            row = next((row for row in self.rows if row.request is request), None)
+            if row is not None or request in self.waiting:
+                self._finish(request, "cancelled", row)
+        self.waiting = deque(request for request in self.waiting if request.finish_reason is None)
+        plan, self.released, self.cancelled = Plan(self.released), [], []
         while self.waiting and any(row.request is None for row in self.rows):
             plan.admitted.append(self._admit(self.waiting.popleft()))
         active = [row for row in self.rows if row.request is not None]
@@ -239,8 +241,8 @@ class Engine:
     def _run(self, plan: Plan):
         if plan.chunk:
             self._read(plan.chunk)
-        if rows := [row for index in plan.decoding if (row := self.rows[index]).request is not None]:
-            self._decode(rows, plan.draft_length)
+        if plan.decoding:
+            self._decode([self.rows[index] for index in plan.decoding], plan.draft_length)
 
     def _read(self, chunk: dict[int, int]):
         """Read so many tokens of these rows' prompts in one pass; prompts that end there get their first new token.
@@ -303,8 +305,6 @@ class Engine:
         before = sum(len(request.new_tokens) for request in requests)
         self.sampling.count([(row.index, new) for row, new in zip(rows, found) if row.request.params.penalizes])
         for i, (row, request) in enumerate(zip(rows, requests)):
-            if request.finish_reason is not None:  # another's on_token has cancelled it
-                continue
             if self.speculation is not None and not request.new_tokens:
                 self.speculation.add(row.index, request.prompt + found[i])
             request.times.setdefault("first_token", time.perf_counter())
@@ -328,7 +328,7 @@ class Engine:
             reason = "stop" if request.on_token is not None and request.on_token(token) else reason
         except Exception as failure:  # of this request; the others go on
             reason, error = "error", first_line(failure)
-        if reason is not None and request.finish_reason is None:  # on_token may have cancelled it
+        if reason is not None:
             self._finish(request, reason, row, error)
 
     def _finish(self, request: Request, reason: str, row: Row | None, error: str | None = None):

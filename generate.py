@@ -161,9 +161,8 @@ def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
 
 def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
     """The tokens at which an answer ends."""
-    if args.ignore_eos:
-        return frozenset()
-    return frozenset(tokenizer.eos_ids) | (template.end_ids() if template else set())
+    ends = frozenset(tokenizer.eos_ids) | (template.end_ids() if template else set())
+    return frozenset() if args.ignore_eos else ends
 
 
 # ---------------------------------------------------------------- runs

@@ -2,8 +2,8 @@
 // attention, all blocks of a transformer in one operation, and sampling.
 //
 // kernels_cpu.py builds this file, packs the weights and declares the operations; kernels.py says what they compute.
-// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, blocks, sampling, and
-// at the end the operations, which check what they are given.
+// Needs AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: numbers, threads, products, norms, attention, blocks, sampling,
+// and at the end the operations, which check what they are given.
 //
 // A matrix has N rows (outputs) and K columns (inputs); x has M rows of K. Decoding is bound by reading weights, so each
 // is read once for a whole tile of rows of x, in long streams. Every output is summed in one fixed order, by one thread:

@@ -184,7 +184,7 @@ class ModelDraft:
         drafted, probs = [], []
         for i in range(k):
             at = position + 1 + i  # of the token to be drawn
-            new, p = self.next_token(self.draft, tokens, places, rows, at, self.sampling, V if random else None)
+            new, p = self.next_token(self.draft, tokens, places, rows, at, self.sampling, V, random)
             drafted.append(new.clone())  # a CUDA graph reuses its outputs
             probs.append(p.clone() if random else None)
             tokens, places = drafted[-1][:, None], torch.where(i + 1 < lengths, at, -1)[:, None]
@@ -228,17 +228,19 @@ def share_caches(model: Transformer, draft: Transformer):
             mine.attention.register_buffer(name, getattr(theirs.attention, name), persistent=False)
 
 
-def next_token(draft, tokens: Tensor, places: Tensor, rows: Tensor, at: Tensor, sampling: Sampling, V: int | None):
-    """One token (B,) for the position `at` (B,) after tokens (B,S) at places (B,S); and with V, the model's vocabulary,
-    the distribution (B,V) that it was drawn from."""
-    logits = draft(tokens, places, rows)[:, None, : draft.config.n_token]  # (B,1,V of the draft)
+def next_token(draft, tokens, places, rows, at, sampling: Sampling, V: int, random: bool):
+    """One token (B,) for the position `at` (B,) after tokens (B,S) at places (B,S) of cache rows (B,), among the V that
+    the model has; and if it is drawn at random, the distribution (B,V) that it was drawn from."""
+    logits = draft(tokens, places, rows)[:, None, : draft.config.n_token][
+        ..., :V
+    ]  # (B,1,V), or less of a shorter table
     sampling = sampling._replace(seed=sampling.seed ^ DRAFT_SEED)
-    arguments = (logits if V is None else logits[..., :V], rows, at, tokens[:, :0], sampling)
+    arguments = (logits, rows, at, tokens[:, :0], sampling)
     token = sample(*arguments)[0][:, 0].clamp(min=0)
-    if V is None:
+    if not random:
         return token, None
     probs = probabilities(*arguments)[:, 0]
-    return token, F.pad(probs, (0, V - probs.shape[1]))  # its table may be shorter
+    return token, F.pad(probs, (0, V - probs.shape[1]))
 
 
 class LookupDraft:
@@ -250,7 +252,8 @@ class LookupDraft:
         self.rows: dict[int, BigramIndex] = {}
 
     def begin(self, engine):
-        self.length = engine.length
+        config = engine.model.config
+        self.length, self.vocab_size = engine.length, config.n_token or config.vocab_size
 
     def add(self, row: int, tokens: list[int]):
         self.rows[row] = BigramIndex(list(tokens))
@@ -267,7 +270,9 @@ class LookupDraft:
             index = self.rows[row.index]
             room = min(k, self.length - len(index.tokens))
             matches = [other.match(index.tokens, room) for other in (index, *self.texts)]
-            found.append(max(matches, key=lambda match: match[0])[1])
+            tokens = max(matches, key=lambda match: match[0])[1]
+            padding = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), None)
+            found.append(tokens[:padding])  # a prompt may hold ids that only pad the table; the model never says them
         if not any(found):
             return None
         device = batch.inputs.device

@@ -313,15 +313,13 @@ def test_a_failing_listener_ends_its_request_alone(models):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_not_finite_end_their_request_alone(models, temperature):
-    model = copy.deepcopy(models())
+    model = copy.deepcopy(models("qwen3-gqa"))  # whose head is not the embedding table
     params = SamplingParams(temperature=temperature)
     other = Request([7, 8, 9], params, 9)
     expected = tokens_of(model, other)
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
     poison = next(token for token in range(3, VOCABULARY) if token not in (7, 8, 9, *expected))
     model.embedding.weight[poison] = float("nan")
-    if model.output is None:  # tied: the head is poisoned, too
-        pytest.skip("a tied table poisons every row")
     engine = Engine(model, 2, LENGTH)
     bad = Request([5, poison, 6], params, 9)
     generate(engine, [bad, other])
@@ -357,7 +355,7 @@ def test_a_listener_may_cancel_others(models):
     generate(engine, [others[0], request, others[1]])
     assert request.finish_reason == "length" and len(request.new_tokens) == 4
     assert [other.finish_reason for other in others] == ["cancelled"] * 2
-    assert [len(other.new_tokens) for other in others] == [1, 0]
+    assert [len(other.new_tokens) for other in others] == [1, 1], "from the next step on"
 
 
 def test_a_full_row_ends_a_request(models):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, only_torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from load import load_model
@@ -18,7 +18,7 @@ def test_roofline_counts_what_a_decode_step_does(tiny, name):
     model, context = load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), 37  # our kernels it cannot count
     model.setup_caches(3, 64)
     token, at = torch.tensor([[5], [6], [7]]), torch.full((3, 1), context - 1)
-    with FlopCounterMode(display=False) as counter:
+    with only_torch(), FlopCounterMode(display=False) as counter:
         model(token, at)
     found = roofline(model.config, 2e9, torch.float32, context, rows=3)
     assert found["flops_per_token"] * 3 == counter.get_total_flops()

@@ -116,7 +116,7 @@ def test_filters_and_penalties_equal_plain_python(implementation, ties):
         logits = logits.round()  # a few values only: every edge cuts through equal logits
     settings = make(B, V, params, prompt=[3, 17, 40])
     answers = torch.randint(0, V, (B, 12))
-    settings.count(torch.arange(B).repeat_interleave(12), answers.flatten())
+    settings.count(list(enumerate(answers.tolist())))
     probs = implementation.probabilities(*arguments(logits, settings))[:, 0]
     for row in range(B):
         counts = [2 * answers[row].tolist().count(i) + (i in (3, 17, 40)) for i in range(V)]
@@ -266,7 +266,8 @@ def random_case(seed, max_V=5000):
         temperature, seed = choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]), choose([-(2**63), -1, 0, 1234, 2**63 - 1])
         params = SamplingParams(*penalties, temperature, *filters, seed)
         settings.set_row(row, params, torch.randint(0, V, (5,)).tolist())
-    settings.count(torch.randint(0, R, (20,)), torch.randint(0, V, (20,)))
+    rows, tokens = torch.randint(0, R, (20,)), torch.randint(0, V, (20, 1))
+    settings.count(list(zip(rows.tolist(), tokens.tolist())))
     logits = torch.randn(B, S, V + 7) * choose([0, 1, 3, 10])
     if choose([True, False]):
         logits = logits.round()
@@ -404,7 +405,7 @@ def test_places_count_the_tokens_drafted_before_them(implementation, ids):
     for place in range(4):
         settings = make(1, 9, params, [2])
         before = torch.tensor([i for i in ids[:place] if i >= 0], dtype=torch.int64)
-        settings.count(torch.zeros_like(before), before)
+        settings.count([(0, before.tolist())])
         alone = implementation.probabilities(*arguments(logits[:, place], settings))
         assert torch.equal(drafted[:, place], alone[:, 0])
 
@@ -449,7 +450,7 @@ def test_new_rows_are_greedy_and_use_nothing_else(implementation):
 def test_counts_of_prompt_and_answer():
     settings = Sampling.make(3, 8)
     settings.set_row(1, SamplingParams(repetition_penalty=1.1, seed=-4, top_k=3), [5, 5, 2])
-    settings.count(torch.tensor([1, 1, 2, 1]), torch.tensor([2, 7, 0, 2]))
+    settings.count([(1, [2, 7]), (2, [0]), (1, [2, -1])])  # -1 is none
     assert settings.counts.tolist() == [[0] * 8, [0, 0, 5, 0, 0, 1, 0, 2], [2] + [0] * 7]
     assert settings.seed.tolist() == [0, -4, 0] and settings.top_k.tolist() == [0, 3, 0]
     settings.set_row(1, SamplingParams(presence_penalty=1.0), [])

@@ -307,7 +307,7 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             if deterministic:
                 token, p = DRAFT.logits[token].argmax(1), None
             else:
-                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, at, settings, V)
+                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, at, settings, V, True)
             drafted.append(token)
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some propose less
@@ -440,7 +440,7 @@ def test_what_follows_in_another_text():
 def test_proposals_of_lookup():
     """Of the rows that are decoding; none of a row that would leave the cache; None where there is nothing at all."""
     lookup = LookupDraft([[1, 2, 3, 4, 5, 6]])
-    lookup.begin(SimpleNamespace(length=12))
+    lookup.begin(SimpleNamespace(length=12, model=SimpleNamespace(config=SimpleNamespace(n_token=None, vocab_size=99))))
     rows = [SimpleNamespace(index=i) for i in range(4)]
     for row, tokens in zip(rows, ([8, 1, 2, 3], [8, 8], [2, 3, 9, 2], [5] * 11)):
         lookup.add(row.index, tokens)

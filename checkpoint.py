@@ -6,8 +6,9 @@ Read `read_config` and `read_model` for reading, `Writer` for writing. Only safe
 import dataclasses
 import errno
 import json
-import os
+import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
 METADATA = {"__metadata__": {"format": "pt"}}  # of each file, as transformers wants it
 SHARD_BYTES = 5_000_000_000
+ABANDONED_S = 3600.0  # without a change, after which a writer must be dead
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
@@ -257,7 +259,8 @@ class Writer:
         self.target = Path(target).resolve()  # `.` becomes a name, a link what it points to
         self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
         self.replace = replace  # a checkpoint that exists at the end, perhaps made by another process; else keep it
-        self.path = self.target.parent / f".{self.target.name}.{os.getpid()}.tmp"
+        # Beside us may write processes of other machines and containers, so a process id would not be unique.
+        self.path = self.target.parent / f".{self.target.name}.{secrets.token_hex(8)}.tmp"
         self.shards: list[ShardFile] = []  # the last one still open
 
     def __enter__(self):
@@ -319,14 +322,15 @@ class Writer:
             self.add_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
-        old = self.path.with_name(f".{self.target.name}.old.{os.getpid()}.tmp")
-        if self.target.exists() and not self.replace:
-            shutil.rmtree(self.path)
-            return
+        old = self.path.with_name(f".{self.target.name}.old.{self.path.name.split('.')[-2]}.tmp")
         try:
-            if self.target.exists():
+            if self.target.exists() and self.replace:
                 self.target.rename(old)
             self.path.rename(self.target)
+        except OSError:
+            if self.replace or not self.target.exists():
+                raise
+            shutil.rmtree(self.path)  # another process has made this checkpoint meanwhile
         finally:
             if old.exists() and not self.target.exists():  # interrupted between the two
                 old.rename(self.target)
@@ -349,13 +353,12 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete what earlier writers of this target left behind when they were killed by SIGKILL.
-
-    A checkpoint that one of them had moved out of the way is put back.
-    """
+    """Delete what writers of this target left behind that were killed outright: where nothing has changed for an hour.
+    (Nobody can see whether a writer on another machine still runs.) A checkpoint that was moved away is put back."""
     for path in target.parent.glob(f".{target.name}.*.tmp"):
-        process = path.name.split(".")[-2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
+        with suppress(OSError):  # its writer may be about to remove it itself
+            if time.time() - max(file.stat().st_ctime for file in (path, *path.iterdir())) < ABANDONED_S:
+                continue
             if path.name.startswith(f".{target.name}.old.") and not target.exists():
                 path.rename(target)
             shutil.rmtree(path, ignore_errors=True)

@@ -96,6 +96,11 @@ def number(kind: type, rule: str, allowed: Callable):
     return parse
 
 
+def token_ids(text: str) -> list[int]:
+    """An argparse type: ids, separated by commas or spaces."""
+    return [int(part) for part in text.replace(",", " ").split()]
+
+
 # ---------------------------------------------------------------- messages, all on stderr
 
 

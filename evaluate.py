@@ -122,7 +122,7 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     total = float(sum(numbers["loss"].sum() for numbers in found))
     count = sum(len(numbers["loss"]) for numbers in found)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
-    perplexity = math.exp(total / count) if total / count < 700 else math.inf
+    perplexity = math.inf if total / count >= 700 else math.exp(total / count)  # NaN stays NaN
     result = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
     result["tokens"] = count
     if len(models) == 2:

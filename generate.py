@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from checkpoint import DTYPES
-from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
-from engine import Engine, Request, check_prompt, generate
+from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command, token_ids
+from engine import Engine, Request, check_prompt
 from load import (
     Checkpoint,
     SingleProcess,
@@ -38,10 +38,6 @@ from tokenizer import ChatTemplate, TextStream, Tokenizer
 CONVERSATION_LENGTH = 8192  # of --interactive, where nothing says how long it will become
 
 # ---------------------------------------------------------------- options
-
-
-def token_ids(text: str) -> list[int]:
-    return [int(part) for part in text.replace(",", " ").split()]
 
 
 def parse_arguments(argv=None):
@@ -176,15 +172,10 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
 
     def listener(row: int):
         def on_token(token: int) -> bool:
-            show(row, streams[row].add(() if token in stop_ids else (token,)))
+            texts[row] += streams[row].add(() if token in stop_ids else (token,))
             return streams[row].stopped
 
         return on_token
-
-    def show(row: int, piece: str):
-        texts[row] += piece
-        if streaming:
-            print(piece, end="", flush=True)
 
     requests = []
     for row, prompt in enumerate(prompts):
@@ -193,13 +184,20 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     if streaming:
         print(streams[0].context_text, end="", flush=True)
     engine.clear()  # so that every sample reads its prompts, and is measured alike
-    generate(engine, requests)
+    for request in requests:
+        engine.add(request)
+    shown = 0  # characters
+    while engine.active:
+        engine.step()
+        if streaming:  # not in on_token: that a reader has gone is no error of the request, but ends the program
+            print(texts[0][shown:], end="", flush=True)
+            shown = len(texts[0])
     if n == 0:
         engine.timing.first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
     for row, stream in enumerate(streams):
-        show(row, stream.add((), last=True))
+        texts[row] += stream.add((), last=True)
     if streaming:
-        print()
+        print(texts[0][shown:])
     elif not args.json:
         for prompt, stream, text in zip(prompts, streams, texts):
             before = tokenizer.decode(prompt).rstrip() + "\n" if args.chat else stream.context_text

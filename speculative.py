@@ -206,6 +206,7 @@ class ModelDraft:
         parts = [row.tokens[len(self.held[row.index]) :][:CATCH_UP_TOKENS] for row in late]
         if not late:
             return
+        start = time.perf_counter()
         width, device = max(map(len, parts)), self.draft.device
         tokens, input_pos = torch.zeros(len(late), width, dtype=torch.int64), torch.full((len(late), width), -1)
         for i, (row, part) in enumerate(zip(late, parts)):
@@ -215,6 +216,9 @@ class ModelDraft:
             self.held[row.index] = held + part
         index = torch.tensor([row.index for row in late], device=device)
         self.draft(tokens.to(device), input_pos.to(device), index)
+        seconds = time.perf_counter() - start  # is prefill, in the middle of a decode step
+        self.engine.timing.prefill_s += seconds
+        self.engine.timing.decode_s -= seconds
 
     def reads(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)

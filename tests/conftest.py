@@ -4,6 +4,10 @@ Sizes are odd and pairwise different wherever they can be, so that a transposed 
 """
 
 import os
+
+# The models are tiny, and beside other work threads that wait for each other take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torch reads as it is imported
+
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -20,6 +20,7 @@ from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write
 from safetensors.torch import load_file, save_file
 from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
 
+import checkpoint
 import convert_hf_checkpoint
 import hf_directory
 from checkpoint import empty_model, read_config, read_quantization
@@ -687,8 +688,8 @@ def test_a_disk_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_killed_in_the_middle(tmp_path, how):
-    """Nothing is left but, after SIGKILL, a hidden directory that the next conversion removes."""
+def test_killed_in_the_middle(tmp_path, monkeypatch, how):
+    """Nothing is left but, after SIGKILL, a hidden directory that a conversion after an hour removes."""
     gguf_path = convert_hf_checkpoint.default_gguf()
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -701,6 +702,9 @@ def test_killed_in_the_middle(tmp_path, how):
     if how == signal.SIGKILL:
         assert [path.name[:5] for path in tmp_path.iterdir()] == [".out."]
         assert converter(gguf_path, "--out", tmp_path / "out").returncode == 0
+        assert len(os.listdir(tmp_path)) == 2
+        monkeypatch.setattr(checkpoint, "ABANDONED_S", 0.0)
+        checkpoint.remove_abandoned(tmp_path / "out")
         assert os.listdir(tmp_path) == ["out"]
     else:
         assert os.listdir(tmp_path) == []
@@ -775,7 +779,6 @@ def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
 import resource, sys, torch
-import checkpoint
 from convert_hf_checkpoint import convert, hf_source
 checkpoint.SHARD_BYTES = 20_000_000
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

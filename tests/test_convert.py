@@ -779,6 +779,7 @@ def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
 import resource, sys, torch
+import checkpoint
 from convert_hf_checkpoint import convert, hf_source
 checkpoint.SHARD_BYTES = 20_000_000
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

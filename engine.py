@@ -1,12 +1,12 @@
 """The engine: requests in, tokens out. The only generation loop there is.
 
-Read down: Request, the two steps of a model, Row, Engine, whose `step` is the loop's body, and `generate`, the loop.
+Read down: Request; prefill and decode; Row; Plan; Engine, whose `step` is the loop's body; `generate`, the loop.
 Knows tokens only: text is outside (on_token), and so are drafts and several ranks, which come as arguments.
 
-Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of a prompt, and
-decodes one token of every other row, or several with speculation. A cache row remembers the tokens whose keys and
-values it holds, also after its request has ended. A new request begins with the longest prefix that any row has in
-common with its prompt, and reads only what follows: the next turn of a conversation, say.
+Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of one prompt (of
+all, while no row decodes), and decodes one token of every other row, or several with speculation. A cache row remembers
+the tokens whose keys and values it holds, also after its request has ended. A new request begins with the longest
+prefix that any row has in common with its prompt, and reads only what follows: the next turn of a conversation, say.
 """
 
 import os
@@ -85,7 +85,7 @@ def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tens
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
     """A token for each row by logits (B,V), for position (B,). Several ranks go by the tokens of the first."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without ids that only pad the table
-    ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)
+    ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted: (B,0), nothing
     return ids if model.split is None else model.split.decided(ids), logprobs, logits
 
 
@@ -96,7 +96,7 @@ class StepFunctions:
     prefill: Callable = prefill
     decode: Callable = decode
     fixed_shapes: bool = False  # a step is for 1 row or for all rows: each other number would be another graph
-    compile: Callable = lambda function: function  # does to a function (model, ...) what was done to decode
+    compile: Callable = lambda function: function  # what made this decode of the one above; speculation's functions too
 
 
 # ---------------------------------------------------------------- the engine
@@ -123,7 +123,7 @@ class Plan:
     """What a step does. The first of several ranks sends it to the others, which do the same."""
 
     released: list[int] = field(default_factory=list)  # rows whose requests have ended since the last plan
-    admitted: list[tuple] = field(default_factory=list)  # (row, one whose first n positions it takes over, n, request)
+    admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row takes over source's first n
     chunk: dict[int, int] = field(default_factory=dict)  # row: how many tokens of its prompt are read, all in one pass
     decoding: list[int] = field(default_factory=list)  # rows that get new tokens
     draft_length: int = 0  # tokens to propose
@@ -144,7 +144,7 @@ class Engine:
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
         self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.finished, self.cancelled, self.released = [], [], []  # requests, requests and rows since the last plan
+        self.finished, self.cancelled, self.released = [], [], []  # requests, requests, rows: news since the last step
         if speculation is not None:
             speculation.begin(self)
 
@@ -152,7 +152,7 @@ class Engine:
         """Let a request wait for a row; UserError where it can never have one."""
         check_prompt(request.prompt, self.model.config, self.length)
         assert not request.times, "a request is run once"
-        request.times["added"] = time.perf_counter()
+        request.prompt, request.times["added"] = list(request.prompt), time.perf_counter()
         self.waiting.append(request)
 
     def cancel(self, request: Request):
@@ -195,7 +195,7 @@ class Engine:
             self.ranks.share(lambda: None)
 
     def _plan(self) -> Plan:
-        for request in self.cancelled:
+        for request in dict.fromkeys(self.cancelled):
             row = next((row for row in self.rows if row.request is request), None)
             if row is not None or request in self.waiting:
                 self._finish(request, "cancelled", row)
@@ -218,9 +218,9 @@ class Engine:
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
-            row = source  # else more would be lost than gained: a conversation that only began alike
+            row = source  # else copy: more of what source holds would be lost than reused
         self._start(row, source, common[source], request)
-        return row.index, source.index, common[source], replace(request, on_token=None)
+        return row.index, source.index, common[source], replace(request, on_token=None)  # no function can be sent
 
     def _start(self, row: Row, source: Row, n: int, request: Request):
         if row is not source and n:
@@ -264,7 +264,7 @@ class Engine:
             logits = self.steps.prefill(model, *inputs)
         for row, part in zip(rows, parts):
             row.tokens, row.last_used = row.tokens + part, start
-            if not row.unread and not row.request.max_new_tokens:
+            if not row.unread and row.request.max_new_tokens < 1:
                 self._finish(row.request, "length", row)
         if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
             places = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
@@ -278,14 +278,14 @@ class Engine:
             following = row.unread[1 : len(part) + 1]  # of the prompt's last token none
             for at in range(0, len(following) if row.request.prompt_logprobs is not None else 0, SCORED_POSITIONS):
                 ids = following[at : at + SCORED_POSITIONS]
-                logits = self.model.head(states[at : at + len(ids)])  # (n,V)
+                logits = self.model.head(states[at : at + len(ids)])[:, : self.model.config.n_token]  # (n,V)
                 row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
 
     def _decode(self, rows: list[Row], draft_length: int):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
         if self.steps.fixed_shapes and len(rows) > 1:  # a step is for one row, or for all
-            columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
+            columns += [(0, -1, 0)] * (len(self.rows) - len(rows))  # padding
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
             ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)

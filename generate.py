@@ -35,7 +35,7 @@ from report import compile_counts, measurements, print_report, read_bandwidth, r
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-CONVERSATION_LENGTH = 8192  # of --interactive, where nothing says how long it will become
+CONVERSATION_LENGTH = 8192  # positions for --interactive: how long a conversation becomes, nobody knows
 
 # ---------------------------------------------------------------- options
 
@@ -60,14 +60,14 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("how to continue it").add_argument
     any_length = "at most this many a prompt (default: 200; of an --interactive answer, what the context holds)"
     add("--max_new_tokens", type=count, help=any_length)
-    stop = "end before this text, which may be any, and is not printed; may be repeated"
+    stop = "end before this text (any text; it is not printed); may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="go on after an end token")
     add_sampling_options(add)
     add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
-    bound = "no text but the most tokens a second the model can reach, at this bandwidth or else the one measured"
+    bound = "generate nothing; print the most tokens a second possible at this bandwidth (without a value: measure it)"
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
@@ -189,7 +189,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     shown = 0  # characters
     while engine.active:
         engine.step()
-        if streaming:  # not in on_token: that a reader has gone is no error of the request, but ends the program
+        if streaming:  # not in on_token, where a closed pipe would count as the request's error and not end the program
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
     if n == 0:
@@ -260,13 +260,14 @@ def main(ranks=None):
         args.profile.open("w").close()  # a path that cannot be written is better reported now than after the run
     sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
     checkpoint = open_checkpoint(args, ranks)
-    if args.stop and checkpoint.tokenizer.vocabulary is None:
-        raise UserError(f"--stop is about text, and {checkpoint.directory} has no tokenizer")
+    if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
+        option = "--interactive" if args.interactive else "--stop"
+        raise UserError(f"{option} is about text, and {checkpoint.directory} has no tokenizer")
     if args.roofline is not None:
         return print_roofline(args, checkpoint, ranks)
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
-    longest = max(map(len, prompts)) + args.max_new_tokens - 1 if not args.interactive else CONVERSATION_LENGTH
+    longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
     length = choose_cache_length(args, checkpoint.config, longest)
     engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that there is memory for so many

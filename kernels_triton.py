@@ -797,8 +797,8 @@ def sample(logits, rows, position, drafted, *settings):
     return ids, logprobs
 
 
-sampling.LIBRARY.impl("sample", sample, "CUDA")
-sampling.LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
+LIBRARY.impl("sample", sample, "CUDA")
+LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing
 

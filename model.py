@@ -4,7 +4,7 @@ Read down: Config, Transformer, Block, Attention, MLP, layers, positions. Knows 
 devices: kernels.py has the operations, and picks who computes them.
 
 Shapes, here and in every file:
-  B batch rows   S new tokens in this call   T cache slots   D model width   V vocabulary
+  B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
   H query heads  K key/value heads           E head width    F hidden width
 
 Sources: Llama (arXiv:2302.13971), RoPE (arXiv:2104.09864), grouped-query attention (arXiv:2305.13245),
@@ -89,7 +89,7 @@ class Config:
     alibi: bool = False  # positions are slopes on the attention scores, instead of RoPE
     embedding_norm: bool = False
     post_norm_residual: bool = False  # residuals start from the normalized input
-    n_token: int | None = None  # ids that there are, where the table is padded; those from here on are never sampled
+    n_token: int | None = None  # where the table is padded: how many ids are real; the rest are never sampled
 
     def __post_init__(self):
         sizes = ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length")
@@ -143,10 +143,9 @@ class Transformer(nn.Module):
         self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, bias=False)
         self.split = None  # over ranks, by tp.py: this one's tp.Shard
-        # A device's kernels may run all blocks as one call, fused(blocks, x, rope, input_pos, rows) -> x, for up to so
-        # many new tokens a row.
+        # A device's kernels may run all blocks as one call: fused(blocks, x, rope, input_pos, rows) -> x.
         self.fused: Callable | None = None
-        self.max_fused_tokens = 0
+        self.max_fused_tokens = 0  # S up to which they do
         # Whether a token's K/V and logits have the same bits in a call of few tokens a row (up to 16, as in decoding)
         # as in one of many. Where not, the same prompt in other chunks may differ in last bits.
         self.chunk_invariant = False
@@ -155,10 +154,10 @@ class Transformer(nn.Module):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
 
         T is max_seq_length + 8: slot -1 is scratch, where padding (position -1) lands and which no token ever sees;
-        the other seven keep T even for vector code. Bytes: 2 n_layer B K T E times the width of the dtype.
+        the other seven only round T up, for vector code. Bytes: 2 n_layer R K T E times the width of the dtype.
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        config = self.blocks[0].attention.config  # of a rank's own heads, where the model is split
+        config = self.blocks[0].attention.config  # not self.config: of a split model, this rank's heads only
         shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
         # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
         rope, slopes = (None, None), None
@@ -258,7 +257,7 @@ class Attention(nn.Module):
         self.config = config
         self.window = config.window(layer)
         H, K, E = config.n_head, config.n_kv_head, config.head_dim
-        self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # rows q, then k, then v
+        self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
         self.q_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
@@ -272,10 +271,10 @@ class Attention(nn.Module):
         qk = qk if rope is None else rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
 
-        where = torch.arange(B, device=x.device) if rows is None else rows
-        where = (where[:, None], slice(None), input_pos)  # position -1 is the last slot, the scratch one
-        self.k_cache[where] = k
-        self.v_cache[where] = v
+        cache_rows = torch.arange(B, device=x.device) if rows is None else rows
+        slots = (cache_rows[:, None], slice(None), input_pos)  # (B,S,K,E) of (R,K,T,E); position -1 is the scratch slot
+        self.k_cache[slots] = k
+        self.v_cache[slots] = v
         y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
         return self.out(y.reshape(B, S, H * E))
 
@@ -302,7 +301,7 @@ class MLP(nn.Module):
 
 # ---------------------------------------------------------------- layers
 #
-# torch.nn's initialize their weights, which takes time, and on the meta device imports torch's compiler (1.2 s).
+# Not torch.nn's: those initialize their weights, which takes time, and on meta imports torch's compiler (1.2 s).
 
 
 class Linear(nn.Module):
@@ -374,7 +373,7 @@ def rope_frequencies(config: Config) -> Tensor:
         return freqs / torch.tensor(scaling.factors)
     context = scaling.original_max_seq_length
     if scaling.kind == "llama3":
-        # Wavelengths the old context holds high_freq_factor times stay; those it does not hold are stretched.
+        # Pairs that turn high_freq_factor times in the old context stay; those below low_freq_factor are stretched.
         turns = context * freqs / (2 * math.pi)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:  # yarn
@@ -386,7 +385,7 @@ def rope_frequencies(config: Config) -> Tensor:
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, E - 1)
-        high += 0.001 * (low == high)
+        high += 0.001 * (low == high)  # no division by zero
         keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
     keep = keep.clamp(0, 1)
     return freqs * keep + freqs / scaling.factor * (1 - keep)

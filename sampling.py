@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import LIBRARY, define, exponential_noise, float_to_sortable_int, has_kernels, top_mass
+from kernels import define, exponential_noise, float_to_sortable_int, has_kernels, top_mass
 
 # ---------------------------------------------------------------- settings
 
@@ -28,8 +28,8 @@ class SamplingParams:
     """How a request's tokens are drawn, in plain numbers; ValueError for one that is out of range.
 
     Filters apply in the order of the fields. Repetition penalty (arXiv:1909.05858): logits of tokens that stand in the
-    prompt or the answer are divided by it, negative ones multiplied. Frequency and presence penalties (OpenAI's):
-    subtracted from the logit of a token for each time that it stands in the answer, and once if it does.
+    prompt or the answer are divided by it, negative ones multiplied. OpenAI's penalties are subtracted from a token's
+    logit: frequency for each time that it stands in the answer, presence once if it does at all.
     """
 
     repetition_penalty: float = 1.0
@@ -101,17 +101,14 @@ class Sampling(NamedTuple):
 # ---------------------------------------------------------------- sampling
 
 ARGUMENTS = ", ".join(f"Tensor {name}" for name in ("logits", "rows", "position", "drafted", *Sampling._fields))
-define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)")
-define(f"probabilities({ARGUMENTS}) -> Tensor")
 
 
 def shape_of_ids(logits, rows, position, drafted, seed, temperature, *rest):
     return seed.new_empty(logits.shape[:2]), temperature.new_empty(logits.shape[:2])
 
 
-fake = torch.library.register_fake
-fake("fastpath::sample", shape_of_ids, lib=LIBRARY)
-fake("fastpath::probabilities", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32), lib=LIBRARY)
+define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)", shape_of_ids)
+define(f"probabilities({ARGUMENTS}) -> Tensor", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32))
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
@@ -119,8 +116,8 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
 
     logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be drawn. rows (B,) int64: the row of
     `settings` that each belongs to. position (B,) int64: that of the token drawn at place 0; 0 or less is padding, and
-    its logits may be anything. drafted (B,S-1) int64: the tokens that the places after the first are to follow, which
-    the penalties count; a negative one is none.
+    its logits may be anything. drafted (B,S-1) int64: the token drafted for each place but the last; the penalties of
+    later places count it. A negative one is none.
 
     Returns ids (B,S) int64, -1 for padding and where the largest logit is not finite (NaN anywhere, or infinity); and
     the log-probability of each by the logits as they came, (B,S) float32, NaN where the id is -1.
@@ -171,8 +168,8 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
     if logprobs is not None and n == 0:
         return [(own, []) for own in logprobs[: len(ids)].tolist()]
     all_logprobs = logits[: len(ids)].float().log_softmax(-1)  # (m,V)
-    own = [float(line[max(0, token)]) for line, token in zip(all_logprobs, ids)]
-    values, best = all_logprobs.topk(min(n, logits.shape[1]), dim=1)
+    own = [float(line[token]) if 0 <= token < len(line) else float("-inf") for line, token in zip(all_logprobs, ids)]
+    values, best = all_logprobs.topk(max(0, min(n, logits.shape[1])), dim=1)
     return [(p, list(zip(*pair))) for p, *pair in zip(own, best.tolist(), values.tolist())]
 
 
@@ -180,7 +177,7 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether a setting is used at all. True in a graph, and on a GPU, where looking at it would have to wait."""
+    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where asking would mean waiting."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 

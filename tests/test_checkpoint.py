@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,24 @@ def test_weights_that_are_not_finite_are_refused_by_name(ours, value):
     save_file(state, ours / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors: blocks\.1\.mlp\.down\.weight holds NaN or infinity"):
         load_model(ours)
+
+
+def test_writers_that_finish_together_leave_one_checkpoint(tmp_path):
+    config, errors = Config(1, 1, 1, 2, 2, 2, 2, 2), []
+
+    def write(n: int):
+        try:
+            for i in range(30):
+                with Writer(tmp_path / "out", replace=i % 3 > 0) as writer:
+                    writer.add("x", torch.full((1,), float(n)))
+                    writer.add_config(config)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["x"].item() in range(3)

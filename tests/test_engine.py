@@ -1,6 +1,7 @@
 """The engine: every request gets the tokens that it would get alone, whoever joins and leaves beside it."""
 
 import copy
+import dataclasses
 import pickle
 import random
 from itertools import count
@@ -338,10 +339,10 @@ def test_cancelling(models):
         engine.add(request)
     for _ in range(3):
         engine.step()
-    engine.cancel(waiting)
-    engine.cancel(running)
-    engine.cancel(running)  # twice does nothing
-    assert set(engine.step()) == {running, waiting} and engine.rows[0].request is last
+    for request in (waiting, running, running, waiting):  # twice is as once
+        engine.cancel(request)
+    ended = engine.step()
+    assert len(ended) == 2 and set(ended) == {running, waiting} and engine.rows[0].request is last
     while engine.active:
         engine.step()
     assert [request.finish_reason for request in (running, waiting, last)] == ["cancelled", "cancelled", "length"]
@@ -403,6 +404,39 @@ def test_logprobs_are_those_of_transformers(tiny, models, dtype, monkeypatch):
             values, tokens = expected[i].topk(2 if i < len(request.prompt) - 1 else 3)
             assert [token for token, _ in best] == tokens.tolist()
             assert [value for _, value in best] == pytest.approx(values.tolist(), abs=2e-5)
+
+
+def test_ids_that_only_pad_the_table_have_no_probability(models, monkeypatch):
+    """Neither in what is drawn nor in what is scored; a prompt may hold some all the same."""
+    model = models()
+    monkeypatch.setattr(model, "config", dataclasses.replace(model.config, n_token=100))
+    request = Request([5, 6, 7], GREEDY, 6, logprobs=2)
+    generate(Engine(model, 1, LENGTH), [request])
+    text = Request([5, 6, 7, *request.new_tokens, 120], GREEDY, 0, prompt_logprobs=200)
+    generate(Engine(model, 1, LENGTH), [text])
+    scored = [own for own, _ in text.prompt_token_logprobs]
+    assert scored[2:-1] == pytest.approx([own for own, _ in request.token_logprobs], abs=2e-5)
+    assert (
+        scored[-1] == float("-inf") and max(token for _, best in text.prompt_token_logprobs for token, _ in best) == 99
+    )
+
+
+def test_odd_wishes_end_no_step(models):
+    """What a caller of the Python interface may get wrong."""
+    model = models()
+    engine = Engine(model, 2, LENGTH)
+    prompt = [5, 6]
+    odd = [
+        Request(prompt, GREEDY, 3, logprobs=-1, prompt_logprobs=-1),
+        Request((5, 6), GREEDY, 3),
+        Request([7], GREEDY, -3),
+    ]
+    for request in odd:
+        engine.add(request)
+    prompt += [VOCABULARY] * LENGTH
+    while engine.active:
+        engine.step()
+    assert [len(request.new_tokens) for request in odd] == [3, 3, 0]
 
 
 def test_only_scoring(models):

@@ -631,7 +631,8 @@ def test_the_default_model_says_the_same(default_checkpoint, tmp_path, format):
         drafts += [ModelDraft(four, True), ModelDraft(copy.deepcopy(four), False)]
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
     requests = [Request(prompt, GREEDY, 64) for prompt in prompts]
-    plain = results(Engine(model, 8, 256), requests)
+    groups = [requests[start : start + 8] for start in range(0, 32, 8)]  # read together: torch's products of prefill
+    plain = [results(Engine(model, 8, 256), group) for group in groups]  # round by the number of columns in bfloat16
     for n, draft in enumerate(drafts):
         engine = Engine(model, 8, 256, speculation=Speculation(draft, 3 + 2 * n, automatic=False))
-        assert results(engine, requests) == plain
+        assert [results(engine, group) for group in groups] == plain

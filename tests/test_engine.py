@@ -19,6 +19,7 @@ from load import compiled_steps, load_model, warm_up
 from quantize import quantize_checkpoint
 from report import compile_counts
 from sampling import SamplingParams
+from speculative import LookupDraft, Speculation
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 96
@@ -171,6 +172,22 @@ def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
 def cache_of(model, row: int, n: int) -> torch.Tensor:
     caches = [cache for block in model.blocks for cache in (block.attention.k_cache, block.attention.v_cache)]
     return torch.stack([cache[row, :, :n].clone() for cache in caches])
+
+
+def test_penalties_count_what_the_engine_has_said(tiny, models):
+    """Against transformers' logits and penalties in plain Python."""
+    params = SamplingParams(2.1, 0.9, 0.6, temperature=0.0)  # repetition, frequency, presence
+    oracle, prompt, said = tiny("llama-gqa-biased")[0], random_prompts([9])[0], []
+    for _ in range(20):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + said])).logits[0, -1].tolist()
+        for i in {*prompt, *said}:
+            logits[i] = logits[i] * 2.1 if logits[i] < 0 else logits[i] / 2.1
+        scores = [x - 0.9 * said.count(i) - 0.6 * (i in said) for i, x in enumerate(logits)]
+        said.append(max(range(VOCABULARY), key=scores.__getitem__))
+    requests = [Request(prompt, GREEDY, 20), Request(prompt, params, 20)]
+    generate(Engine(models(), 2, LENGTH), requests)
+    assert requests[1].new_tokens == said != requests[0].new_tokens
 
 
 # ---------------------------------------------------------------- prefixes
@@ -437,6 +454,17 @@ def test_odd_wishes_end_no_step(models):
     while engine.active:
         engine.step()
     assert [len(request.new_tokens) for request in odd] == [3, 3, 0]
+
+
+def test_tokens_beyond_the_end_of_a_request_have_no_logprobs(models):
+    """Where speculation finds more than the request wants."""
+    model, prompt = models(), [5, 6, 7, 8] * 5
+    said = tokens_of(model, Request(prompt, GREEDY, 30))
+    draft = LookupDraft([prompt + said] * 2)
+    for n in range(1, 12):
+        request = Request(prompt, GREEDY, n, logprobs=0)
+        generate(Engine(model, 1, LENGTH, speculation=Speculation(draft, 7, automatic=False)), [request])
+        assert request.new_tokens == said[:n] and len(request.token_logprobs) == n
 
 
 def test_only_scoring(models):

@@ -178,14 +178,6 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    @property
-    def cache_rows(self) -> int:
-        return self.blocks[0].attention.k_cache.shape[0]
-
-    @property
-    def cache_length(self) -> int:  # positions of a row, without the scratch slots
-        return self.blocks[0].attention.k_cache.shape[2] - SCRATCH_SLOTS
-
     def copy_cache(self, source_row: int, target_row: int, n: int):
         """Copy the keys and values of the first n positions of one cache row to another, in all layers."""
         for block in self.blocks:

@@ -184,7 +184,7 @@ class ModelDraft:
         drafted, probs = [], []
         for i in range(k):
             at = position + 1 + i  # of the token to be drawn
-            new, p = self.next_token(self.draft, tokens, places, rows, at, self.sampling, V, random)
+            new, p = self.next_token(self.draft, tokens, places, rows, self.sampling, V, random)
             drafted.append(new.clone())  # a CUDA graph reuses its outputs
             probs.append(p.clone() if random else None)
             tokens, places = drafted[-1][:, None], torch.where(i + 1 < lengths, at, -1)[:, None]
@@ -232,14 +232,14 @@ def share_caches(model: Transformer, draft: Transformer):
             mine.attention.register_buffer(name, getattr(theirs.attention, name), persistent=False)
 
 
-def next_token(draft, tokens, places, rows, at, sampling: Sampling, V: int, random: bool):
-    """One token (B,) for the position `at` (B,) after tokens (B,S) at places (B,S) of cache rows (B,), among the V that
-    the model has; and if it is drawn at random, the distribution (B,V) that it was drawn from."""
+def next_token(draft, tokens, places, rows, sampling: Sampling, V: int, random: bool):
+    """One token (B,) after tokens (B,S) at places (B,S) of cache rows (B,), among the V that the model has; and if it
+    is drawn at random, the distribution (B,V) that it was drawn from."""
     logits = draft(tokens, places, rows)[:, None, : draft.config.n_token][
         ..., :V
     ]  # (B,1,V), or less of a shorter table
     sampling = sampling._replace(seed=sampling.seed ^ DRAFT_SEED)
-    arguments = (logits, rows, at, tokens[:, :0], sampling)
+    arguments = (logits, rows, places[:, -1] + 1, tokens[:, :0], sampling)
     token = sample(*arguments)[0][:, 0].clamp(min=0)
     if not random:
         return token, None

@@ -125,7 +125,7 @@ def test_exactly_full_context(tiny, tiny_model):
 def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
     """Of which the first positions were copied; the rest of that row, and every other row, stay as they were."""
     model, tokens = tiny_model("qwen2-sliding"), torch.tensor(random_prompts((30, 30)))
-    assert (model.cache_rows, model.cache_length, model.device.type) == (5, 256, "cpu")
+    assert model.device.type == "cpu"
     model(tokens, positions(2, 30), torch.tensor([3, 1]))
     before = [(block.attention.k_cache.clone(), block.attention.v_cache.clone()) for block in model.blocks]
     model.copy_cache(3, 1, 19)

@@ -307,7 +307,7 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             if deterministic:
                 token, p = DRAFT.logits[token].argmax(1), None
             else:
-                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, at, settings, V, True)
+                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, settings, V, True)
             drafted.append(token)
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some propose less

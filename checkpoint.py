@@ -6,6 +6,7 @@ Read `read_config` and `read_model` for reading, `Writer` for writing. Only safe
 import dataclasses
 import errno
 import json
+import os
 import secrets
 import shutil
 import time
@@ -24,6 +25,7 @@ STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", to
 METADATA = {"__metadata__": {"format": "pt"}}  # of each file, as transformers wants it
 SHARD_BYTES = 5_000_000_000
 ABANDONED_S = 3600.0  # without a change, after which a writer must be dead
+LOOKS = 10  # at a directory that is no checkpoint, before it is believed
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
@@ -264,8 +266,11 @@ class Writer:
         self.shards: list[ShardFile] = []  # the last one still open
 
     def __enter__(self):
-        # Looked at twice, for another writer may be about to rename its own directory to this.
-        if not is_replaceable(self.target) and self.target.exists() and not is_replaceable(self.target):
+        for _ in range(LOOKS):
+            if not os.path.lexists(self.target) or is_replaceable(self.target):
+                break
+            time.sleep(0.05)  # another writer may be moving its directory here
+        else:
             raise UserError(f"{self.target} exists and is not a checkpoint directory; name another with --out")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -349,11 +354,11 @@ def copy_tokenizer(source: Path, writer: Writer):
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path is an empty directory, or a checkpoint directory of ours."""
-    if not path.is_dir():
+    """Whether a path is an empty directory, or a checkpoint directory of ours. False where it goes away meanwhile."""
+    try:
+        return path.is_dir() and (not any(path.iterdir()) or is_ours(path))
+    except (OSError, UserError):
         return False
-    config = path / "config.json"
-    return not any(path.iterdir()) or (config.exists() and is_ours(path))
 
 
 def remove_abandoned(target: Path):

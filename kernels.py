@@ -1,10 +1,11 @@
-"""The operations worth writing by hand. Each has a reference in plain torch, which is its specification, and a schema,
-by which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register theirs; the dispatcher picks by the tensors' device.
+"""The operations that have hand-written kernels. Each has a reference in plain PyTorch, which is its specification,
+and a schema, under which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register their implementations. PyTorch's
+dispatcher picks one by the device of the tensors.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, quantized weights, top-k and top-p, noise. Knows nothing of models or files. Shapes are named as in model.py: B
-rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; of a matrix N rows (outputs), K
-columns (inputs), G groups of columns.
+has, quantized weights, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
+model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width. A matrix has N rows
+(outputs), K columns (inputs) and G groups of columns that share a scale.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -20,14 +21,14 @@ import torch.nn.functional as F
 # ---------------------------------------------------------------- which implementation runs
 
 LIBRARY = torch.library.Library("fastpath", "DEF")
-DEVICES_WITH_KERNELS = set()  # "cpu" once kernels_cpu.py has loaded its operations, "cuda" likewise
-MAX_DECODE_TOKENS = 16  # new tokens a row up to which a product is bound by reading the weights; more are a prefill
+DEVICES_WITH_KERNELS = set()  # "cpu" or "cuda", once kernels_cpu.py or kernels_triton.py has registered its kernels
+MAX_DECODE_TOKENS = 16  # up to so many new tokens a row, reading the weights limits a product; more are a prefill
 
 
 def define(schema, fake=None):
     """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement.
 
-    fake: a function of the same arguments that returns empty tensors in the results' shapes, for torch.compile.
+    fake: a function of the same arguments that returns empty tensors of the results' shapes, for torch.compile.
     """
     LIBRARY.define(schema)
     if fake is not None:
@@ -35,11 +36,11 @@ def define(schema, fake=None):
 
 
 def has_kernels(device):
-    """Whether operations on this device are ours; else the references run, and torch.compile sees through them."""
+    """Whether this device has kernels of ours. Otherwise the references run, and torch.compile fuses them."""
     return device.type in DEVICES_WITH_KERNELS
 
 
-# The fields of a model's Config that the operations for whole blocks have heard of.
+# The fields of a model's Config that the fused operations for whole blocks take into account.
 FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
@@ -48,8 +49,8 @@ FUSED_FIELDS = (
 
 
 def uses_only(config, known):
-    """Whether a dataclass leaves every field at its default that is not in `known`. Operations for whole blocks ask, so
-    that they never run a model with a switch that they have not heard of."""
+    """Whether every field of a dataclass that is not in `known` has its default value. The fused operations for whole
+    blocks ask this, so that they never run a model with a switch that they do not implement."""
     others = [field for field in fields(config) if field.name not in known]
     return all(getattr(config, field.name) == field.default for field in others)
 
@@ -65,21 +66,19 @@ define(
     " -> Tensor",
     empty_like_first,
 )
-QUERY_BLOCK = 128  # queries: scores of (B,H,128,T) are small beside a model, products of 128 rows are still efficient
+QUERY_BLOCK = 128  # queries: small enough for scores (B,H,128,T) to fit in memory, large enough for fast products
 
 
 def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
-    """Causal attention of new tokens over a static KV cache, at any place in any row.
+    """Causal attention of new tokens over a static KV cache (arXiv:1706.03762), with a position for each token.
 
     q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is a multiple of K.
     input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
-    slopes: (H,) float32, ALiBi (arXiv:2108.12409); the score of slot t gains slope * (t - position). Softmax does not
-      see what is added to all scores of a query alike, so slope * (t - the row's newest position) serves every query:
-      a row of T numbers a head, no (H,S,T) tensor.
+    slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score of slot t.
     window: int, a token sees only the last `window` positions, its own included.
 
-    Returns (B,S,H,E) in q's dtype; padding gives zeros. Slots that no token of the row sees may hold anything, NaN too.
+    Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold anything, even NaN.
     """
     if has_kernels(q.device):
         return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window)
@@ -87,8 +86,8 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
 
 
 def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
-    """Eager on CPU goes by blocks of queries, each of which reads only the slots up to its furthest position: twice as
-    fast as torch's own at S = 512 in bfloat16. A compiled graph has fixed shapes and reads all T."""
+    """The reference. In eager mode on a CPU it processes blocks of queries, each of which reads only the slots up to
+    its last position: twice as fast as torch's attention at S = 512 in bfloat16. A compiled graph reads all T slots."""
     B, S, H, E = q.shape
     eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager_cpu and S > QUERY_BLOCK:
@@ -96,32 +95,34 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
         parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
         return torch.cat(parts, dim=1)
     newest = input_pos.amax(1)  # (B,)
-    oldest, last, even = 0, k_cache.shape[2], False
-    if eager_cpu:  # here a look at the numbers costs nothing, and saves passes over what they show to be whole
+    oldest, last, all_visible = 0, k_cache.shape[2], False
+    if eager_cpu:  # reading tensor values costs nothing here, and saves masking where every slot is visible
         oldest, last = max(int(input_pos.min()), 0), max(int(newest.max()), 0)
-        even = window is None and int(newest.min()) == last  # every row sees all slots that are read
+        all_visible = window is None and int(newest.min()) == last  # the newest token of every row sees all slots
         k_cache, v_cache = k_cache[:, :, : last + 1], v_cache[:, :, : last + 1]
-        k_cache = k_cache[:B].contiguous() if rows is None else k_cache  # of a slice, bf16 products are 5 times slower
+        k_cache = k_cache[:B].contiguous() if rows is None else k_cache  # bf16 products of a slice are 5 times slower
     k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
     slot = torch.arange(k.shape[2], device=q.device)
+    # Softmax does not change if the same number is added to all scores of a query. So ALiBi can count distances from
+    # the newest position of the row, and the bias needs no dimension S.
     bias = None if slopes is None else (slot - newest[:, None, None]).float() * slopes[:, None]  # (B,H,T)
-    if even and S == 1:
+    if all_visible and S == 1:
         return softmax_attention(q, k, v, bias=bias)
 
-    visible = slot <= input_pos[:, :, None]  # (B,S,T), nothing for padding
+    visible = slot <= input_pos[:, :, None]  # (B,S,T), all False for padding
     if window is not None:
         visible &= slot > input_pos[:, :, None] - window
-    if even:
-        visible = visible[:, :, oldest:]  # before the first of these tokens all is seen
+    if all_visible:
+        visible = visible[:, :, oldest:]  # every token sees all slots before `oldest`
     else:
         seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
-        k = torch.where(seen, k, 0)  # a slot of weight zero reaches the output all the same if it holds NaN:
-        v = torch.where(seen, v, 0)  # NaN - inf in the scores, 0 * NaN in the sum
-    # Of no slots padding would get NaN for weights, and with an odd number of slots torch's bfloat16 product lets the
-    # first of them into the row before.
+        k = torch.where(seen, k, 0)  # NaN in a slot would reach the output even with weight zero:
+        v = torch.where(seen, v, 0)  # NaN - inf and 0 * NaN are NaN
+    # Padding sees every slot: without any, its weights would be NaN, and with an odd number of slots torch's bfloat16
+    # product spreads such a NaN to the row before.
     visible = visible | (input_pos < 0)[:, :, None]
 
-    if S > 16 and slopes is None and not eager_cpu:  # torch's own FlashAttention, which never builds the scores
+    if S > 16 and slopes is None and not eager_cpu:  # torch's FlashAttention, which never stores the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
     else:
         out = softmax_attention(q, k, v, visible, bias)
@@ -129,10 +130,10 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
 
 
 def softmax_attention(q, k, v, visible=None, bias=None):
-    """Softmax(q k^T / sqrt(E) + bias) v over the visible slots, in the open; scores in float32.
+    """softmax(q k^T / sqrt(E) + bias) v over the visible slots, with scores in float32: (B,S,H,E).
 
-    q (B,S,H,E); k, v (B,K,T,E); visible (B,S,<=T) of the last slots (those before are seen), None: all are; bias
-    (B,H,T) float32 or None. The H/K query heads of a group share K and V unrepeated.
+    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible (B,S,<=T) bool masks the last slots, all slots
+    before them are visible; None masks nothing. Heads of a group share keys and values without copies.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
@@ -140,7 +141,7 @@ def softmax_attention(q, k, v, visible=None, bias=None):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
-        # Not -inf: padding would have weights of NaN, which torch's bfloat16 product can spread to other rows.
+        # Not -inf, which would make the weights of padding NaN: torch's bfloat16 product can spread NaN to other rows.
         scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
@@ -158,7 +159,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,K) times weight (N,K) transposed, plus bias (N,); (...,N). With S > MAX_DECODE_TOKENS all are torch's."""
+    """x (...,K) @ weight (N,K)^T + bias (N,): (...,N) in x's dtype. F.linear itself if S > MAX_DECODE_TOKENS."""
     if has_kernels(x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -184,11 +185,11 @@ def layer_norm(x, weight, bias, eps):
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-# ---------------------------------------------------------------- what only one kind of device has
+# ---------------------------------------------------------------- operations of one kind of device
 #
-# Called by kernels_cpu.py and kernels_triton.py alone, which say what they do. Weights are in a layout of their own.
+# Only kernels_cpu.py and kernels_triton.py call these, and describe them. Weights are packed in a layout of their own.
 
-# CPU. exact: activations are not quantized to 8 bits. A handle stands for a block's weights, prepared once.
+# CPU. exact: activations are not quantized to 8 bits. prepare_block returns a handle of a block's weights.
 define(
     "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
     lambda x, *rest: empty_with_columns(x, rest[-2]),
@@ -207,7 +208,7 @@ define(
     empty_like_first,
 )
 
-# GPU. A product with RMSNorm before it, bias, SwiGLU and residual after it; RoPE with the write to the caches.
+# GPU. A linear layer with RMSNorm before it and bias, SwiGLU and residual after it; RoPE and the write to the caches.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int group, bool gated, float eps) -> Tensor",
@@ -221,11 +222,11 @@ define(
 
 # ---------------------------------------------------------------- quantized weights
 
-BLOCK = 1 << 22  # weights that are unpacked at once: what is written is still in the cache when it is read
+UNPACK_BLOCK = 1 << 22  # weights that are unpacked at once: few enough to be still in the CPU's cache for the product
 
 
 def unpack_int8(weight, scales, groupsize):
-    """weight int8 (...,K), scales float16 (...,G) -> q * scale, (...,K) float32."""
+    """weight int8 (...,K), scales float16 (...,G) -> weight * scale, (...,K) float32."""
     return unpack_levels(weight, scales, None, groupsize)
 
 
@@ -235,28 +236,28 @@ def unpack_int4(packed, scales, mins, groupsize, K):
 
 
 def unpack_nibbles(packed, K):
-    """uint8 (...,ceil(K/2)) -> uint8 (...,K) of 0..15; the low nibble is the even column."""
+    """uint8 (...,ceil(K/2)) -> uint8 (...,K) in 0..15; the low nibble holds the even column."""
     q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     return q if q.shape[-1] == K else q[..., :K]
 
 
 def unpack_levels(q, scales, mins, groupsize):
-    """Levels q (...,K), scales (...,G), mins (...,G) or None -> q * scale + min, (...,K) float32."""
+    """q (...,K), scales (...,G), mins (...,G) or None -> q * scale + min, (...,K) float32."""
     K = q.shape[-1]
-    w = q.float() * spread(scales, groupsize, K)
-    return w if mins is None else w + spread(mins, groupsize, K)
+    w = q.float() * repeat_groups(scales, groupsize, K)
+    return w if mins is None else w + repeat_groups(mins, groupsize, K)
 
 
-def spread(numbers, groupsize, K):
-    """A number a group, (...,G), to one a column, (...,K) float32; the last group may be shorter."""
+def repeat_groups(x, groupsize, K):
+    """Repeats each group's value for its columns: (...,G) -> (...,K) float32. The last group may be shorter."""
     if K % groupsize == 0:
-        return numbers.float()[..., None].expand(*numbers.shape, groupsize).flatten(-2)
-    # The same and a slice of it, which torch 2.13 compiles to reads beyond the end.
-    return numbers.float()[..., torch.arange(K, device=numbers.device) // groupsize]
+        return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
+    # Not expand and a slice: torch 2.13 compiles that to reads beyond the end.
+    return x.float()[..., torch.arange(K, device=x.device) // groupsize]
 
 
 def linear_int8(x, weight, scales, groupsize, bias=None):
-    """x (...,K) times unpack_int8(weight (N,K), scales (N,G)) transposed, plus bias (N,); (...,N) in x's dtype."""
+    """x (...,K) @ unpack_int8(weight (N,K), scales (N,G))^T + bias (N,): (...,N) in x's dtype."""
 
     def part(rows):
         return F.linear(x, unpack_int8(weight[rows], scales[rows], groupsize).to(x.dtype))
@@ -265,7 +266,7 @@ def linear_int8(x, weight, scales, groupsize, bias=None):
 
 
 def linear_int4(x, packed, scales, mins, groupsize, bias=None):
-    """The same for packed (N,ceil(K/2)), scales and mins (N,G)."""
+    """x (...,K) @ unpack_int4(packed (N,ceil(K/2)), scales (N,G), mins (N,G))^T + bias (N,): (...,N) in x's dtype."""
     K = x.shape[-1]
 
     def part(rows):
@@ -275,9 +276,9 @@ def linear_int4(x, packed, scales, mins, groupsize, bias=None):
 
 
 def in_blocks(part, N, K, bias):
-    """All N columns of a product that part(slice) makes some of, so that no whole matrix is ever unpacked; in a
-    compiled graph, which fuses, at once."""
-    step = N if torch.compiler.is_compiling() else max(1, BLOCK // K)
+    """A product of N columns, computed in blocks of columns, so that a whole matrix is never unpacked at once.
+    part(rows) computes the columns of these weight rows. A compiled graph fuses the unpacking and needs no blocks."""
+    step = N if torch.compiler.is_compiling() else max(1, UNPACK_BLOCK // K)
     y = torch.cat([part(slice(start, start + step)) for start in range(0, N, step)], dim=-1)
     return y if bias is None else y + bias
 
@@ -286,55 +287,57 @@ def in_blocks(part, N, K, bias):
 
 
 def top_mass(order, mass, target):
-    """The shortest run of the largest entries whose masses reach target; of equals the first come first; (...,V) bool.
+    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`; of equal entries the first come
+    first.
 
-    order (...,V) int64 in [0,2^32), mass (...,V) int64 >= 0, target (...,1) int64 >= 1. Sums of integers are the same
-    in any order, so every implementation agrees. The lowest entry of the run is found by its bits, 8 at a time, in a
-    histogram of mass over them: never a sort. With a mass of 1 each it is top-k, with probabilities top-p.
+    order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1) int64 >= 1. If every
+    mass is 1, this is top-k; if masses are probabilities, it is top-p. Integer sums do not depend on their order, so
+    all implementations agree exactly. There is no sort: a radix select finds the lowest entry that is kept, 8 bits at a
+    time, by a histogram of the mass.
     """
     inside, above = torch.ones_like(order, dtype=torch.bool), torch.zeros_like(target)
     for bits in (24, 16, 8, 0):
         bucket = (order >> bits) & 0xFF
         histogram = mass.new_zeros(*order.shape[:-1], 256).scatter_add(-1, bucket, mass * inside)
         higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram  # (...,256), the mass above each bucket
-        edge = 256 - (higher < target).sum(-1, keepdim=True)  # the bucket in which target is reached
-        above = higher.gather(-1, edge)
-        inside = inside & (bucket == edge)
-    lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all that is inside is equal by now
+        chosen = 256 - (higher < target).sum(-1, keepdim=True)  # the bucket in which the sum reaches the target
+        above = higher.gather(-1, chosen)
+        inside = inside & (bucket == chosen)
+    lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all entries inside are equal by now
     ties = mass * inside
     return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
 
 
 def float_to_sortable_int(x):
-    """float32 to int64 in [0, 2^32), in the same order exactly."""
-    bits = (x + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0: they are equal
-    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # negative floats count downwards
+    """Maps float32 to int64 in [0, 2^32) with the same order; -0.0 and 0.0 are equal."""
+    bits = (x + 0.0).view(torch.int32).long()  # the sum turns -0.0 into 0.0
+    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # the bits of negative floats ascend as the floats descend
 
 
 # ---------------------------------------------------------------- noise
 
 
 def exponential_noise(seed, position, ids, stream=0):
-    """Exponential(1) variates in float32, one for each of the broadcast int64 arguments, a pure function of them.
+    """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64 tensors that broadcast.
 
-    stream separates uses that need noise of their own at the same position.
+    Different streams (int) give independent noise at the same position.
     """
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     keys = []
-    for start in (0x3C6EF372, 0x1B873593):  # two chains: a key has 64 bits
+    for start in (0x3C6EF372, 0x1B873593):  # two keys of 32 bits each
         key = low ^ start
         for value in (high, position, torch.full_like(position, stream)):
             key = scramble(key) ^ value
         keys.append(scramble(key))
-    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])  # 32 bits each
+    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log1p(-uniform)  # fine-grained near zero, where races are won
+    return -torch.log1p(-uniform)  # resolution is finest near zero: argmax(p / noise) picks small noise
 
 
 def scramble(x):
-    """A bijection of 32-bit numbers, held in int64, that flips each output bit half the time for any input bit.
+    """A hash of 32-bit integers, held in int64: a bijection where each input bit flips every output bit half the time.
 
-    Its constants (the "lowbias32" search of hash-prospector) are below 2^31, so that no product leaves int64.
+    The constants, from the project hash-prospector (lowbias32), are below 2^31, so that no product overflows int64.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
@@ -371,10 +374,10 @@ def _small_bf16_matmul():
 
 
 def guard_amx():
-    """Keep oneDNN off AMX where the processor advertises it and then dies of it (SIGILL), as some virtual machines do.
+    """Forbid oneDNN to use AMX where that kills the process (SIGILL): some virtual machines advertise AMX without it.
 
-    torch.cpu._init_amx() says yes there all the same, so only a trial tells, and it must come before oneDNN reads the
-    environment at its first matmul. A machine without AMX, or a user who set the limit, is left alone.
+    torch.cpu._init_amx() succeeds even there, so a child process tries a matmul. This must happen before oneDNN reads
+    the environment, at the first matmul. Nothing is changed without AMX, or if the user has set the variable.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
         return

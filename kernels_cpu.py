@@ -1,15 +1,15 @@
-"""The C++ kernels of kernels.cpp, in place of torch's operations, on CPUs that have AVX-512.
+"""Builds and installs the C++ kernels of kernels.cpp, for CPUs with AVX-512.
 
-Read down: `install`, which prepares a loaded model for them; all blocks as one operation; the packed layers, and how
-weights are packed; the build, which happens at first use. What each operation computes is said in kernels.py.
+Read down: `install`, which makes a loaded model use them; all blocks as one operation; the packed layers; how weights
+are packed; the build, which happens at first use. kernels.py says what each operation computes.
 
-Decoding a few rows is bound by reading weights. torch's own products for one row reach a part of the memory's
-bandwidth; these come near all of it, and give each row the same bits however many rows there are and whatever the
-number of threads. A prefill (more than 16 new tokens a row) of weights that are not quantized is torch's own again.
+The speed of decoding is limited by reading the weights. torch's own products with one row use a part of the memory
+bandwidth; these use nearly all of it. The bits of a row's result depend neither on the other rows nor on the number of
+threads. For weights that are not quantized, a prefill (more than 16 new tokens a row) uses torch's own products.
 
-Quantized weights meet activations that are quantized too, to 8 bits in groups of 32 columns, as in llama.cpp, so that
-products are sums of integers; with exact activations, and always in float32, they are unpacked in registers instead.
-Many rows at once go the same way, with the same bits.
+With quantized weights, activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp: products
+are then sums of integers. With exact activations, and always in float32, weights are converted to float32 in registers
+instead. Prefill uses the same kernels, and gives the same bits.
 """
 
 import fcntl
@@ -34,45 +34,45 @@ from model import Block, Config, Transformer
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
-LANES, GROUP = 16, 32  # rows of a packed block; columns of a group
+LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
-# ---------------------------------------------------------------- into a model
+# ---------------------------------------------------------------- install
 
 
 def install(model: Transformer, exact_activations: bool = False) -> bool:
-    """Load the kernels for the model's operations, pack its quantized weights for them, one layer at a time, and let
-    them run all blocks as one. False, and nothing changed, where the kernels cannot run."""
+    """Load the kernels, pack the model's quantized weights for them one layer at a time, and run its blocks as one
+    operation where that is supported. Where the kernels cannot run, change nothing and return False."""
     if model.device.type != "cpu" or not load_kernels():
         return False
     for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
         plain = model.get_submodule(name)
         model.set_submodule(name, PACKED[type(plain)](plain, exact_activations))
         del plain
-        release_freed_memory()  # the next layer would not fit the holes: up to half the model's size
-    if can_fuse(model.config) and model.split is None:  # over ranks, all-reduces stand inside the blocks
-        # More tokens are bound by arithmetic: plain weights then go block by block, by torch's products.
+        release_freed_memory()  # or the heap fragments, by up to half the model's size
+    if can_fuse(model.config) and model.split is None:  # tensor parallelism has all-reduces inside the blocks
+        # Arithmetic limits a prefill. With plain weights it runs block by block, because torch's products are faster.
         all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
         model.fused = FusedBlocks(model.blocks)
         model.max_fused_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
-        model.chunk_invariant = all_packed and not matrices(model)  # the head, too
+        model.chunk_invariant = all_packed and not matrices(model)  # the head is packed as well
     return True
 
 
 def can_fuse(config: Config) -> bool:
-    """Whether kernels.cpp's `blocks` has what these models consist of; the others run operation by operation."""
+    """Whether the operation `blocks` supports this architecture; other models run operation by operation."""
     known = uses_only(config, FUSED_FIELDS)
     return known and config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
 
 
 class FusedBlocks:
-    """All blocks of a model as one operation (Transformer.fused), in which no hook of a block or its parts is called.
+    """All blocks of a model as one operation, for Transformer.fused. Hooks of a block or its layers are not called.
 
-    Holds the weights as they are now: a layer that is replaced afterwards is not noticed.
+    Keeps the weights that the blocks have now: it does not notice a layer that is replaced later.
     """
 
     def __init__(self, blocks: nn.ModuleList):
         self.handles = [prepare_block(block) for block in blocks]
-        self.buffers = [block.attention._buffers for block in blocks]  # looked up as attributes caches take 50 us
+        self.buffers = [block.attention._buffers for block in blocks]  # looking up the caches as attributes takes 50 us
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
@@ -84,12 +84,13 @@ class FusedBlocks:
 
 
 def linears_of(block: Block) -> list[nn.Module]:
+    """The linear layers of a block: qkv, out, up (or gate and up), down."""
     mlp = block.mlp
     return [block.attention.qkv, block.attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
 
 
 def prepare_block(block: Block) -> int:
-    """The handle that the kernels know a block by."""
+    """Pass a block's weights to the kernels; returns their handle of it."""
     attention, mlp, config = block.attention, block.mlp, block.attention.config
     linears, norms = linears_of(block), [block.attention_norm, block.mlp_norm]
     weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
@@ -104,7 +105,7 @@ def prepare_block(block: Block) -> int:
 
 
 class PackedLinear(nn.Module):
-    """A quantized layer with its weights in the kernels' order."""
+    """A quantized linear layer, with its weights packed for the kernels."""
 
     def __init__(self, plain: Int8Linear | Int4Linear, exact: bool):
         super().__init__()
@@ -116,7 +117,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("mins", None if is_int8 else pack_groups(plain.mins))
         self.register_buffer("bias", plain.bias)
         self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
-        # Looking buffers up takes nn.Module as long as a small product takes: the tensors are here as well.
+        # nn.Module takes as long to look up buffers as a small product takes, so the arguments are kept ready.
         tensors = (self.weight, self.scales) if is_int8 else (self.weight, self.scales, self.mins)
         self.exact = exact
         self.arguments = (*tensors, self.groupsize, self.bias, self.out_features, exact)
@@ -126,7 +127,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(PackedLinear):
-    """The same, looked up by rows; one tensor for both."""
+    """A quantized embedding; `logits` uses the same weights as the output head."""
 
     logits = PackedLinear.forward
 
@@ -147,29 +148,29 @@ PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 # ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
 
 
-def fill_up(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(N,K) with zeros up to multiples of these."""
+def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x (N,K), padded with zeros to multiples of `rows` and `columns`."""
     missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     return F.pad(x, missing) if any(missing) else x
 
 
 def pack_int8(weight: Tensor) -> Tensor:
     """int8 (N,K) to uint8 (Nb,Kb,8,16,4)."""
-    q = fill_up(weight, LANES, GROUP).view(torch.uint8)
+    q = pad_to_multiple(weight, LANES, GROUP).view(torch.uint8)
     q = q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
-    return q.bitwise_xor_(128)  # + 128, without its sign
+    return q.bitwise_xor_(128)  # q + 128, as uint8
 
 
 def pack_int4(packed: Tensor, K: int) -> Tensor:
     """uint8 (N,ceil(K/2)), the low nibble the even column, to uint8 (Nb,Kb,4,16,4)."""
-    q = fill_up(unpack_nibbles(packed, K), LANES, GROUP)
-    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # halves of a group, then j, then c
+    q = pad_to_multiple(unpack_nibbles(packed, K), LANES, GROUP)
+    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # half of the group, j, column of j
     return (q[:, :, :, 0] | q[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def pack_groups(numbers: Tensor) -> Tensor:
-    """float16 (N,G) to (Nb,G,16)."""
-    return fill_up(numbers, LANES, 1).view(-1, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
+def pack_groups(x: Tensor) -> Tensor:
+    """Scales or mins, float16 (N,G), to (Nb,G,16)."""
+    return pad_to_multiple(x, LANES, 1).view(-1, LANES, x.shape[1]).transpose(1, 2).contiguous()
 
 
 # ---------------------------------------------------------------- the build
@@ -177,9 +178,9 @@ def pack_groups(numbers: Tensor) -> Tensor:
 
 @cache
 def load_kernels() -> bool:
-    """Build the kernels where that was not done before, and load them; False, after a line that says why, if not."""
+    """Build the kernels if no build is cached, and load them. If that fails, print the reason and return False."""
     if not all(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512", "avx512_bf16", "vnni")):
-        return False  # nothing to say: this machine has no use for them
+        return False  # without a message: the user cannot change it
     compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
     if compiler is None:
         print_status("no C++ compiler (g++, clang++, CXX=...): the CPU kernels are not built, torch's own are used")
@@ -195,20 +196,21 @@ def load_kernels() -> bool:
 
 
 def build(compiler: str) -> Path:
-    """The library made from kernels.cpp, cached; processes that start together wait for one of them."""
+    """Compile kernels.cpp to a cached library, and return its path. Of processes that start together, one builds and
+    the others wait for it. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line for line in lines if line.startswith("flags")), "")  # what -march=native stands for
+    cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on it
     key = repr((SOURCE.read_text(), compiler, version, FLAGS, torch.__version__, cpu))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
-    except (OSError, RuntimeError):  # no such home, or none to write to
+    except (OSError, RuntimeError):  # no home directory, or not writable
         folder = Path(tempfile.gettempdir()) / f"fastpath-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if (about := folder.lstat()).st_uid != os.getuid() or about.st_mode & 0o077:

@@ -1,34 +1,34 @@
-"""The kernels of kernels.py for GPUs, in Triton, and how a loaded model comes to call them.
+"""The operations of kernels.py as Triton kernels for GPUs, and `install`, which makes a loaded model use them.
 
 Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
-operations, packing, `install`, the fused block. What each computes is said in kernels.py and model.py. Shapes are
-named as there; further G query heads of a key/value head, M rows of activations, N outputs, K columns of a matrix.
+operations, sampling, packing, `install`, the fused block. kernels.py and model.py say what each operation computes.
+Shapes are named as there. In addition: G query heads share a key/value head; a product has M rows of activations, N
+outputs and K columns of the weight matrix.
 
-**Attention.** BLOOM's story wrote one kernel by hand, for these two lines:
-    scores = torch.where(visible, scores * scale + bias, float("-inf"))  # read S*T, write S*T
-    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # read S*T, write S*T, and the casts again
-Here they never leave the registers: mask, scale, ALiBi and softmax stand between two products in `attend`, which both
-attentions share, in float32 inside only. What makes it possible is that softmax can be taken in blocks. Of scores a and
-values v in two blocks 1 and 2 let, for each block, m be its largest score, l = sum exp(a - m), o = sum exp(a - m) v
-(no division yet). Then with m' = max(m1, m2) and c = exp(m - m') of each block
-    l' = c1 l1 + c2 l2,    o' = c1 o1 + c2 o2,    softmax(a) v = o' / l'
-exactly, whichever way the blocks are cut: one after the other (prefill: FlashAttention-2, arXiv:2307.08691), or apart,
-on many multiprocessors, and put together at the end (decode: flash-decoding). With S = T = 8192 and 32 heads those two
-lines, and the products around them, would move every score six times, 26 GB in bfloat16; q, k, v and the result are 0.2
-GB. Decoding reads each live key and value once, 2 T K E numbers, and nothing beyond the row's own length: positions are
-read on the device, so that one captured graph serves every length.
+**Attention.** In plain PyTorch, these two lines stand between the two products of attention:
+    scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
+    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # reads S*T, writes S*T, and the casts again
+Here the scores never leave the registers: `attend` does both products, the mask, ALiBi and the softmax, in float32.
+This is possible because softmax can be computed in blocks of slots. For each block, with scores a and values v, let
+m = max(a), l = sum exp(a - m), acc = sum exp(a - m) v. Two blocks are merged by m' = max(m1, m2), c = exp(m - m') and
+    l' = c1 l1 + c2 l2,    acc' = c1 acc1 + c2 acc2,    softmax(a) v = acc' / l'
+This is exact for any division into blocks. Prefill computes them one after the other (FlashAttention-2,
+arXiv:2307.08691). Decode computes them on many multiprocessors, and then merges them (flash-decoding). With S = T =
+8192 and 32 heads, the two lines and the products around them would move every score six times, 26 GB in bfloat16;
+q, k, v and the result are 0.2 GB. Decode reads each live key and value once, 2 T K E elements, and nothing beyond the
+row's own length. Positions are read on the device, so that one captured CUDA graph serves every length.
 
-**Products** with at most 16 new tokens a row are bound by reading the weights, N K bits / 8 bytes and 2 or 4 more a
-group; they are read once, 128 bytes of a row at a time, and unpacked in registers. What would be launches of its own
-goes along: RMSNorm (its division is of a whole row, so it can come after the sum), bias, SwiGLU, the residual. Launches
-of a Llama block: qkv, rotary with cache write, attention and its merge, out, gate_up, down: 7, and one more for each
-product that is cut along K.
+**Products** with at most 16 new tokens a row are limited by reading the weights: N K bits / 8 bytes, and 2 or 4 more a
+group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a time, and unpacked in registers. Operations
+next to the product are fused with it: RMSNorm (its division applies to a whole row, so it can follow the sum), bias,
+SwiGLU and the residual. A Llama block takes 7 launches: qkv, rotary with cache write, attention, its merge, out,
+gate_up, down; and one more for each product that is split along K.
 
-Every result is summed in an order that depends on neither the batch, nor the other tokens of its row, nor the length of
-the cache: a tile has 8 rows of M whatever M is, attention's chunks are dealt out by their absolute number, and one
-compiled kernel serves all these numbers (do_not_specialize). So batches and verification give the bits of plain
-decoding, without a switch for it. The price: every 8 rows read the weights anew, from the cache that multiprocessors
-share. More than 16 new tokens a row (prefill) go other ways, with other bits.
+Every result is summed in an order that does not depend on the batch, the other tokens of its row, or the length of the
+cache: a tile has 8 rows of M whatever M is, a chunk of attention belongs to a split by its number in the cache, and
+do_not_specialize makes one compiled kernel serve all these sizes. So a batch, and the verification of drafts, give the
+same bits as plain decoding. The price: every 8 rows read the weights again, from the L2 cache. More than 16 new tokens
+a row (prefill) take other kernels, with other bits.
 """
 
 import functools
@@ -43,22 +43,30 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
-from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, LIBRARY, MAX_DECODE_TOKENS, spread, unpack_nibbles, uses_only
+from kernels import (
+    DEVICES_WITH_KERNELS,
+    FUSED_FIELDS,
+    LIBRARY,
+    MAX_DECODE_TOKENS,
+    repeat_groups,
+    unpack_nibbles,
+    uses_only,
+)
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
-TILE_M = tl.constexpr(8)  # rows of activations in a tile: what a tensor core takes, fewer are filled up with zeros
-QUERIES = tl.constexpr(32)  # queries in a tile of decode: heads of a group times tokens
+TILE_M = tl.constexpr(8)  # rows of activations in a tile, the least that a tensor core takes; padded with zeros
+QUERIES = tl.constexpr(32)  # queries in a tile of decode attention: tokens times heads of a group
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
-SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c is of split c % SPLITS
+SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c belongs to split c % SPLITS
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, slowly, to test
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, for tests
 
 
 @triton.jit
-def product(a, b, acc):
-    """acc + a b, summed in float32; of float32 numbers exactly. The interpreter knows no bfloat16."""
+def dot(a, b, acc):
+    """acc + a b in float32; float32 inputs are not rounded to TF32. The interpreter has no bfloat16 products."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -73,19 +81,19 @@ def attend(
     STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Go over chunks of slots, from `chunk` to before `stop` in steps; carry on the softmax of each query.
+    """Update the softmax state (acc, m, l) of each query with the chunks range(chunk, stop, STEP), of WIDTH slots each.
 
-    q (Q,BLOCK_E). m (Q,) is the largest score so far, in units of log 2; l (Q,) the sum of exp(score - m), and acc
-    (Q,BLOCK_E) that of exp(score - m) v. first, last: between them lies what some query of the tile sees. MASKED: not
-    every slot of these chunks is seen by all.
+    q (Q,BLOCK_E). m (Q,) is the largest score so far, times LOG2E; l (Q,) is the sum of exp(score - m); acc (Q,BLOCK_E)
+    is the sum of exp(score - m) * value. No query sees slots outside first..last. MASKED: some slots of these chunks
+    are not visible to all queries.
     """
     e = tl.arange(0, BLOCK_E)
     for c in range(chunk, stop, STEP):
         t = c * WIDTH + tl.arange(0, WIDTH)
         inside = ((t >= first) & (t <= last))[:, None] & (e < E)[None, :] if MASKED else (e < E)[None, :]
         where = t[:, None] * E + e[None, :]
-        k = tl.load(k_base + where, mask=inside, other=0.0)  # (WIDTH,BLOCK_E); what nobody sees may hold NaN
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], WIDTH), tl.float32)) * scale
+        k = tl.load(k_base + where, mask=inside, other=0.0)  # (WIDTH,BLOCK_E); other slots may hold NaN
+        scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], WIDTH), tl.float32)) * scale
         if ALIBI:
             scores += slope[:, None] * (t[None, :] - pos[:, None]).to(tl.float32)
         if MASKED:
@@ -93,28 +101,29 @@ def attend(
             if WINDOW:
                 visible &= t[None, :] > pos[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, 1))
-        finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: -inf - -inf would be NaN
-        weights = tl.exp2(scores - finite[:, None])
-        fade = tl.exp2(m - finite)
-        l = l * fade + tl.sum(weights, 1)
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no visible slot yet: -inf - -inf is NaN
+        weights = tl.exp2(scores - m_safe[:, None])
+        rescale = tl.exp2(m - m_safe)
+        l = l * rescale + tl.sum(weights, 1)
         v = tl.load(v_base + where, mask=inside, other=0.0)
-        acc = product(weights.to(v.dtype), v, acc * fade[:, None])
-        m = new_m
+        acc = dot(weights.to(v.dtype), v, acc * rescale[:, None])
+        m = m_new
     return acc, m, l
 
 
 @triton.jit
 def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Of queries `at` (Q,), by tokens and then by heads of the group: numbers, positions, slopes, places."""
+    """Load queries number `at` (Q,), counted by token and then by head of the group: (values, positions, ALiBi slopes,
+    indices among all (B,S,H), whether the query exists)."""
     token, h = at // GROUP, head * GROUP + at % GROUP
-    live = token < S
-    pos = tl.load(input_pos + b * S + token, mask=live, other=-1).to(tl.int32)
-    place = (b * S + token) * H + h  # of the query among all (B,S,H)
+    valid = token < S
+    pos = tl.load(input_pos + b * S + token, mask=valid, other=-1).to(tl.int32)
+    place = (b * S + token) * H + h
     e = tl.arange(0, BLOCK_E)
-    numbers = tl.load(q + place[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
-    slope = tl.load(slopes + h, mask=live, other=0.0) * LOG2E if slopes is not None else tl.zeros_like(pos)
-    return numbers, pos, slope, place, live
+    values = tl.load(q + place[:, None] * E + e[None, :], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if slopes is not None else tl.zeros_like(pos)
+    return values, pos, slope, place, valid
 
 
 @triton.jit(do_not_specialize=["S", "T"])
@@ -122,14 +131,14 @@ def decode_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Part of a row's chunks for a tile of queries of one key/value head: grid (SPLITS, tiles of queries, B * K).
+    """Flash-decoding: a tile of queries of one key/value head attends to one split of the chunks of its row.
 
-    Writes acc to parts (B,S,H,SPLITS,E), m and l to stats (B,S,H,SPLITS,2).
+    Grid (SPLITS, tiles of queries, B * K). Writes acc to parts (B,S,H,SPLITS,E), m and l to stats (B,S,H,SPLITS,2).
     """
     split, K = tl.program_id(0), H // GROUP
     b, head = tl.program_id(2) // K, tl.program_id(2) % K
     at = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
-    q, pos, slope, place, live = load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP, BLOCK_E)
+    q, pos, slope, place, valid = load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP, BLOCK_E)
     last, first = tl.max(pos, 0), 0
     if WINDOW:
         first = tl.maximum(tl.min(tl.where(pos < 0, last, pos), 0) - window + 1, 0)
@@ -137,7 +146,7 @@ def decode_kernel(
     chunk, stop = begin + (split + SPLITS - begin % SPLITS) % SPLITS, (last + CHUNK) // CHUNK
     place = place.to(tl.int64) * SPLITS + split
     m = tl.full((QUERIES,), float("-inf"), tl.float32)
-    if chunk < stop:  # else the range is empty
+    if chunk < stop:  # otherwise this split has no chunk
         row = tl.load(rows + b) if rows is not None else b
         base = (row.to(tl.int64) * K + head) * T * E
         l, acc = tl.zeros_like(m), tl.zeros((QUERIES, BLOCK_E), tl.float32)
@@ -146,24 +155,24 @@ def decode_kernel(
             SPLITS, CHUNK, BLOCK_E, True, slopes is not None, WINDOW,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_E)
-        tl.store(parts + place[:, None] * E + e[None, :], acc, mask=live[:, None] & (e < E)[None, :])
-        tl.store(stats + place * 2 + 1, l, mask=live)
-    tl.store(stats + place * 2, m, mask=live)
+        tl.store(parts + place[:, None] * E + e[None, :], acc, mask=valid[:, None] & (e < E)[None, :])
+        tl.store(stats + place * 2 + 1, l, mask=valid)
+    tl.store(stats + place * 2, m, mask=valid)
 
 
 @triton.jit
 def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
-    """Put the parts of a query together: grid (B * S * H,). All SPLITS are summed, so that the order is always one."""
+    """Merge the splits of a query: grid (B * S * H,). Always sums all SPLITS, so that the order of the sum is fixed."""
     place = tl.program_id(0).to(tl.int64)
     split, e = tl.arange(0, SPLITS), tl.arange(0, BLOCK_E)
     m = tl.load(stats + (place * SPLITS + split) * 2)
-    seen = m > float("-inf")  # of the others nothing else was written
+    seen = m > float("-inf")  # decode_kernel writes nothing but m for a split without chunks
     l = tl.load(stats + (place * SPLITS + split) * 2 + 1, mask=seen, other=0.0)
     where = (place * SPLITS + split)[:, None] * E + e[None, :]
     part = tl.load(parts + where, mask=seen[:, None] & (e < E)[None, :], other=0.0)  # (SPLITS,BLOCK_E)
-    share = tl.where(seen, tl.exp2(m - tl.max(tl.where(seen, m, -1e38), 0)), 0.0)
-    whole = tl.sum(share * l, 0)
-    y = tl.sum(share[:, None] * part, 0) / tl.where(whole > 0, whole, 1.0)  # padding sees nothing and gives zeros
+    factor = tl.where(seen, tl.exp2(m - tl.max(tl.where(seen, m, -1e38), 0)), 0.0)
+    total = tl.sum(factor * l, 0)
+    y = tl.sum(factor[:, None] * part, 0) / tl.where(total > 0, total, 1.0)  # padding sees nothing and gives zeros
     tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
 
 
@@ -172,59 +181,59 @@ def prefill_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks above its diagonal and outside its window,
-    and masks only those on the edges. The longest tiles start first."""
+    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks that are in its future or before its window,
+    and masks only those that are partly visible. The longest tiles start first."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     at = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     slope_of = slopes + h if slopes is not None else None
-    q, pos, slope, place, live = load_queries(q + h * E, input_pos, slope_of, b, 0, at, S, H, E, 1, BLOCK_E)
+    q, pos, slope, place, valid = load_queries(q + h * E, input_pos, slope_of, b, 0, at, S, H, E, 1, BLOCK_E)
     last, first = tl.max(pos, 0), 0
-    oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # of the tokens that are no padding
+    oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # position of a token that is not padding
     if WINDOW:
         first = tl.maximum(oldest - window + 1, 0)
     row = tl.load(rows + b) if rows is not None else b
     base = (row.to(tl.int64) * (H // GROUP) + h // GROUP) * T * E
     begin, stop = first // WIDTH, (last + WIDTH) // WIDTH
-    full, ragged = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
+    full, diagonal = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
     m = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     l, acc = tl.zeros_like(m), tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     ALIBI: tl.constexpr = slopes is not None
     k, v = k_cache + base, v_cache + base
     if WINDOW:
         full = tl.minimum((tl.maximum(last - window + 1, 0) + WIDTH - 1) // WIDTH, stop)
-        ragged = tl.maximum(ragged, full)
+        diagonal = tl.maximum(diagonal, full)
         acc, m, l = attend(
             q, acc, m, l, k, v, pos, slope, begin, full, first, last, scale, window, E,
             1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
         )  # fmt: skip
     acc, m, l = attend(
-        q, acc, m, l, k, v, pos, slope, full, ragged, first, last, scale, window, E,
+        q, acc, m, l, k, v, pos, slope, full, diagonal, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, False, ALIBI, WINDOW,
     )  # fmt: skip
     acc, m, l = attend(
-        q, acc, m, l, k, v, pos, slope, ragged, stop, first, last, scale, window, E,
+        q, acc, m, l, k, v, pos, slope, diagonal, stop, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
     )  # fmt: skip
     y = tl.where((pos >= 0)[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     e = tl.arange(0, BLOCK_E)
     where = (place[:, None] + h) * E + e[None, :]
-    tl.store(out + where, y.to(out.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=valid[:, None] & (e < E)[None, :])
 
 
 # ---------------------------------------------------------------- products: F.linear, kernels.linear_int8, linear_int4
 #
-# Quantized weights are packed into 32-bit words, 32 of them (128 bytes) a row and tile: words (tiles,N,32). Word i of a
-# tile holds column 32 j + i in its field j of 4 or 8 bits, so that a field of all words is 32 columns of one group: an
-# operand for the tensor cores without anything being moved about. Scales are (tiles,N,groups of a tile), or (N,) with
-# one a row; of 4 bits they are words, with the min in the upper half. Other weights stay as they are, (N,K).
+# Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row. Field j (4 or 8 bits)
+# of word i holds column 32 j + i of the tile. Field j of all 32 words is therefore 32 consecutive columns of one group,
+# in the order that the tensor cores take. Scales are (tiles,N,groups of a tile), or (N,) if a row has one. With 4
+# bits a scale is a word, whose upper half is the min. Other weights stay as they are, (N,K).
 
 TILE_BITS = tl.constexpr(1024)
 
 
 @triton.jit
 def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
-    """Tile t of these rows: (BLOCK_N,32) words, or (BLOCK_N,columns) numbers that are not quantized."""
+    """Tile t of these rows: (BLOCK_N,32) words, or (BLOCK_N,columns) weights that are not quantized."""
     if BITS < 16:
         start = (row.to(tl.int64) + t * N) * 32
         tile = tl.load(weight + start[:, None] + tl.arange(0, 32)[None, :], eviction_policy="evict_first")
@@ -241,26 +250,27 @@ def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Field j of words as numbers of this type; of 4 bits in bfloat16, 128 more than they are.
+    """Field j of all words as numbers of this dtype; int4 in bfloat16 gives 128 + q, not q.
 
-    128 is 0x4300 in bfloat16, and the last bit of its fraction counts 1: or-ing a level into it makes 128 + level, two
-    at a time, where a conversion would take the time of the product many times over.
+    128 is 0x4300 in bfloat16, and the last bit of its fraction has the value 1. So `0x4300 | q` is 128 + q, for two
+    values at once. A conversion would take many times as long as the product.
     """
     if BITS >= 16:
-        numbers = words
+        values = words
     elif BITS == 8:
-        numbers = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # with its sign
+        values = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # shifts extend the sign
     elif dtype == tl.bfloat16:
         two = ((words >> (4 * (j % 4))) & 0x000F000F) | 0x43004300
-        numbers = (two >> (16 * (j // 4))).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        values = (two >> (16 * (j // 4))).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        numbers = ((words >> (4 * j)) & 15).to(tl.float32).to(dtype)
-    return numbers
+        values = ((words >> (4 * j)) & 15).to(tl.float32).to(dtype)
+    return values
 
 
 @triton.jit
-def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
-    """From sums to results: the norm's division, bias, SwiGLU, residual; y, up (BLOCK_N,TILE_M), squares (TILE_M,)."""
+def epilogue(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
+    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M), and store the result;
+    squares (TILE_M,) are the sums of the squares of x."""
     inside = (n < N)[:, None] & (m < M)[None, :]
     place = m.to(tl.int64)[None, :] * N + n[:, None]
     if squares is not None:
@@ -278,47 +288,48 @@ def finish(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.co
 
 
 @triton.jit
-def scaled(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """sum x (q * scale + min) of y = sum x (q + OFFSET) and sum x, both (BLOCK_N,...); scales: BLOCK_N pointers."""
-    numbers = tl.load(scales)
+def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """sum x (q * scale + min), from y = sum x (q + OFFSET) and sum_x = sum x, both (BLOCK_N,...); scales: BLOCK_N
+    pointers."""
+    values = tl.load(scales)
     if BITS == 4:
-        scale = numbers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        least = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         y = y * scale[:, None] + sum_x * (least - OFFSET * scale)[:, None]
     else:
-        y = y * numbers.to(tl.float32)[:, None]
+        y = y * values.to(tl.float32)[:, None]
     return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, CUTS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (M,K), at will through RMSNorm, times weight (N or 2N,K) transposed: grid (tiles of M, tiles of N, CUTS).
+    """RMSNorm (or no norm) of x (M,K) @ weight (N or 2N,K)^T: grid (tiles of M, tiles of N, SPLIT_K).
 
-    GROUP: columns of a group, 0 where a row has one scale or none. CUTS > 1: along K; then parts (CUTS,1 or 2,M,N) and
-    squares (CUTS,M) get float32 sums, which reduce_kernel adds up. EVEN: K is a multiple of a tile's columns.
-    The weights are the left operand, BLOCK_N rows of them: so a tensor core is filled by 8 rows of x, not by 16.
+    GROUP: columns that share a scale; 0 if a row has one scale or none. EVEN: K is a multiple of a tile's columns.
+    SPLIT_K > 1: programs share K, and write float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares (SPLIT_K,M), which
+    reduce_kernel adds. The weights are the left operand, because then 8 rows of x fill a tensor core; else it takes 16.
     """
-    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)  # tiles of M first: those that share weights run together
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)  # first in the grid: tiles that share weights run together
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cut = tl.program_id(2)
+    split = tl.program_id(2)
     COLUMNS: tl.constexpr = TILE_BITS // BITS
     FIELDS: tl.constexpr = 32 // BITS if BITS < 16 else 1
-    WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one product
+    WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one tl.dot
     GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP else 1  # of a tile
     EACH: tl.constexpr = FIELDS // GROUPS  # fields of a group
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     ROWS = 2 * N if GATED else N
     row = tl.where(n < N, n, 0)
     tiles = tl.cdiv(K, COLUMNS)
-    each = tl.cdiv(tiles, CUTS)
+    each = tl.cdiv(tiles, SPLIT_K)
     ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
     total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
     total_up, sum_x, square = total, total, tl.zeros((WIDTH, TILE_M), tl.float32)
-    for t in range(cut * each, tl.minimum(cut * each + each, tiles)):
+    for t in range(split * each, tl.minimum(split * each + each, tiles)):
         words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
         words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
         for g in tl.static_range(GROUPS):  # fields g * EACH + i
@@ -330,59 +341,59 @@ def linear_kernel(
                 inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
                 part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)  # (WIDTH,TILE_M)
                 if norm is not None:
-                    number = part.to(tl.float32)
-                    square += number * number
+                    value = part.to(tl.float32)
+                    square += value * value
                     factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
-                    part = (number * factor.to(tl.float32)[:, None]).to(part.dtype)
-                if BITS == 4:  # the tensor cores have time left, and so every thread has the sums where it needs them
-                    sum_x = product(ones, part, sum_x)
-                y = product(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
+                    part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
+                if BITS == 4:  # on tensor cores, which are idle: each thread gets the sums that it needs
+                    sum_x = dot(ones, part, sum_x)
+                y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
                 if GATED:
-                    up = product(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
+                    up = dot(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
             if GROUP:
                 place = scales + (row.to(tl.int64) + t * ROWS) * GROUPS
-                total += scaled(y, sum_x, place + g, BITS, OFFSET)
+                total += apply_scales(y, sum_x, place + g, BITS, OFFSET)
                 if GATED:
-                    total_up += scaled(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
+                    total_up += apply_scales(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
             else:
                 total, total_up = y, up
     if scales is not None and GROUP == 0:
-        total = scaled(total, sum_x, scales + row, BITS, OFFSET)
+        total = apply_scales(total, sum_x, scales + row, BITS, OFFSET)
         if GATED:
-            total_up = scaled(total_up, sum_x, scales + row + N, BITS, OFFSET)
+            total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, OFFSET)
     square_sum = tl.sum(square, 0) if norm is not None else None
-    if CUTS == 1:
-        finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+    if SPLIT_K == 1:
+        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
     else:
         inside = (n < N)[:, None] & (m < M)[None, :]
-        at = cut * M + m if not GATED else cut * 2 * M + m
+        at = split * M + m if not GATED else split * 2 * M + m
         tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], total, mask=inside)
         if GATED:
             tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], total_up, mask=inside)
-        if norm is not None:  # every tile of N has the same sum, and writes it
-            tl.store(squares + cut * M + m, square_sum, mask=m < M)
+        if norm is not None:  # all tiles of N have the same sum, and all write it
+            tl.store(squares + split * M + m, square_sum, mask=m < M)
 
 
 @triton.jit(do_not_specialize=["M"])
 def reduce_kernel(
     parts, squares, bias, residual, out, M, N, K, eps,
-    GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the cuts along K made, in their order: grid (tiles of M, tiles of N)."""
+    """Add the sums of the splits along K, in ascending order: grid (tiles of M, tiles of N)."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (n < N)[:, None] & (m < M)[None, :]
     total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
     total_up, square = total, tl.zeros((TILE_M,), tl.float32)
-    for cut in tl.static_range(CUTS):
-        at = cut * M + m if not GATED else cut * 2 * M + m
+    for split in tl.static_range(SPLIT_K):
+        at = split * M + m if not GATED else split * 2 * M + m
         total += tl.load(parts + at.to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
         if GATED:
             total_up += tl.load(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
         if squares is not None:
-            square += tl.load(squares + cut * M + m, mask=m < M, other=0.0)
+            square += tl.load(squares + split * M + m, mask=m < M, other=0.0)
     square_sum = square if squares is not None else None
-    finish(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+    epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -390,9 +401,9 @@ def matmul_kernel(
     x, weight, scales, bias, out, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Many rows times quantized weights, which become numbers of x's type tile by tile: grid (tiles of M, of N).
+    """x (M,K) with many rows @ quantized weight (N,K)^T: grid (tiles of M, tiles of N).
 
-    Bound by arithmetic: a weight is unpacked once for BLOCK_M rows. The numbers are those of the reference.
+    Arithmetic limits it. A weight is unpacked once for BLOCK_M rows, in x's dtype, to the value of the reference.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -409,8 +420,8 @@ def matmul_kernel(
             part = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
             place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUP else scales + row
             one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
-            w = scaled(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
-            total = product(part, tl.trans(w.to(part.dtype)), total)
+            w = apply_scales(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
+            total = dot(part, tl.trans(w.to(part.dtype)), total)
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
@@ -424,30 +435,30 @@ def matmul_kernel(
 def rotary_kernel(
     qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps, BLOCK_E: tl.constexpr
 ):
-    """One head of one token, grid (B * S, H + 2 K): norm and turn it, and put queries into out (B,S,H,E), keys and
-    values into their slots; position -1 is the last slot. Each number is read and written once."""
+    """QK-norm and RoPE of one head of one token: grid (B * S, H + 2 K). Writes queries to out (B,S,H,E), and keys and
+    values to their cache slots; position -1 is the last slot. Each element is read and written once."""
     token, head = tl.program_id(0), tl.program_id(1)
     e = tl.arange(0, BLOCK_E)
     inside = e < E
     pair = (e + E // 2) % E
     start = (token.to(tl.int64) * (H + 2 * K) + head) * E
-    number = tl.load(qkv + start + e, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(qkv + start + e, mask=inside, other=0.0).to(tl.float32)
     if head < H + K:
         other = tl.load(qkv + start + pair, mask=inside, other=0.0).to(tl.float32)
         if q_norm is not None:
-            inverse = tl.rsqrt(tl.sum(number * number, 0) / E + eps)
+            inverse = tl.rsqrt(tl.sum(value * value, 0) / E + eps)
             is_query = (head < H) & inside
             is_key = (head >= H) & inside
             weight = tl.load(q_norm + e, mask=is_query, other=0.0) + tl.load(k_norm + e, mask=is_key, other=0.0)
             weights = tl.load(q_norm + pair, mask=is_query, other=0.0) + tl.load(k_norm + pair, mask=is_key, other=0.0)
-            number = (number * inverse * weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+            value = (value * inverse * weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
             other = (other * inverse * weights.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
         if cos is not None:
-            turned = number * tl.load(cos + token * E + e, mask=inside, other=0.0)
-            number = turned + other * tl.load(sin + token * E + e, mask=inside, other=0.0)
-    number = number.to(qkv.dtype.element_ty)
+            rotated = value * tl.load(cos + token * E + e, mask=inside, other=0.0)
+            value = rotated + other * tl.load(sin + token * E + e, mask=inside, other=0.0)
+    value = value.to(qkv.dtype.element_ty)
     if head < H:
-        tl.store(out + (token.to(tl.int64) * H + head) * E + e, number, mask=inside)
+        tl.store(out + (token.to(tl.int64) * H + head) * E + e, value, mask=inside)
     else:
         b = token // S
         row = tl.load(rows + b) if rows is not None else b
@@ -455,28 +466,28 @@ def rotary_kernel(
         slot = tl.where(position < 0, position + T, position).to(tl.int64)
         place = ((row.to(tl.int64) * K + (head - H) % K) * T + slot) * E + e
         if head < H + K:
-            tl.store(k_cache + place, number, mask=inside)
+            tl.store(k_cache + place, value, mask=inside)
         else:
-            tl.store(v_cache + place, number, mask=inside)
+            tl.store(v_cache + place, value, mask=inside)
 
 
 @triton.jit
-def norm_kernel(x, weight, bias, out, D, eps, CENTRED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """RMSNorm, or where it is centred LayerNorm, of a row: grid (M,). A row's sum has one order whatever M is."""
+def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK_D: tl.constexpr):
+    """RMSNorm of a row, or LayerNorm if SUBTRACT_MEAN: grid (M,). The order of a row's sum does not depend on M."""
     d = tl.arange(0, BLOCK_D)
     start = tl.program_id(0).to(tl.int64) * D
-    number = tl.load(x + start + d, mask=d < D, other=0.0).to(tl.float32)
-    if CENTRED:
-        number = tl.where(d < D, number - tl.sum(number, 0) / D, 0.0)
-    y = number * tl.rsqrt(tl.sum(number * number, 0) / D + eps) * tl.load(weight + d, mask=d < D).to(tl.float32)
+    value = tl.load(x + start + d, mask=d < D, other=0.0).to(tl.float32)
+    if SUBTRACT_MEAN:
+        value = tl.where(d < D, value - tl.sum(value, 0) / D, 0.0)
+    y = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * tl.load(weight + d, mask=d < D).to(tl.float32)
     if bias is not None:
         y += tl.load(bias + d, mask=d < D).to(tl.float32)
     tl.store(out + start + d, y.to(out.dtype.element_ty), mask=d < D)
 
 
-# ---------------------------------------------------------------- which tiles: fixed, or tuned
+# ---------------------------------------------------------------- tile sizes: default or tuned
 
-LEAST_TILES = 8  # of a cut along K: fewer would end before the memory's pipeline is full
+MIN_TILES_PER_SPLIT = 8  # with fewer, a program ends before enough loads are in flight
 
 
 @functools.cache
@@ -484,37 +495,38 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def fixed_choice(bits: int, N: int, K: int, processors: int) -> dict:
-    """Tiles for a product with few rows, by its shape alone, never by M: broad ones, or narrow ones where those would
-    not fill the processors (16 rows are one warp, too few to unpack weights as fast as they come); and where that does
-    not do, cuts along K, which cost another launch, to add up."""
-    enough, cuts = processors * 5 // 4, 1
+def default_tiles(bits: int, N: int, K: int, processors: int) -> dict:
+    """Tile sizes of a product with few rows, chosen by its shape and never by M: wide tiles, or narrow ones where wide
+    ones would not occupy all multiprocessors. (16 rows are one warp, too few to unpack weights as fast as they arrive.)
+    Where that is not enough, K is split, which costs a second launch for the sum."""
+    enough, split_k = processors * 5 // 4, 1
     blocks = (64, 32, 16) if bits >= 16 else (64, 32)
     block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
-    while triton.cdiv(N, block) * cuts < enough and cuts < 8 and triton.cdiv(K * bits, 1024) >= 2 * cuts * LEAST_TILES:
-        cuts *= 2
+    tiles = triton.cdiv(K * bits, TILE_BITS.value)
+    while triton.cdiv(N, block) * split_k < enough and split_k < 8 and tiles >= 2 * split_k * MIN_TILES_PER_SPLIT:
+        split_k *= 2
     stages = 4 if block == 64 else 5 if bits < 16 else 6
-    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": stages}
+    return {"BLOCK_N": block, "SPLIT_K": split_k, "num_warps": block // 16, "num_stages": stages}
 
 
-def choice_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
+def tile_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
     return f"{bits} bits, groups of {group}, {'2 x ' * gated}{N} x {K}"
 
 
-def choose(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
-    key = choice_key(bits, group, N, K, gated)
-    return tuned(device).get(key) or fixed_choice(bits, N, K, multiprocessors(device))
+def choose_tiles(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
+    key = tile_key(bits, group, N, K, gated)
+    return tuned_tiles(device).get(key) or default_tiles(bits, N, K, multiprocessors(device))
 
 
 def tuning_file(device: torch.device) -> Path:
     name = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else "cpu"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
-    return folder / f"triton-{triton.__version__}-{name}.json"
+    return folder / f"triton-tiles-{triton.__version__}-{name}.json"
 
 
 @functools.cache
-def tuned(device: torch.device) -> dict:
-    """What benchmarks/gpu_kernels.py --tune found on this device, by choice_key; read once a process."""
+def tuned_tiles(device: torch.device) -> dict:
+    """The results of benchmarks/gpu_kernels.py --tune on this device, by tile_key. The file is read once."""
     try:
         return json.loads(tuning_file(device).read_text())
     except (OSError, ValueError, RuntimeError):
@@ -525,12 +537,12 @@ def tuned(device: torch.device) -> dict:
 
 
 def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
-    """kernels.attention, in two ways: up to MAX_DECODE_TOKENS new tokens a row split along T, more tiled along S."""
+    """kernels.attention. Programs share the slots of a row for up to MAX_DECODE_TOKENS new tokens, else its tokens."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
     group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
     places = (input_pos, rows, slopes)
-    numbers = (S, T, H, E, E**-0.5 * LOG2E.value, window or 0)
+    values = (S, T, H, E, E**-0.5 * LOG2E.value, window or 0)
     settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
@@ -538,12 +550,12 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
             parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
             grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= decode_tiles(block, q.dtype)
-            decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *numbers, **settings)
+            decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *values, **settings)
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
         else:
             tiles = prefill_tiles(block, q.dtype)
             grid = (triton.cdiv(S, tiles["BLOCK_S"]), B * H)
-            prefill_kernel[grid](q, k_cache, v_cache, *places, out, *numbers, **settings, **tiles)
+            prefill_kernel[grid](q, k_cache, v_cache, *places, out, *values, **settings, **tiles)
     return out
 
 
@@ -553,7 +565,7 @@ def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
-    if dtype == torch.float32:  # its exact products have no tensor cores, and their operands fill the registers
+    if dtype == torch.float32:  # products without tensor cores, whose operands fill the registers
         return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
     if block_e > 128:
         return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
@@ -561,40 +573,41 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 
 def linear(x, weight, bias):
-    """kernels.linear; many rows are bound by arithmetic, where torch's own product is as good as any."""
+    """kernels.linear. Arithmetic limits a product with many rows, and there torch's own is as fast as any."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return F.linear(x, weight, bias)
     return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
 
 
 def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
-    """x (...,K) times packed or plain weight, (...,N); gated: weight has 2 N rows, gate and up.
+    """x (...,K) @ weight^T, packed or plain, to (...,N) in x's dtype; gated: weight has 2 N rows, gate and up.
 
-    norm (K,) is of an RMSNorm before it, residual (...,N) is added after it. Of many rows packed weights alone."""
+    norm (K,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With more than
+    MAX_DECODE_TOKENS new tokens a row, only packed weights without norm, gate and residual are supported."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return matmul(x, weight, scales, bias, N, bits, group)
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
-    tiles = choose(bits, group, N, K, gated, x.device)
-    block, cuts = tiles["BLOCK_N"], tiles["CUTS"]
+    tiles = choose_tiles(bits, group, N, K, gated, x.device)
+    block, split_k = tiles["BLOCK_N"], tiles["SPLIT_K"]
     parts = squares = None
-    if cuts > 1:
-        parts = x.new_empty(cuts, 2 if gated else 1, M, N, dtype=torch.float32)
-        squares = None if norm is None else x.new_empty(cuts, M, dtype=torch.float32)
+    if split_k > 1:
+        parts = x.new_empty(split_k, 2 if gated else 1, M, N, dtype=torch.float32)
+        squares = None if norm is None else x.new_empty(split_k, M, dtype=torch.float32)
     residual = None if residual is None else residual.contiguous()
     grid = (triton.cdiv(M, TILE_M.value), triton.cdiv(N, block))
     settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0} | tiles
     tensors = (x, weight, scales, bias, norm, residual, out, parts, squares)
     with torch.cuda.device_of(x):
-        linear_kernel[(*grid, cuts)](*tensors, M, N, K, eps, **settings)
-        if cuts > 1:
-            sizes = {"GATED": gated, "CUTS": cuts, "BLOCK_N": block}
+        linear_kernel[(*grid, split_k)](*tensors, M, N, K, eps, **settings)
+        if split_k > 1:
+            sizes = {"GATED": gated, "SPLIT_K": split_k, "BLOCK_N": block}
             reduce_kernel[grid](parts, squares, bias, residual, out, M, N, K, eps, **sizes)
     return out
 
 
 def matmul(x, weight, scales, bias, N, bits, group):
-    """x (...,K) times packed weight, (...,N). Many rows."""
+    """x (...,K) @ packed weight^T, (...,N), for many rows."""
     x, K = x.contiguous(), x.shape[-1]
     M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
     sizes = {"BLOCK_M": 32, "BLOCK_N": 32} if x.dtype == torch.float32 else {"BLOCK_M": 64, "BLOCK_N": 128}
@@ -606,7 +619,7 @@ def matmul(x, weight, scales, bias, N, bits, group):
 
 
 def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, eps):
-    """qkv (B,S,(H+2K)*E), cos and sin of model.rope_table: queries (B,S,H,E); keys and values go into the caches."""
+    """qkv (B,S,(H+2K)*E), cos and sin of model.rope_table -> queries (B,S,H,E); keys and values go to the caches."""
     B, S, _ = qkv.shape
     K, T, E = k_cache.shape[1:]
     out = qkv.new_empty(B, S, H, E)
@@ -621,17 +634,17 @@ def rms_norm(x, weight, eps):
     return layer_norm(x, weight, None, eps, False)
 
 
-def layer_norm(x, weight, bias, eps, centred=True):
+def layer_norm(x, weight, bias, eps, subtract_mean=True):
     x, D = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(D)
     warps = min(16, max(1, block // 512))
     with torch.cuda.device_of(x):
-        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, centred, block, num_warps=warps)
+        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, subtract_mean, block, num_warps=warps)
     return out
 
 
 def register(library: torch.library.Library, device: str):
-    """Make these functions the operations of a kind of device, as torch's dispatcher names it."""
+    """Register these functions as the operations of a device, by its name in torch's dispatcher, such as "CUDA"."""
     for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm):
         library.impl(function.__name__, function, device)
 
@@ -640,8 +653,8 @@ register(LIBRARY, "CUDA")
 
 # ---------------------------------------------------------------- sampling: sampling.py
 #
-# A program draws one token. It reads its logits once for maximum and log-sum-exp, writes them after penalties to x
-# (B,S,V) float32 if the row is to be drawn from, and goes over that for each filter and for the draw.
+# One program draws one token. It reads its logits once for the maximum and the log-sum-exp. If the temperature is not
+# 0, it also writes the logits after penalties to x (B,S,V) float32, and goes over x for each filter and for the draw.
 
 
 @triton.jit
@@ -659,7 +672,7 @@ def noise_key(seed, position, start: tl.constexpr):
 
 @triton.jit
 def exponential_noise(key, key_2, ids):
-    """-log(1 - u): up to u = 1/2 by the series of 2 atanh(u / (2 - u)), since log has no precision near 1."""
+    """-log(1 - u). For u <= 1/2 it is the series of 2 atanh(u / (2 - u)), because log loses precision near 1."""
     bits = scramble(scramble(ids.to(tl.uint32) ^ key) ^ key_2)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     s = u / (2 - u)
@@ -671,7 +684,7 @@ def exponential_noise(key, key_2, ids):
 
 @triton.jit
 def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of logits as integers in the same order, int64 as in sampling.float_to_sortable_int, and their masses."""
+    """A block of logits as kernels.float_to_sortable_int (int64), and their masses (int64)."""
     at = start + tl.arange(0, BLOCK)
     logits = tl.load(x + at, mask=at < V, other=float("-inf"))
     bits = (logits + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
@@ -681,10 +694,10 @@ def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def keep_run(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """Set all of x (V,) but the shortest run of the largest, whose masses reach target, to -inf: kernels.top_mass.
+def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """kernels.top_mass: keep the fewest largest logits of x (V,) whose total mass reaches target; set others to -inf.
 
-    The lowest entry of the run is found by two bits at a time. Masses are weights, or 1 each.
+    A radix select finds the lowest logit that is kept, two bits at a time. MASSES: masses are weights, otherwise 1.
     """
     lowest = target * 0
     for i in range(16):
@@ -702,7 +715,7 @@ def keep_run(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.con
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
         above += tl.where(order > lowest, mass, 0)
-    missing = target - tl.sum(above)  # of the mass of those that equal the lowest: the first come first
+    missing = target - tl.sum(above)  # mass that is still needed from logits equal to the lowest: the first come first
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
         ties = tl.where(order == lowest, mass, 0)
@@ -718,8 +731,8 @@ def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
     x, ids, logprobs, S, V, W, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * S,). Each lane carries the first of its largest penalized logits, and the softmax of raw ones: running
-    maximum m, running sum `size` of exp(logit - m)."""
+    """sampling.sample: grid (B * S,). Each lane keeps the largest penalized logit with its first index, and the softmax
+    state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
     b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
     place, row = tl.load(position + b), tl.load(rows + b)
     logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
@@ -729,13 +742,13 @@ def sample_kernel(
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
     if place > 0:
-        m, size = tl.full((BLOCK,), -3.4e38, tl.float32), tl.zeros((BLOCK,), tl.float32)
+        m, l = tl.full((BLOCK,), -3.4e38, tl.float32), tl.zeros((BLOCK,), tl.float32)
         best, best_at = tl.full((BLOCK,), float("-inf"), tl.float32), lane
         for start in range(0, V, BLOCK):
             at = start + lane
             y = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
             m_new = tl.where(y > m, y, m)
-            size = size * tl.exp(m - m_new) + tl.exp(y - m_new)  # NaN from now on if y is
+            l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN once y is
             m = m_new
             if (repetition != 1) | (frequency != 0) | (presence != 0):
                 count = tl.load(counts + row * W + at, mask=at < V, other=0)
@@ -749,21 +762,21 @@ def sample_kernel(
                 tl.store(x + at, y, mask=at < V)
         tl.debug_barrier()
         m_all, largest = tl.max(m, 0), tl.max(best, 0)
-        log_sum = tl.log(tl.sum(size * tl.exp(m - m_all), 0))
+        log_sum = tl.log(tl.sum(l * tl.exp(m - m_all), 0))
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
                 inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)
                 k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
                 if (k > 0) & (k < V):
-                    keep_run(x, V, k, largest, inverse, False, BLOCK)
+                    keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
                 if p < 1:
                     total = tl.zeros((BLOCK,), tl.int64)
                     for start in range(0, V, BLOCK):
                         order, mass = load_order(x, start, V, largest, inverse, True, BLOCK)
                         total += mass
                     target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
-                    keep_run(x, V, target, largest, inverse, True, BLOCK)
+                    keep_top_mass(x, V, target, largest, inverse, True, BLOCK)
                 seeds = tl.load(seed + row)
                 key, key_2 = noise_key(seeds, place + s, 0x3C6EF372), noise_key(seeds, place + s, 0x1B873593)
                 best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
@@ -781,11 +794,11 @@ def sample_kernel(
     tl.store(logprobs + tl.program_id(0), logprob)
 
 
-SAMPLE_BLOCK = 2048  # tokens at a time, by 16 warps
+SAMPLE_BLOCK = 2048  # logits that a program reads at a time, with 16 warps
 
 
 def sample(logits, rows, position, drafted, *settings):
-    """sampling.sample as one launch without a synchronization. Indices are not checked: they must be in range."""
+    """sampling.sample in one launch. Row and token indices are not checked, since that would synchronize the device."""
     B, S, V = logits.shape
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
@@ -804,7 +817,7 @@ LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 
 def pack_words(q: Tensor, bits: int) -> Tensor:
-    """Levels (N,K), int8 or uint8, to words int32 (tiles,N,32); columns that are missing are zero."""
+    """q (N,K), int8 or uint8, to words int32 (tiles,N,32); K is padded with zeros."""
     fields = 32 // bits
     q = F.pad(q, (0, -q.shape[1] % (32 * fields))).unflatten(1, (-1, fields, 32))  # (N,tiles,fields,32)
     words = q[:, :, 0].int() & (2**bits - 1)
@@ -814,15 +827,15 @@ def pack_words(q: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, K: int) -> Tensor:
-    """Words (tiles,...,32) to levels (...,K), int32."""
-    high = 32 - bits  # shifted up and down again a field of 8 bits gets its sign
+    """words (tiles,...,32) to q (...,K), int32."""
+    high = 32 - bits  # shifting up and down extends the sign of an 8-bit field
     fields = [words << (high - bits * j) >> high for j in range(32 // bits)]
     q = torch.stack(fields, -2).movedim(0, -3).flatten(-3)
     return (q & 15 if bits == 4 else q)[..., :K]
 
 
 def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
-    """float16 (N,G) to (tiles,N,each), each groups a tile; with mins int32, of which they are the upper half."""
+    """float16 (N,G) to (tiles,N,groups of a tile), float16; with mins int32, whose upper half is the min."""
     if mins is not None:
         scales = torch.stack([scales, mins], -1).view(torch.int32).squeeze(-1)
     scales = F.pad(scales, (0, -scales.shape[1] % each))
@@ -831,10 +844,10 @@ def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
 
 def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
     """(tiles,...,each) to scales and mins or None, (...,groups) each."""
-    numbers = packed.movedim(0, -2).flatten(-2)[..., :groups]
-    if numbers.dtype == torch.float16:
-        return numbers, None
-    pairs = numbers.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    values = packed.movedim(0, -2).flatten(-2)[..., :groups]
+    if values.dtype == torch.float16:
+        return values, None
+    pairs = values.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
     return pairs[..., 0], pairs[..., 1]
 
 
@@ -842,7 +855,7 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
 
 
 class PackedLinear(nn.Module):
-    """A quantized layer with its weights in the order of the kernels."""
+    """A quantized linear layer, with its weights packed for the kernels."""
 
     def __init__(self, plain: Int8Linear | Int4Linear):
         super().__init__()
@@ -860,7 +873,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(PackedLinear):
-    """A table that is looked up by rows, and the output head where that is tied to it."""
+    """A quantized embedding; `logits` uses the same weights as the output head."""
 
     logits = PackedLinear.forward
 
@@ -868,8 +881,8 @@ class PackedEmbedding(PackedLinear):
         K, groups = self.in_features, -(-self.in_features // self.groupsize)
         q = unpack_words(self.weight[:, tokens], self.bits, K)  # (B,S,K)
         scales, mins = unpack_scales(self.scales[:, tokens], groups)
-        y = q * spread(scales, self.groupsize, K)
-        return y if mins is None else y + spread(mins, self.groupsize, K)
+        y = q * repeat_groups(scales, self.groupsize, K)
+        return y if mins is None else y + repeat_groups(mins, self.groupsize, K)
 
 
 PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
@@ -877,9 +890,9 @@ PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 
 def install(model: Transformer) -> bool:
-    """Use the kernels for a model on a GPU (sm_80 or later); elsewhere False, and nothing changed.
+    """Make a model on a GPU (sm_80 or later) use the kernels; on other devices change nothing and return False.
 
-    Quantized weights are packed anew, a layer at a time, on the device.
+    Quantized weights are repacked on the device, a layer at a time.
     """
     device = model.device
     ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
@@ -889,21 +902,21 @@ def install(model: Transformer) -> bool:
     for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
         plain = model.get_submodule(name)
         model.set_submodule(name, PACKED[type(plain)](plain))
-    # Over ranks all-reduces stand inside the blocks. In float16 a residual times a norm's weight, not yet divided, may
-    # be too large.
+    # Tensor parallelism has all-reduces inside the blocks. In float16 the product of a residual and a norm's weight,
+    # before the norm's division, may overflow.
     if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:
         model.fused, model.max_fused_tokens = fused_blocks, MAX_DECODE_TOKENS
     return True
 
 
 def can_fuse(config: Config) -> bool:
-    """Whether `fused_blocks` computes what these models' blocks do; the others run operation by operation."""
+    """Whether `fused_blocks` supports this architecture; other models run operation by operation."""
     switches = (config.norm, config.mlp, config.post_norm_residual)
     return switches == ("rms", "swiglu", False) and uses_only(config, FUSED_FIELDS)
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    """All blocks (Transformer.fused) for few tokens a row: whatever can goes along with a product."""
+    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. This becomes Transformer.fused."""
     for block in blocks:
         x = fused_block(block, x, rope, input_pos, rows)
     return x
@@ -924,7 +937,7 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
 
 
 def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, residual=None, gated=False) -> Tensor:
-    """A PackedLinear or a model's Linear, with RMSNorm before it, SwiGLU or the residual after it."""
+    """A PackedLinear or a Linear, with an optional RMSNorm before it and SwiGLU or a residual after it."""
     packed = isinstance(layer, PackedLinear)
     scales, bits, group = (layer.scales, layer.bits, layer.group) if packed else (None, 8 * layer.weight.itemsize, 0)
     factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

@@ -1,9 +1,9 @@
-"""The quantized formats: how weights are packed into 8 and 4 bits, and the layers that hold them packed.
+"""The quantized formats: how weights are packed into 8 and 4 bits, and the layers that hold packed weights.
 
-Read down: Quantization (a checkpoint's settings), the two formats (pack), the layers, `swap`, which puts them into a
+Read down: Quantization (a checkpoint's settings), the two formats (`pack`), the layers, `swap`, which puts them into a
 model. Knows nothing of files.
 
-A matrix (N,K) is cut into groups of `groupsize` along K, the last one shorter where K is no multiple; G of them a row.
+Each row of a matrix (N,K) is divided into G groups of `groupsize` columns; the last group may be shorter.
   int8  symmetric:  w = q * scale,        q -127..127;  weight int8 (N,K), scales float16 (N,G)
   int4  asymmetric: w = q * scale + min,  q 0..15;      packed uint8 (N,ceil(K/2)), the low nibble the even column;
                                                         scales, mins float16 (N,G)
@@ -22,17 +22,17 @@ from model import Embedding, Linear, Transformer
 MODES = ("int8", "int4", "int4-gptq")
 FORMATS = ("int8", "int4", "none")
 GROUPSIZES = (0, 32, 64, 128)
-PACKED_AT_ONCE = 1 << 20  # weights, of which there are a handful of float32 copies meanwhile
+PACKED_AT_ONCE = 1 << 20  # weights in a block of rows; packing holds several float32 copies of a block
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint is quantized: the matrices of its blocks by mode, its embedding and output head by head."""
+    """How a checkpoint is quantized: `mode` is for the linear layers, `head` for the embedding and the output head."""
 
     mode: str
     groupsize: int
     head: str
-    exceptions: dict[str, str] = field(default_factory=dict)  # module name to format, where a GGUF file mixes them
+    exceptions: dict[str, str] = field(default_factory=dict)  # module name to format, for mixed GGUF files
 
     def __post_init__(self):
         for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", FORMATS)):
@@ -48,7 +48,7 @@ class Quantization:
 
 
 class Packed(NamedTuple):
-    """A quantized matrix and the shape it stands for."""
+    """A quantized matrix: its unpacked shape, and the packed tensors by name."""
 
     shape: torch.Size
     parts: dict[str, Tensor]
@@ -57,8 +57,8 @@ class Packed(NamedTuple):
 # ---------------------------------------------------------------- the formats
 
 
-def groups(w: Tensor, groupsize: int) -> Tensor:
-    """(N,K) as (N,G,groupsize) float32; a short last group is filled up with its last column."""
+def split_groups(w: Tensor, groupsize: int) -> Tensor:
+    """w (N,K) as (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
     N, K = w.shape
     size = groupsize or K
     missing = -K % size
@@ -67,21 +67,22 @@ def groups(w: Tensor, groupsize: int) -> Tensor:
 
 
 def round_up_to_half(x: Tensor) -> Tensor:
-    """float16 no less than x (at least 0, float32), so that the largest weight of a group stays within its grid."""
+    """x (float32, >= 0) as float16, rounded up, so that the range of a group includes its largest weight."""
     half = x.to(torch.float16)
     return torch.where(half.float() < x, torch.nextafter(half, torch.full_like(half, float("inf"))), half)
 
 
 def check_finite(w: Tensor, *stored: Tensor):
+    """Raise ValueError if the weights w, or the float16 tensors that are stored for them, are not finite."""
     if not torch.isfinite(w).all():
         raise ValueError("holds NaN or infinity")
-    if not all(torch.isfinite(numbers).all() for numbers in stored):
+    if not all(torch.isfinite(tensor).all() for tensor in stored):
         raise ValueError("holds weights too large for float16 scales")
 
 
 def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; ValueError for what is not finite."""
-    g = groups(w, groupsize)
+    """w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; raises ValueError if w is not finite."""
+    g = split_groups(w, groupsize)
     scales = round_up_to_half(g.abs().amax(2) / 127)
     check_finite(w, scales)
     steps = scales.float()[:, :, None]
@@ -90,8 +91,8 @@ def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
-    """(scales, mins) float16 (N,G): 16 levels from the least weight of each group to its greatest."""
-    g = groups(w, groupsize)
+    """(scales, mins), float16 (N,G), for 16 levels from the smallest to the largest weight of each group of w (N,K)."""
+    g = split_groups(w, groupsize)
     mins = g.amin(2).to(torch.float16)
     scales = round_up_to_half(((g.amax(2) - mins.float()) / 15).clamp(min=0))
     check_finite(w, scales, mins)
@@ -99,16 +100,16 @@ def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """w (N,K) to {"packed", "scales", "mins"} (shapes above), each weight to the nearest level."""
+    """w (N,K) to {"packed", "scales", "mins"}, rounded to the nearest level; raises ValueError if w is not finite."""
     scales, mins = int4_grid(w, groupsize)
     steps = scales.float()[:, :, None]
-    q = torch.where(steps > 0, (groups(w, groupsize) - mins.float()[:, :, None]) / steps, 0)
+    q = torch.where(steps > 0, (split_groups(w, groupsize) - mins.float()[:, :, None]) / steps, 0)
     q = q.round_().clamp_(0, 15).to(torch.uint8).flatten(1)[:, : w.shape[1]]
     return {"packed": pack_nibbles(q), "scales": scales, "mins": mins}
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """uint8 (N,K) of 0..15 to (N,ceil(K/2))."""
+    """uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble is the even column."""
     q = torch.nn.functional.pad(q, (0, q.shape[1] % 2))
     return q[:, 0::2] | q[:, 1::2] << 4
 
@@ -117,7 +118,7 @@ PACK = {"int8": pack_int8, "int4": pack_int4}
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
-    """The same by blocks of rows, so that little more than w itself is ever in memory."""
+    """pack_int8 or pack_int4 of w (N,K), by blocks of rows, so that it needs little memory besides w."""
     parts = [PACK[format](rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -126,7 +127,7 @@ def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
 
 
 class Int8Linear(nn.Module):
-    """y = x unpack(weight)^T + bias."""
+    """y = x unpack_int8(weight)^T + bias."""
 
     def __init__(self, K: int, N: int, bias: bool, groupsize: int):
         super().__init__()
@@ -140,7 +141,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """y = x unpack(packed)^T + bias."""
+    """y = x unpack_int4(packed)^T + bias."""
 
     def __init__(self, K: int, N: int, bias: bool, groupsize: int):
         super().__init__()
@@ -155,7 +156,7 @@ class Int4Linear(nn.Module):
 
 
 class Int8Embedding(Int8Linear):
-    """A table that is looked up by rows, and with `logits` the output head, from one and the same tensor."""
+    """An 8-bit embedding; `logits` uses the same weights as the output head."""
 
     logits = Int8Linear.forward
 
@@ -164,7 +165,7 @@ class Int8Embedding(Int8Linear):
 
 
 class Int4Embedding(Int4Linear):
-    """The same in 4 bits."""
+    """A 4-bit embedding; `logits` uses the same weights as the output head."""
 
     logits = Int4Linear.forward
 
@@ -178,12 +179,12 @@ EMBEDDING = {"int8": Int8Embedding, "int4": Int4Embedding}
 
 
 def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
-    """(name, module) of everything that quantization is about: the linear layers and the embedding table."""
+    """(name, module) of everything that can be quantized: the linear layers and the embedding."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
 
 
 def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
-    """Put quantized layers, still without weights, in the place of the model's own; returns the model."""
+    """Replace the model's layers by quantized ones on the meta device, without weights yet; returns the model."""
     for name, module in matrices(model) if quantization else ():
         format = quantization.format(name)
         if format == "none":
@@ -197,14 +198,14 @@ def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
 
 
 def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
-    """Quantize a loaded model of plain torch, layer by layer, 8-bit layers too; returns the model."""
+    """Quantize a loaded model layer by layer, also layers that are int8 already; returns the model."""
     for name, module in list(model.named_modules()):
-        eight = isinstance(module, Int8Linear)
+        is_int8 = isinstance(module, Int8Linear)
         format = quantization.format(name)
-        if format == "none" or not (eight or isinstance(module, (Linear, Embedding))):
+        if format == "none" or not (is_int8 or isinstance(module, (Linear, Embedding))):
             continue
         is_table = isinstance(module, (Embedding, Int8Embedding))
-        w = unpack_int8(module.weight, module.scales, module.groupsize) if eight else module.weight
+        w = unpack_int8(module.weight, module.scales, module.groupsize) if is_int8 else module.weight
         N, K = w.shape
         bias = getattr(module, "bias", None)
         layer = (EMBEDDING if is_table else LINEAR)[format](K, N, False, quantization.groupsize)

@@ -56,7 +56,7 @@ FULL["products"]["head"] = (128256, 4096)
 SMOKE = {"products": {"gate_up": (48, 64)}, "rows": (1, 3), "heads": (4, 2, 16), "cache": 136, "decode": (70,)}
 SMOKE |= {"prefill": (40,), "softmax": 20, "copy": 2**20}
 SPACE = [
-    {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // rows, "num_stages": stages}
+    {"BLOCK_N": block, "SPLIT_K": cuts, "num_warps": block // rows, "num_stages": stages}
     for block in (16, 32, 64, 128)
     for rows in (16, 32)[: 1 + (block > 16)]  # of outputs a warp: one or two operands of the tensor cores
     for cuts in (1, 2, 4, 8)
@@ -140,22 +140,22 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
 
 def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.device):
     """Keep the fastest of SPACE for one row, by which all numbers of rows up to 16 then go."""
-    x, path, choose = randn(1, K, device=device), kt.tuning_file(device), kt.choose
+    x, path, choose = randn(1, K, device=device), kt.tuning_file(device), kt.choose_tiles
     times, space = [], SPACE if device.type == "cuda" else SPACE[::9]
     for tiles in space:
-        kt.choose = lambda *shape, tiles=tiles: tiles
+        kt.choose_tiles = lambda *shape, tiles=tiles: tiles
         try:
             times.append(seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]))
         except Exception as error:  # more shared memory or registers than there are
             if "out of resource" not in str(error):
                 raise
             times.append(float("inf"))
-    kt.choose = choose
+    kt.choose_tiles = choose
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[kt.choice_key(*FORMATS[format], N // 2 if gated else N, K, gated)] = space[times.index(min(times))]
+    known[kt.tile_key(*FORMATS[format], N // 2 if gated else N, K, gated)] = space[times.index(min(times))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1))
-    kt.tuned.cache_clear()
+    kt.tuned_tiles.cache_clear()
 
 
 def packing(sizes: dict, device: torch.device) -> list[dict]:

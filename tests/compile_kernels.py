@@ -84,11 +84,11 @@ SAMPLE_KINDS |= {"x": "fp32", "logprobs": "fp32"}
 
 def linear_case(bits, group, N, K, gated, normed):
     """(settings, types of pointers, warps, stages) of a product as `linear` would launch it on a GPU of 132."""
-    tiles = kt.fixed_choice(bits, N, K, 132)
+    tiles = kt.default_tiles(bits, N, K, 132)
     settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": True, "BLOCK_N": tiles["BLOCK_N"]}
-    settings |= {"CUTS": tiles["CUTS"], "bias": None} | ({"scales": None} if bits >= 16 else {})
-    settings |= {"residual": None} if normed or tiles["CUTS"] > 1 else {"norm": None}
-    settings |= {"parts": None, "squares": None} if tiles["CUTS"] == 1 else {} if normed else {"squares": None}
+    settings |= {"SPLIT_K": tiles["SPLIT_K"], "bias": None} | ({"scales": None} if bits >= 16 else {})
+    settings |= {"residual": None} if normed or tiles["SPLIT_K"] > 1 else {"norm": None}
+    settings |= {"parts": None, "squares": None} if tiles["SPLIT_K"] == 1 else {} if normed else {"squares": None}
     settings |= {} if normed else {"norm": None}
     kinds = KINDS | {"scales": "i32" if bits == 4 else "fp16"} | ({"weight": "i32"} if bits < 16 else {})
     return settings, kinds, tiles["num_warps"], tiles["num_stages"]
@@ -100,7 +100,7 @@ def cases(everything: bool):
         yield f"linear {name}", kt.linear_kernel, torch.bfloat16, *linear_case(*shape)
     half = torch.bfloat16
     quantized = KINDS | {"weight": "i32", "scales": "i32"}
-    sums = {"GATED": False, "CUTS": 2, "BLOCK_N": 32, "bias": None, "squares": None}
+    sums = {"GATED": False, "SPLIT_K": 2, "BLOCK_N": 32, "bias": None, "squares": None}
     yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
     many = {"BITS": 4, "GROUP": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
     yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
@@ -118,14 +118,14 @@ def cases(everything: bool):
     yield "merge", kt.merge_kernel, half, {"BLOCK_E": 128}, KINDS, 4, 3
     yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
     yield "sample", kt.sample_kernel, half, {"BLOCK": kt.SAMPLE_BLOCK}, SAMPLE_KINDS, 16, 3
-    yield "norm", kt.norm_kernel, half, {"CENTRED": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
+    yield "norm", kt.norm_kernel, half, {"SUBTRACT_MEAN": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
     if everything:
         many |= {"BITS": 8, "GROUP": 0}
         yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
         settings = {"GROUP": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
         tiles = kt.decode_tiles(128, torch.float32).values()
         yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, *tiles
-        yield "norm LayerNorm", kt.norm_kernel, half, {"CENTRED": True, "BLOCK_D": 16384}, KINDS, 16, 3
+        yield "norm LayerNorm", kt.norm_kernel, half, {"SUBTRACT_MEAN": True, "BLOCK_D": 16384}, KINDS, 16, 3
 
 
 def main():

@@ -25,7 +25,7 @@ from load import load_model
 from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint
 
-CHOOSE, ops = kt.choose, torch.ops.fastpath
+CHOOSE, ops = kt.choose_tiles, torch.ops.fastpath
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -39,7 +39,7 @@ def interpreter(monkeypatch):
     """Interpreting 64 programs that mostly have nothing to do takes seconds; a GPU runs what it always runs."""
     if not ON_GPU:
         monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
-        monkeypatch.setattr(kt, "choose", lambda *shape: tiles_of(1, 128))
+        monkeypatch.setattr(kt, "choose_tiles", lambda *shape: tiles_of(1, 128))
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # parts of Triton are imported at the first launch
     with torch.library._scoped_library("fastpath", "IMPL") as library:
         if not ON_GPU:
@@ -64,7 +64,7 @@ def ordered_products(monkeypatch):
 
 
 def tiles_of(cuts, block=32):
-    return {"BLOCK_N": block, "CUTS": cuts, "num_warps": block // 16, "num_stages": 3}
+    return {"BLOCK_N": block, "SPLIT_K": cuts, "num_warps": block // 16, "num_stages": 3}
 
 
 def on_device(arguments):
@@ -170,7 +170,7 @@ def norm_layer(K, dtype):
 
 
 def tiles(cuts):
-    return mock.patch.object(kt, "choose", lambda *shape: tiles_of(cuts))
+    return mock.patch.object(kt, "choose_tiles", lambda *shape: tiles_of(cuts))
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
@@ -296,23 +296,23 @@ def test_fixed_choices_fill_the_processors():
     """The shapes of Llama-3.1-8B on 132 of them: no cut where N alone does, and none that leaves too little of K."""
     for bits in (4, 8, 16):
         for N, K in ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)):
-            found = kt.fixed_choice(bits, N, K, 132)
-            programs = -(-N // found["BLOCK_N"]) * found["CUTS"]
-            assert programs >= 132 and (found["CUTS"] == 1 or programs // 2 < 165)
-            assert found["CUTS"] == 1 or K * bits // 1024 // found["CUTS"] >= kt.LEAST_TILES
+            found = kt.default_tiles(bits, N, K, 132)
+            programs = -(-N // found["BLOCK_N"]) * found["SPLIT_K"]
+            assert programs >= 132 and (found["SPLIT_K"] == 1 or programs // 2 < 165)
+            assert found["SPLIT_K"] == 1 or K * bits // 1024 // found["SPLIT_K"] >= kt.MIN_TILES_PER_SPLIT
 
 
 def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(kt, "choose", CHOOSE)
+    monkeypatch.setattr(kt, "choose_tiles", CHOOSE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device, shape = torch.device("cpu"), (4, 32, 640, 512, False)
     path = kt.tuning_file(device)
     path.parent.mkdir(parents=True)
-    for text, expected in (("{broken", False), (json.dumps({kt.choice_key(*shape): {"BLOCK_N": 16}}), True)):
+    for text, expected in (("{broken", False), (json.dumps({kt.tile_key(*shape): {"BLOCK_N": 16}}), True)):
         path.write_text(text)
-        kt.tuned.cache_clear()
-        assert (kt.choose(*shape, device) == {"BLOCK_N": 16}) == expected
-    kt.tuned.cache_clear()
+        kt.tuned_tiles.cache_clear()
+        assert (kt.choose_tiles(*shape, device) == {"BLOCK_N": 16}) == expected
+    kt.tuned_tiles.cache_clear()
 
 
 # ---------------------------------------------------------------- in models
@@ -366,7 +366,7 @@ def launches(config, bits: int, head_bits: int, processors: int) -> int:
     """Launches of our kernels in a decode step: seven a block, and one for each product that is cut along K."""
 
     def product(N, K, bits=bits):
-        return 1 if kt.fixed_choice(bits, N, K, processors)["CUTS"] == 1 else 2
+        return 1 if kt.default_tiles(bits, N, K, processors)["SPLIT_K"] == 1 else 2
 
     D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
     block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
@@ -390,7 +390,7 @@ def test_launches_of_a_decode_step(models, monkeypatch):
 
     for name in [name for name in vars(kt) if name.endswith("_kernel")]:
         monkeypatch.setattr(kt, name, Counted(getattr(kt, name)))
-    monkeypatch.setattr(kt, "choose", CHOOSE)
+    monkeypatch.setattr(kt, "choose_tiles", CHOOSE)
     for name, quantization, bits in (("llama-mqa-linear", None, (32, 32)), ("bloom-3", None, (32, 32))):
         model, _ = models(name, quantization)
         model.setup_caches(1, 8)

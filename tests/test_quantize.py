@@ -121,7 +121,7 @@ def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
     layer.load_state_dict(pack_int4(torch.randn(1000, 96), 32))
     x = torch.randn(4, 96)
     whole = layer(x)
-    monkeypatch.setattr("kernels.BLOCK", 96 * 77)
+    monkeypatch.setattr("kernels.UNPACK_BLOCK", 96 * 77)
     assert torch.allclose(layer(x), whole, atol=1e-5)
 
 

@@ -22,7 +22,6 @@ from model import Config, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
-METADATA = {"__metadata__": {"format": "pt"}}  # of each file, as transformers wants it
 SHARD_BYTES = 5_000_000_000
 ABANDONED_S = 3600.0  # without a change, after which a writer must be dead
 LOOKS = 10  # at a directory that is no checkpoint, before it is believed
@@ -218,35 +217,32 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 
 
 class ShardFile:
-    """A safetensors file to which tensors are written as they come. Room is left before them for the header."""
+    """A safetensors file to which tensors are written one by one, after space that is left for the header."""
 
-    ROOM = 1 << 18  # bytes, enough for 2,000 tensors; the format allows the header to be padded with spaces
+    HEADER_BYTES = 1 << 18  # the format allows spaces after the header
+    MAX_TENSORS = 1000  # each takes less than 200 bytes of the header
 
     def __init__(self, path: Path):
         self.file, self.size = open(path, "wb"), 0  # noqa: SIM115
         self.header: dict[str, dict] = {}
-        self.header_size = len(json.dumps(METADATA))
-        self.file.write(b" " * (8 + self.ROOM))
+        self.file.write(b" " * (8 + self.HEADER_BYTES))
 
-    def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether there is room for another tensor. For a first one there always is."""
-        header = self.header_size + len(json.dumps({name: self._entry(tensor)}))
-        return not self.header or (header <= self.ROOM and self.size + tensor.nbytes <= SHARD_BYTES)
+    def has_room_for(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor may be added. A first one always may."""
+        return not self.header or (len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor):
-        self.header[name] = self._entry(tensor)
-        self.header_size += len(json.dumps({name: self.header[name]}))
+        offsets = [self.size, self.size + tensor.nbytes]
+        self.header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         self.size += tensor.nbytes
 
-    def _entry(self, tensor: torch.Tensor) -> dict:
-        span = [self.size, self.size + tensor.nbytes]
-        return {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-
     def close(self):
-        header = json.dumps(METADATA | self.header).encode()
+        metadata = {"__metadata__": {"format": "pt"}}  # transformers wants it
+        header = json.dumps(metadata | self.header).encode()
+        assert len(header) <= self.HEADER_BYTES
         self.file.seek(0)
-        self.file.write(self.ROOM.to_bytes(8, "little") + header)
+        self.file.write(self.HEADER_BYTES.to_bytes(8, "little") + header)
         self.file.close()
 
 
@@ -254,16 +250,19 @@ class Writer:
     """Writes a checkpoint directory that is complete or does not exist: use it in a with statement.
 
     Everything goes into a directory beside the target (`self.path`), which is renamed to the target at the end of the
-    block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written as they come; none is kept in memory.
+    block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written one by one, and none is kept in memory.
     """
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
-        self.target = Path(target).resolve()  # `.` becomes a name, a link what it points to
-        self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
-        self.replace = replace  # a checkpoint that exists at the end, perhaps made by another process; else keep it
-        # Beside us may write processes of other machines and containers, so a process id would not be unique.
-        self.path = self.target.parent / f".{self.target.name}.{secrets.token_hex(8)}.tmp"
-        self.shards: list[ShardFile] = []  # the last one still open
+        """expected_bytes: the size of all tensors; a disk with less free space is refused before anything is written.
+        replace: whether a checkpoint that another process has meanwhile written there is replaced, or kept."""
+        self.target = Path(target).resolve()  # turns `.` into a name and follows links
+        self.expected_bytes, self.replace = expected_bytes, replace
+        # Processes on other machines and in other containers may write beside us, so a process id is not unique.
+        token = secrets.token_hex(8)
+        self.path = self.target.parent / f".{self.target.name}.{token}.tmp"
+        self.old = self.target.parent / f".{self.target.name}.old.{token}.tmp"  # holds a checkpoint being replaced
+        self.shards: list[ShardFile] = []  # only the last one is open
 
     def __enter__(self):
         for _ in range(LOOKS):
@@ -286,8 +285,8 @@ class Writer:
         return self
 
     def add(self, name: str, tensor: torch.Tensor):
-        """Write one tensor, into a new shard if this one would exceed 5 GB."""
-        if not self.shards or not self.shards[-1].takes(name, tensor):
+        """Write one tensor, into a new shard if the last one has no room for it."""
+        if not self.shards or not self.shards[-1].has_room_for(tensor):
             if self.shards:
                 self.shards[-1].close()
             self.shards.append(ShardFile(self.path / f"shard-{len(self.shards) + 1}"))
@@ -302,21 +301,22 @@ class Writer:
 
     def __exit__(self, kind, error, traceback):
         try:
-            if kind is None:
-                self.finish()
-        except BaseException as late:  # Ctrl-C too
-            kind, error = type(late), late
-        if kind is None:
-            return
-        for shard in self.shards:
-            with suppress(OSError):  # what is still in its buffer may not fit either
-                shard.file.close()
-        shutil.rmtree(self.path, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error is not None:
+                raise error
+            self._finish_shards()
+            self._move_to_target()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
             raise UserError(f"cannot write {self.target}: {error.strerror}; nothing was left behind") from None
-        raise error
+        finally:
+            for shard in self.shards:
+                with suppress(OSError):  # what is still in its buffer may not fit either
+                    shard.file.close()
+            shutil.rmtree(self.path, ignore_errors=True)  # after a success it is no longer there
 
-    def finish(self):
+    def _finish_shards(self):
+        """Close the last shard, and give all of them the names by which transformers knows them, with an index."""
         if self.shards:
             self.shards[-1].close()
         names = [f"model-{i + 1:05}-of-{len(self.shards):05}.safetensors" for i in range(len(self.shards))]
@@ -328,22 +328,27 @@ class Writer:
             self.add_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
-        old = self.path.with_name(f".{self.target.name}.old.{self.path.name.split('.')[-2]}.tmp")
-        while self.path.exists():  # other writers of this target may come between any two of these calls
-            try:
-                if self.target.exists():
+
+    def _move_to_target(self):
+        """Rename our directory to the target. Other writers of this target may come between any two of these calls."""
+        try:
+            while True:
+                try:
+                    self.path.rename(self.target)  # fails unless nothing or an empty directory is there
+                    return
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
                     if not self.replace:
-                        return shutil.rmtree(self.path)
-                    self.target.rename(old)
-                self.path.rename(self.target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    raise
-            finally:
-                with suppress(OSError):
-                    if old.exists() and not self.target.exists():  # interrupted between the two
-                        old.rename(self.target)
-                shutil.rmtree(old, ignore_errors=True)
+                        return
+                    shutil.rmtree(self.old, ignore_errors=True)
+                    with suppress(FileNotFoundError):
+                        self.target.rename(self.old)
+        finally:
+            with suppress(OSError):
+                if self.old.exists() and not self.target.exists():  # interrupted between the two renames
+                    self.old.rename(self.target)
+            shutil.rmtree(self.old, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, writer: Writer):

@@ -21,19 +21,20 @@ from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
+FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 SHARD_BYTES = 5_000_000_000
-ABANDONED_S = 3600.0  # without a change, after which a writer must be dead
-LOOKS = 10  # at a directory that is no checkpoint, before it is believed
+ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is taken for dead
+TARGET_CHECKS = 10  # of a target that is not a checkpoint, 50 ms apart, before it is refused
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
-OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
+OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
 
 # ---------------------------------------------------------------- reading
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file; UserError where the file is not one."""
+    """The JSON object in a file; UserError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -55,13 +56,13 @@ def read_config(directory: Path) -> Config:
     path = Path(directory) / "config.json"
     fields = read_json(path)
     if OUR_FIELD not in fields:
-        raise UserError(f"{path} is not of a fastpath checkpoint; make one with convert_hf_checkpoint.py")
+        raise UserError(f"{path} is not the config of a fastpath checkpoint; convert it with convert_hf_checkpoint.py")
     fields.pop("quantization", None)
     return make_config(path, **fields)
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How a checkpoint directory's weights are quantized, or None."""
+    """How the weights of a checkpoint directory are quantized, or None."""
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
     try:
@@ -76,7 +77,7 @@ def read_quantization(directory: Path) -> Quantization | None:
 
 
 def make_config(path: Path, **fields) -> Config:
-    """A Config of fields as JSON has them. UserError, with the file that they are from, if they make none."""
+    """A Config from the fields of a JSON file. UserError, with the file's path, if they are not valid."""
     try:
         if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
             scaling = dict(fields["rope_scaling"])
@@ -89,7 +90,7 @@ def make_config(path: Path, **fields) -> Config:
 
 
 def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is cut short."""
+    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is truncated."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -147,12 +148,15 @@ def empty_model(config: Config, quantization: Quantization | None = None) -> Tra
 
 def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
     """Bytes of all weights, with those that are not quantized in dtype."""
-    state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
+    state = empty_model(config, quantization).state_dict().values()  # float32 weights get dtype
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """weight_files, after a check that they hold exactly these tensors (on meta; float32 stands for any float)."""
+    """weight_files, after a check that they hold exactly the expected tensors, which are on the meta device.
+
+    An expected dtype of float32 allows every floating-point dtype.
+    """
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
@@ -162,19 +166,20 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
         for name, entry in safetensors_header(path).items():
             tensor = expected[name]
             if tuple(entry["shape"]) != tuple(tensor.shape):
-                shapes = f"{tuple(entry['shape'])}, config.json makes it {tuple(tensor.shape)}"
+                shapes = f"{tuple(entry['shape'])}, but by config.json it should be {tuple(tensor.shape)}"
                 raise UserError(f"{path}: {name} is {shapes}")
-            allowed = ("BF16", "F16", "F32") if tensor.dtype == torch.float32 else (STORED[tensor.dtype],)
+            allowed = FLOATS.values() if tensor.dtype == torch.float32 else (SAFETENSORS_NAMES[tensor.dtype],)
             if entry["dtype"] not in allowed:
-                raise UserError(f"{path}: {name} is {entry['dtype']}, config.json makes it {' or '.join(allowed)}")
+                dtypes = f"{entry['dtype']}, but by config.json it should be {' or '.join(allowed)}"
+                raise UserError(f"{path}: {name} is {dtypes}")
     return files
 
 
 def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
-    """The checkpoint's model with its weights on device, without caches and kernels. UserError for what is not finite.
+    """The checkpoint's model with its weights on device, without caches and kernels. UserError for NaN and infinity.
 
-    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor
-    is in memory. shard: a tp.Shard; then only its share of the model is read.
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one tensor
+    is in memory. shard: a tp.Shard, whose part of the model is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -187,7 +192,7 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
         for name, part in parts.items():
             kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
             weights[name] = tensor = read_tensor(files[name], name, part).to(device=device, dtype=kind)
-            # Minimum and maximum are NaN where anything is, and to find them makes no copy.
+            # The minimum and maximum are NaN if any element is, and finding them makes no copy.
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 raise UserError(f"{files[name]}: {name} holds NaN or infinity in {str(kind).removeprefix('torch.')}")
             bar.update(tensor.nbytes)
@@ -198,9 +203,9 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
-    """Refuse, with both numbers, a model whose weights and caches do not fit on device.
+    """UserError, with the bytes needed and free, if the weights and caches of a model do not fit on device.
 
-    cache_tokens: the positions of all rows together. portion: the fraction of a split model that is on this device.
+    cache_tokens: positions of all cache rows together. portion: the fraction of a split model that is on this device.
     """
     weights = weight_bytes(config, dtype, quantization) * portion
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
@@ -208,7 +213,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
     if weights + caches > free:
         raise UserError(
             f"the model needs {(weights + caches) / 1e9:.2f} GB on {device} ({weights / 1e9:.2f} weights, "
-            f"{caches / 1e9:.2f} KV cache), {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
+            f"{caches / 1e9:.2f} KV cache), but {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
             "--max_seq_length"
         )
 
@@ -232,8 +237,8 @@ class ShardFile:
         return not self.header or (len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor):
-        offsets = [self.size, self.size + tensor.nbytes]
-        self.header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        dtype, offsets = SAFETENSORS_NAMES[tensor.dtype], [self.size, self.size + tensor.nbytes]
+        self.header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         self.size += tensor.nbytes
 
@@ -265,7 +270,7 @@ class Writer:
         self.shards: list[ShardFile] = []  # only the last one is open
 
     def __enter__(self):
-        for _ in range(LOOKS):
+        for _ in range(TARGET_CHECKS):
             if not os.path.lexists(self.target) or is_replaceable(self.target):
                 break
             time.sleep(0.05)  # another writer may be moving its directory here
@@ -281,7 +286,7 @@ class Writer:
         if free < self.expected_bytes:
             self.path.rmdir()
             need = f"{self.expected_bytes / 1e9:.2f} GB"
-            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, the checkpoint needs {need}")
+            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, but the checkpoint needs {need}")
         return self
 
     def add(self, name: str, tensor: torch.Tensor):
@@ -359,7 +364,7 @@ def copy_tokenizer(source: Path, writer: Writer):
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path is an empty directory, or a checkpoint directory of ours. False where it goes away meanwhile."""
+    """Whether a path is an empty directory or a fastpath checkpoint. False if it disappears meanwhile."""
     try:
         return path.is_dir() and (not any(path.iterdir()) or is_ours(path))
     except (OSError, UserError):
@@ -367,10 +372,13 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete what writers of this target left behind that were killed outright: where nothing has changed for an hour.
-    (Nobody can see whether a writer on another machine still runs.) A checkpoint that was moved away is put back."""
+    """Delete the directories of killed writers of this target, that is, those that have not changed for an hour.
+
+    (Whether a writer on another machine is still running cannot be seen.) If a writer was killed after it had moved the
+    previous checkpoint away, that checkpoint is put back.
+    """
     for path in target.parent.glob(f".{target.name}.*.tmp"):
-        with suppress(OSError):  # its writer may be about to remove it itself
+        with suppress(OSError):  # its writer may be removing it itself
             if time.time() - max(file.stat().st_ctime for file in (path, *path.iterdir())) < ABANDONED_S:
                 continue
             if path.name.startswith(f".{target.name}.old.") and not target.exists():

@@ -1,7 +1,7 @@
 """A conversation at the terminal, turn by turn (`generate.py --interactive`).
 
-`Session` keeps the messages and asks the engine; `chat` is the loop around it: lines, commands, Ctrl-C. What earlier
-turns left in the cache is the engine's business: it reads only what is new.
+`Session` keeps the messages and sends requests to the engine. `chat` is the loop around it: lines, commands, Ctrl-C.
+The engine finds earlier turns in its cache and reads only what is new.
 
 Answers go to stdout, everything else to stderr.
 """
@@ -18,14 +18,14 @@ from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
 /system TEXT    set the system message (without TEXT: show it)
-/stats          what was read, reused and written so far
+/stats          show what was read, reused and written so far
 /exit           leave (so does Ctrl-D)
-Ctrl-C ends an answer; a line that is empty is not sent"""
+Ctrl-C stops an answer; an empty line is not sent"""
 
 
 class Session:
-    """A conversation in an engine's row of `context` positions. Without a template (a base model) the lines and answers
-    are one text."""
+    """A conversation in a cache row of `context` positions. Without a template (as for a base model), lines and answers
+    are one continuous text."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Session:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         params: SamplingParams,
-        max_new_tokens: int | None = None,  # of an answer; None: what the context holds
+        max_new_tokens: int | None = None,  # per answer; None: as many as the context holds
         stop_ids: Iterable[int] = (),
         stop: Iterable[str] = (),
     ):
@@ -45,16 +45,16 @@ class Session:
         self.turns: list[Request] = []
 
     def set_system(self, text: str | None):
-        """Change the system message; the conversation goes on, and is read again from there."""
+        """Change the system message. The conversation goes on, but must be read again."""
         before, self.system = self.system, text
         try:
             self.encode([{"role": "user", "content": "?"}])
-        except BaseException:  # some templates refuse such a message; Ctrl-C
+        except BaseException:  # some templates refuse system messages; also Ctrl-C
             self.system = before
             raise
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """Token ids of the conversation with these messages, up to where the next answer begins."""
+        """Token ids of a conversation with these messages, up to where the next answer begins."""
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
         if self.template is not None:
@@ -63,17 +63,17 @@ class Session:
         return self.tokenizer.encode("".join(b + message["content"] for b, message in zip(breaks, messages)))
 
     def ask(self, text: str, show: Callable[[str], None]) -> Request:
-        """Answer a message, giving each piece of text to show(); UserError where it does not fit into the context.
+        """Answer a message and pass each piece of text to show(). UserError if the context has no room for it.
 
-        Ctrl-C ends the answer, which stays in the conversation as far as it came (finish_reason "cancelled").
+        Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the conversation.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.encode(messages)
-        room = self.context + 1 - len(prompt)  # the last token of an answer needs no slot
+        room = self.context + 1 - len(prompt)  # the last token of an answer is not read
         if room < 1:
             raise UserError(
-                f"the context is full: with this message the conversation has {len(prompt)} tokens, of {self.context} "
-                "that there is room for; shorten it, or /reset"
+                f"the context is full: with this message the conversation has {len(prompt)} tokens, but the context "
+                f"holds {self.context}; shorten it, or /reset"
             )
         check_prompt(prompt, self.engine.model.config, self.context)
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
@@ -81,17 +81,17 @@ class Session:
             print_status(f"({more}; /reset makes all of it free)", dim=True)
         stream, answer, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), "", []
 
-        def take(token: int) -> bool:
+        def on_token(token: int) -> bool:
             pieces.append(stream.add(() if token in self.stop_ids else (token,)))
             return stream.stopped
 
-        def show_pieces():  # not in take: that a reader has gone is no error of the request, but ends the program
+        def show_pieces():  # not in on_token, where the error of a closed pipe would end only the request
             nonlocal answer
             while pieces:
                 answer += pieces[0]
                 show(pieces.pop(0))
 
-        request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, take)
+        request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, on_token)
         self.engine.add(request)
         try:
             while request.finish_reason is None:
@@ -101,7 +101,7 @@ class Session:
             self.engine.cancel(request)
             self.engine.step()
         if request.finish_reason == "error":
-            raise UserError(f"the answer broke off: {request.error}")
+            raise UserError(f"the answer failed: {request.error}")
         pieces.append(stream.add((), last=True))
         show_pieces()
         if request.new_tokens:
@@ -111,15 +111,15 @@ class Session:
 
     @property
     def low_water(self) -> int:
-        """So little room, in tokens, is worth a warning."""
+        """With fewer free positions than this, a warning is printed."""
         return max(64, self.context // 10)
 
     def reset(self):
-        """Forget the messages; the cache keeps what the next conversation may begin with again."""
+        """Forget the messages. The cache keeps them, since the next conversation may begin in the same way."""
         self.messages = []
 
     def summary(self, turn: Request) -> str:
-        """A turn in a line."""
+        """One line about a turn."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
         n, read = len(turn.new_tokens), len(turn.prompt) - turn.cached_tokens
@@ -137,7 +137,7 @@ class Session:
         return f"[{line}]"
 
     def statistics(self) -> str:
-        """All turns in a few lines."""
+        """A few lines about all turns."""
         turns = [turn for turn in self.turns if turn.new_tokens]
         kept = sum(turn.cached_tokens for turn in turns)
         read, written = sum(len(turn.prompt) for turn in turns) - kept, sum(len(turn.new_tokens) for turn in turns)
@@ -161,7 +161,7 @@ def rate(tokens: int, seconds: float) -> str:
 
 @contextmanager
 def one_interrupt():
-    """Within, the first Ctrl-C raises KeyboardInterrupt and those of an impatient user after it do nothing."""
+    """A context in which the first Ctrl-C raises KeyboardInterrupt and further ones do nothing."""
 
     def interrupt(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,8 +175,8 @@ def one_interrupt():
 
 
 def chat(session: Session, first: Iterable[str] = ()):
-    """Talk until /exit or the end of the input; `first` are messages to begin with."""
-    sys.stdin.reconfigure(errors="replace")  # whatever bytes the terminal sends, there is something to answer
+    """Run a conversation until /exit or the end of the input. first: messages to begin with."""
+    sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 become U+FFFD
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
         print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
@@ -201,7 +201,7 @@ def chat(session: Session, first: Iterable[str] = ()):
             if command[0] == "/" and "/" not in command[1:]:
                 handle_command(session, command, rest.strip())
             else:
-                with one_interrupt() if session.engine.ranks is None else nullcontext():  # torchrun ends by Ctrl-C
+                with one_interrupt() if session.engine.ranks is None else nullcontext():  # Ctrl-C ends torchrun
                     turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
                     print(flush=True)
                     print_status(session.summary(turn), dim=True)
@@ -212,7 +212,7 @@ def chat(session: Session, first: Iterable[str] = ()):
 
 
 def idle(engine: Engine):
-    """A context for waiting, within which other ranks get an empty plan every second, so that nothing times out."""
+    """A context for waiting, in which the other ranks get an empty plan every second, so that they do not time out."""
     return nullcontext() if engine.ranks is None else engine.ranks.repeat(Plan)
 
 
@@ -224,21 +224,21 @@ def handle_command(session: Session, command: str, rest: str):
         session.set_system(rest)
         text = "(system message set)"
     elif command == "/system":
-        text = "(no system message but what the template has)" if session.system is None else session.system
+        text = "(no system message is set; the template may have its own)" if session.system is None else session.system
     elif command == "/stats":
         text = session.statistics()
     elif command == "/help":
         text = HELP
     else:
-        text = f"{command} is no command. {HELP}"
+        text = f"{command} is not a command. {HELP}"
     print_status(text, dim=True)
 
 
 def read_line() -> str | None:
-    """The next line without its end, None at the end of the input. Prompts only on a terminal."""
+    """The next line of input, or None at its end. A prompt is shown only on a terminal."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # \001 and \002 enclose what takes no room on the screen, so that readline counts the columns right.
+            # \001 and \002 enclose what has no width on the screen, so that readline counts columns correctly.
             return input("\001\033[1m\002> \001\033[0m\002" if has_colours(sys.stdout) else "> ")
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -21,20 +21,20 @@ from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
-METADATA = {"__metadata__": {"format": "pt"}}  # of each file, as transformers wants it
+FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 SHARD_BYTES = 5_000_000_000
-ABANDONED_S = 3600.0  # without a change, after which a writer must be dead
-LOOKS = 10  # at a directory that is no checkpoint, before it is believed
+ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is taken for dead
+TARGET_CHECKS = 10  # of a target that is not a checkpoint, 50 ms apart, before it is refused
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
-OUR_FIELD = "n_kv_head"  # in our config.json and in nobody else's
+OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
 
 # ---------------------------------------------------------------- reading
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file; UserError where the file is not one."""
+    """The JSON object in a file; UserError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,13 +56,13 @@ def read_config(directory: Path) -> Config:
     path = Path(directory) / "config.json"
     fields = read_json(path)
     if OUR_FIELD not in fields:
-        raise UserError(f"{path} is not of a fastpath checkpoint; make one with convert_hf_checkpoint.py")
+        raise UserError(f"{path} is not the config of a fastpath checkpoint; convert it with convert_hf_checkpoint.py")
     fields.pop("quantization", None)
     return make_config(path, **fields)
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How a checkpoint directory's weights are quantized, or None."""
+    """How the weights of a checkpoint directory are quantized, or None."""
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
     try:
@@ -77,7 +77,7 @@ def read_quantization(directory: Path) -> Quantization | None:
 
 
 def make_config(path: Path, **fields) -> Config:
-    """A Config of fields as JSON has them. UserError, with the file that they are from, if they make none."""
+    """A Config from the fields of a JSON file. UserError, with the file's path, if they are not valid."""
     try:
         if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
             scaling = dict(fields["rope_scaling"])
@@ -90,7 +90,7 @@ def make_config(path: Path, **fields) -> Config:
 
 
 def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is cut short."""
+    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is truncated."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -148,12 +148,15 @@ def empty_model(config: Config, quantization: Quantization | None = None) -> Tra
 
 def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
     """Bytes of all weights, with those that are not quantized in dtype."""
-    state = empty_model(config, quantization).state_dict().values()  # float32 stands for dtype
+    state = empty_model(config, quantization).state_dict().values()  # float32 weights get dtype
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """weight_files, after a check that they hold exactly these tensors (on meta; float32 stands for any float)."""
+    """weight_files, after a check that they hold exactly the expected tensors, which are on the meta device.
+
+    An expected dtype of float32 allows every floating-point dtype.
+    """
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
@@ -163,19 +166,20 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
         for name, entry in safetensors_header(path).items():
             tensor = expected[name]
             if tuple(entry["shape"]) != tuple(tensor.shape):
-                shapes = f"{tuple(entry['shape'])}, config.json makes it {tuple(tensor.shape)}"
+                shapes = f"{tuple(entry['shape'])}, but by config.json it should be {tuple(tensor.shape)}"
                 raise UserError(f"{path}: {name} is {shapes}")
-            allowed = ("BF16", "F16", "F32") if tensor.dtype == torch.float32 else (STORED[tensor.dtype],)
+            allowed = FLOATS.values() if tensor.dtype == torch.float32 else (SAFETENSORS_NAMES[tensor.dtype],)
             if entry["dtype"] not in allowed:
-                raise UserError(f"{path}: {name} is {entry['dtype']}, config.json makes it {' or '.join(allowed)}")
+                dtypes = f"{entry['dtype']}, but by config.json it should be {' or '.join(allowed)}"
+                raise UserError(f"{path}: {name} is {dtypes}")
     return files
 
 
 def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
-    """The checkpoint's model with its weights on device, without caches and kernels. UserError for what is not finite.
+    """The checkpoint's model with its weights on device, without caches and kernels. UserError for NaN and infinity.
 
-    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model at most one tensor
-    is in memory. shard: a tp.Shard; then only its share of the model is read.
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one tensor
+    is in memory. shard: a tp.Shard, whose part of the model is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -188,7 +192,7 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
         for name, part in parts.items():
             kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
             weights[name] = tensor = read_tensor(files[name], name, part).to(device=device, dtype=kind)
-            # Minimum and maximum are NaN where anything is, and to find them makes no copy.
+            # The minimum and maximum are NaN if any element is, and finding them makes no copy.
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 raise UserError(f"{files[name]}: {name} holds NaN or infinity in {str(kind).removeprefix('torch.')}")
             bar.update(tensor.nbytes)
@@ -199,9 +203,9 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
-    """Refuse, with both numbers, a model whose weights and caches do not fit on device.
+    """UserError, with the bytes needed and free, if the weights and caches of a model do not fit on device.
 
-    cache_tokens: the positions of all rows together. portion: the fraction of a split model that is on this device.
+    cache_tokens: positions of all cache rows together. portion: the fraction of a split model that is on this device.
     """
     weights = weight_bytes(config, dtype, quantization) * portion
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
@@ -209,7 +213,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
     if weights + caches > free:
         raise UserError(
             f"the model needs {(weights + caches) / 1e9:.2f} GB on {device} ({weights / 1e9:.2f} weights, "
-            f"{caches / 1e9:.2f} KV cache), {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
+            f"{caches / 1e9:.2f} KV cache), but {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
             "--max_seq_length"
         )
 
@@ -218,35 +222,32 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 
 
 class ShardFile:
-    """A safetensors file to which tensors are written as they come. Room is left before them for the header."""
+    """A safetensors file to which tensors are written one by one, after space that is left for the header."""
 
-    ROOM = 1 << 18  # bytes, enough for 2,000 tensors; the format allows the header to be padded with spaces
+    HEADER_BYTES = 1 << 18  # the format allows spaces after the header
+    MAX_TENSORS = 1000  # each takes less than 200 bytes of the header
 
     def __init__(self, path: Path):
         self.file, self.size = open(path, "wb"), 0  # noqa: SIM115
         self.header: dict[str, dict] = {}
-        self.header_size = len(json.dumps(METADATA))
-        self.file.write(b" " * (8 + self.ROOM))
+        self.file.write(b" " * (8 + self.HEADER_BYTES))
 
-    def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether there is room for another tensor. For a first one there always is."""
-        header = self.header_size + len(json.dumps({name: self._entry(tensor)}))
-        return not self.header or (header <= self.ROOM and self.size + tensor.nbytes <= SHARD_BYTES)
+    def has_room_for(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor may be added. A first one always may."""
+        return not self.header or (len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor):
-        self.header[name] = self._entry(tensor)
-        self.header_size += len(json.dumps({name: self.header[name]}))
+        dtype, offsets = SAFETENSORS_NAMES[tensor.dtype], [self.size, self.size + tensor.nbytes]
+        self.header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         self.size += tensor.nbytes
 
-    def _entry(self, tensor: torch.Tensor) -> dict:
-        span = [self.size, self.size + tensor.nbytes]
-        return {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-
     def close(self):
-        header = json.dumps(METADATA | self.header).encode()
+        metadata = {"__metadata__": {"format": "pt"}}  # transformers wants it
+        header = json.dumps(metadata | self.header).encode()
+        assert len(header) <= self.HEADER_BYTES
         self.file.seek(0)
-        self.file.write(self.ROOM.to_bytes(8, "little") + header)
+        self.file.write(self.HEADER_BYTES.to_bytes(8, "little") + header)
         self.file.close()
 
 
@@ -254,19 +255,22 @@ class Writer:
     """Writes a checkpoint directory that is complete or does not exist: use it in a with statement.
 
     Everything goes into a directory beside the target (`self.path`), which is renamed to the target at the end of the
-    block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written as they come; none is kept in memory.
+    block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written one by one, and none is kept in memory.
     """
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
-        self.target = Path(target).resolve()  # `.` becomes a name, a link what it points to
-        self.expected_bytes = expected_bytes  # of all tensors; a disk without that much room is refused at once
-        self.replace = replace  # a checkpoint that exists at the end, perhaps made by another process; else keep it
-        # Beside us may write processes of other machines and containers, so a process id would not be unique.
-        self.path = self.target.parent / f".{self.target.name}.{secrets.token_hex(8)}.tmp"
-        self.shards: list[ShardFile] = []  # the last one still open
+        """expected_bytes: the size of all tensors; a disk with less free space is refused before anything is written.
+        replace: whether a checkpoint that another process has meanwhile written there is replaced, or kept."""
+        self.target = Path(target).resolve()  # turns `.` into a name and follows links
+        self.expected_bytes, self.replace = expected_bytes, replace
+        # Processes on other machines and in other containers may write beside us, so a process id is not unique.
+        token = secrets.token_hex(8)
+        self.path = self.target.parent / f".{self.target.name}.{token}.tmp"
+        self.old = self.target.parent / f".{self.target.name}.old.{token}.tmp"  # holds a checkpoint being replaced
+        self.shards: list[ShardFile] = []  # only the last one is open
 
     def __enter__(self):
-        for _ in range(LOOKS):
+        for _ in range(TARGET_CHECKS):
             if not os.path.lexists(self.target) or is_replaceable(self.target):
                 break
             time.sleep(0.05)  # another writer may be moving its directory here
@@ -282,12 +286,12 @@ class Writer:
         if free < self.expected_bytes:
             self.path.rmdir()
             need = f"{self.expected_bytes / 1e9:.2f} GB"
-            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, the checkpoint needs {need}")
+            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, but the checkpoint needs {need}")
         return self
 
     def add(self, name: str, tensor: torch.Tensor):
-        """Write one tensor, into a new shard if this one would exceed 5 GB."""
-        if not self.shards or not self.shards[-1].takes(name, tensor):
+        """Write one tensor, into a new shard if the last one has no room for it."""
+        if not self.shards or not self.shards[-1].has_room_for(tensor):
             if self.shards:
                 self.shards[-1].close()
             self.shards.append(ShardFile(self.path / f"shard-{len(self.shards) + 1}"))
@@ -302,21 +306,22 @@ class Writer:
 
     def __exit__(self, kind, error, traceback):
         try:
-            if kind is None:
-                self.finish()
-        except BaseException as late:  # Ctrl-C too
-            kind, error = type(late), late
-        if kind is None:
-            return
-        for shard in self.shards:
-            with suppress(OSError):  # what is still in its buffer may not fit either
-                shard.file.close()
-        shutil.rmtree(self.path, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error is not None:
+                raise error
+            self._finish_shards()
+            self._move_to_target()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
             raise UserError(f"cannot write {self.target}: {error.strerror}; nothing was left behind") from None
-        raise error
+        finally:
+            for shard in self.shards:
+                with suppress(OSError):  # what is still in its buffer may not fit either
+                    shard.file.close()
+            shutil.rmtree(self.path, ignore_errors=True)  # after a success it is no longer there
 
-    def finish(self):
+    def _finish_shards(self):
+        """Close the last shard, and give all of them the names by which transformers knows them, with an index."""
         if self.shards:
             self.shards[-1].close()
         names = [f"model-{i + 1:05}-of-{len(self.shards):05}.safetensors" for i in range(len(self.shards))]
@@ -328,22 +333,27 @@ class Writer:
             self.add_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for i, name in enumerate(names):
             (self.path / f"shard-{i + 1}").rename(self.path / name)
-        old = self.path.with_name(f".{self.target.name}.old.{self.path.name.split('.')[-2]}.tmp")
-        while self.path.exists():  # other writers of this target may come between any two of these calls
-            try:
-                if self.target.exists():
+
+    def _move_to_target(self):
+        """Rename our directory to the target. Other writers of this target may come between any two of these calls."""
+        try:
+            while True:
+                try:
+                    self.path.rename(self.target)  # fails unless nothing or an empty directory is there
+                    return
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
                     if not self.replace:
-                        return shutil.rmtree(self.path)
-                    self.target.rename(old)
-                self.path.rename(self.target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    raise
-            finally:
-                with suppress(OSError):
-                    if old.exists() and not self.target.exists():  # interrupted between the two
-                        old.rename(self.target)
-                shutil.rmtree(old, ignore_errors=True)
+                        return
+                    shutil.rmtree(self.old, ignore_errors=True)
+                    with suppress(FileNotFoundError):
+                        self.target.rename(self.old)
+        finally:
+            with suppress(OSError):
+                if self.old.exists() and not self.target.exists():  # interrupted between the two renames
+                    self.old.rename(self.target)
+            shutil.rmtree(self.old, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, writer: Writer):
@@ -354,7 +364,7 @@ def copy_tokenizer(source: Path, writer: Writer):
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path is an empty directory, or a checkpoint directory of ours. False where it goes away meanwhile."""
+    """Whether a path is an empty directory or a fastpath checkpoint. False if it disappears meanwhile."""
     try:
         return path.is_dir() and (not any(path.iterdir()) or is_ours(path))
     except (OSError, UserError):
@@ -362,10 +372,13 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete what writers of this target left behind that were killed outright: where nothing has changed for an hour.
-    (Nobody can see whether a writer on another machine still runs.) A checkpoint that was moved away is put back."""
+    """Delete the directories of killed writers of this target, that is, those that have not changed for an hour.
+
+    (Whether a writer on another machine is still running cannot be seen.) If a writer was killed after it had moved the
+    previous checkpoint away, that checkpoint is put back.
+    """
     for path in target.parent.glob(f".{target.name}.*.tmp"):
-        with suppress(OSError):  # its writer may be about to remove it itself
+        with suppress(OSError):  # its writer may be removing it itself
             if time.time() - max(file.stat().st_ctime for file in (path, *path.iterdir())) < ABANDONED_S:
                 continue
             if path.name.startswith(f".{target.name}.old.") and not target.exists():

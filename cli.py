@@ -1,7 +1,7 @@
-"""What every command of this project shares: errors in one line, options, messages, and memory.
+"""What all commands of this project share: one-line errors, options, messages, and memory.
 
-Read `run_command` first: it runs a command's main() and turns what can go wrong into exit codes. Knows nothing of
-models, and is the only file that every other file may import.
+Read `run_command` first: it runs a command's main() and turns exceptions into exit codes. This file knows nothing of
+models, and every other file may import it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can put right: what came, what was expected, what to do, in one line."""
+    """An error that the user can fix. Its message is one line: what came, what was expected, what to do."""
 
 
 def first_line(error: BaseException) -> str:
@@ -30,14 +30,14 @@ def first_line(error: BaseException) -> str:
 
 
 def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
-    """Run a command's main() and exit: 2 and one line for a UserError, 130 for Ctrl-C, without a traceback for either.
+    """Run a command's main() and exit the process. A UserError or Ctrl-C prints no traceback.
 
-    print_error(line) prints the line that says what was wrong.
+    The exit code is 2 after a UserError, whose message goes to print_error(line), and 130 after Ctrl-C.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary directories are removed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us; print() would take stdout for stderr
+        if getattr(sys, name) is None:  # closed by the parent process; print(file=None) would write to stdout
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
     def fail(text: str) -> int:
@@ -52,13 +52,13 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
         code = fail(str(error))
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+    except BrokenPipeError:  # the program that reads our output has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # a full disk, a file that may not be read
+    except OSError as error:  # a full disk, a file without read permission
         code = fail(str(error))
     except (MemoryError, RuntimeError) as error:
-        # torch raises an exception of its own on GPUs and a bare RuntimeError on CPU.
+        # Out of memory, torch raises OutOfMemoryError on a GPU and a plain RuntimeError on a CPU.
         out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
@@ -70,21 +70,21 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, which raises a UserError instead of printing its usage."""
+    """An argparse parser that raises a UserError instead of printing its usage."""
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds to --help only the defaults that tell the reader something."""
+    """Shows in --help the defaults that are not None, False or empty."""
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
 def number(kind: type, rule: str, allowed: Callable):
-    """An argparse type: a number of this kind (int, float) for which allowed(number) is true; rule says it in words."""
+    """An argparse type: a number (kind: int or float) for which allowed(number) is true. rule: the same in words."""
 
     def parse(text):
         value = kind(text)
@@ -97,7 +97,7 @@ def number(kind: type, rule: str, allowed: Callable):
 
 
 def token_ids(text: str) -> list[int]:
-    """An argparse type: ids, separated by commas or spaces."""
+    """An argparse type: token ids, separated by commas or spaces."""
     return [int(part) for part in text.replace(",", " ").split()]
 
 
@@ -105,7 +105,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def print_status(text: str, dim: bool = False):
-    """Print a line on stderr at once; dim, where the terminal has colours, for what stands beside a conversation."""
+    """Print a line on stderr and flush it. dim: in a fainter colour, to tell it from a conversation's text."""
     text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
     print(text, file=sys.stderr, flush=True)
 
@@ -115,7 +115,7 @@ def has_colours(stream) -> bool:
 
 
 def progress_bar(total: int, description: str, delay: float = 0.0):
-    """A progress bar for terminals (tqdm), a context manager with update(n); it appears after `delay` seconds."""
+    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n)."""
     from tqdm import tqdm
 
     options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
@@ -123,9 +123,10 @@ def progress_bar(total: int, description: str, delay: float = 0.0):
 
 
 class Stopwatch:
-    """`with Stopwatch("compiling", "a minute or so the first time") as watch:` then watch.seconds.
+    """Measures a with block, and says on stderr what takes so long.
 
-    Prints what is going on, on a terminal with the seconds as they pass, and at the end how long it took.
+    `with Stopwatch("compiling", "about a minute") as watch: ...` prints "compiling (about a minute) ..." at the start,
+    on a terminal with a count of seconds, and the total at the end. Afterwards watch.seconds is the total.
     """
 
     def __init__(self, what: str, hint: str = ""):
@@ -165,7 +166,7 @@ class Stopwatch:
 
 
 def available_memory(device) -> int:
-    """Bytes that can still be allocated on a device, swap left out. On Linux a control group's limit counts, too."""
+    """Bytes that can still be allocated on a device, without swap. On Linux the control group's limit counts."""
     import torch
 
     device = torch.device(device)
@@ -182,14 +183,14 @@ def available_memory(device) -> int:
     try:
         limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # cached files make room when needed
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # pages of files are dropped when needed
         return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
     except (OSError, ValueError, KeyError):
         return free
 
 
 def peak_memory(device) -> int:
-    """The most bytes in use so far: of the whole process on CPU, of what torch allocated on other devices."""
+    """The most bytes in use so far: by the whole process on CPU, by torch's allocations on other devices."""
     import torch
 
     device = torch.device(device)
@@ -207,8 +208,8 @@ def peak_memory(device) -> int:
 def keep_freed_memory():
     """Have the C library keep up to 1 GB of freed memory for the next tensors.
 
-    glibc gives large blocks back at once, and the system then maps and clears their pages again for every tensor:
-    half the time of a prefill on CPU. Other C libraries have no such call, or do not need it.
+    glibc returns large blocks to the system as soon as they are freed, and the system then clears new pages for every
+    tensor. This took half the time of a prefill on CPU. Other C libraries lack this call, or do not need it.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     with suppress(OSError, AttributeError):
@@ -218,6 +219,6 @@ def keep_freed_memory():
 
 
 def release_freed_memory():
-    """Have the C library give freed memory back to the system, also from between blocks that are in use."""
+    """Have the C library return freed memory to the system, also where it lies between blocks in use."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

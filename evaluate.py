@@ -1,16 +1,16 @@
-"""How good a checkpoint is: perplexity on a text, distance from a reference model at every position, benchmark tasks.
+"""Measures how good a checkpoint is: perplexity on a text, KL divergence from a reference model, benchmark tasks.
 
-Read down: a Window says which tokens are scored after which others; `scores` runs the models over a batch of windows;
-`interval` gives the error of a mean; `evaluate` puts them together; then the command. Tasks are run by EleutherAI's
-harness (harness.py).
+Read down: a Window is a piece of a text of which some tokens are scored; `scores` runs the models over a batch of
+windows; `interval` is the confidence interval of a mean; `evaluate` puts them together; then the command. Tasks are run
+by EleutherAI's harness (harness.py).
 
-Each window is run by itself, in one of two ways (--path), because a model's operations for many tokens at once round
-differently from those for one token:
+Windows do not depend on each other. They are run in one of two ways (--path), because a model may use other operations
+for many tokens than for one, and these round differently:
   prefill  a window in one pass
-  decode   one token per pass, for several windows side by side
+  decode   one token per pass, for several windows at once
 
-Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); the error of a mean over windows whose
-positions depend on each other: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
+Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); confidence intervals for
+tokens that are not independent within a window: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
 """
 
 import json
@@ -30,14 +30,14 @@ from model import Transformer
 from tokenizer import ChatTemplate, Tokenizer
 
 POSITIONS = 128  # positions whose (POSITIONS,V) probabilities are in memory at once
-SIDE_BY_SIDE = 8  # windows that are decoded together
+DECODED_WINDOWS = 8  # windows that are decoded together
 
 # ---------------------------------------------------------------- windows of a text
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids. Those from index `first` on are scored, each given the tokens before it in the window."""
+    """Token ids. Those from index `first` on are scored, given the tokens before them in the window."""
 
     ids: list[int]
     first: int
@@ -46,8 +46,8 @@ class Window:
 def windows(ids: list[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows that start `stride` (less than length) tokens apart.
 
-    Each token but the first of the text is scored once, after at least length - stride tokens if the text has as many
-    before it.
+    Each token except the first of the text is scored once, with at least length - stride tokens before it if the text
+    has so many.
     """
     out, scored = [], 1
     for start in range(0, len(ids), stride):
@@ -78,10 +78,10 @@ def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Te
 
 @torch.no_grad()
 def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterator[dict[str, Tensor]]:
-    """For each window the numbers of its n scored positions, each (n,) float64 on CPU.
+    """Yield for each window the scores of its n scored tokens: tensors (n,) of float64 on CPU, by name.
 
-    loss: the first model's, in nats. If there is a second model, the reference, also kl: KL(reference || model) in
-    nats; and top1: whether both have the same likeliest token.
+    "loss" is that of the first model, in nats. With a second model, the reference, there are also "kl", which is
+    KL(reference || model) in nats, and "top1", whether both models have the same likeliest token.
     """
     states = [hidden_states(model, batch, path) for model in models]
     for i, window in enumerate(batch):
@@ -100,7 +100,7 @@ def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterato
 
 
 def interval(clusters: list[Tensor]) -> tuple[float, float]:
-    """(mean, half the width of its 95 % confidence interval) of all numbers; those in one tensor may be dependent."""
+    """(mean, half the width of its 95 % confidence interval) of all numbers. Those in one tensor may be dependent."""
     count = sum(map(len, clusters))
     mean = sum(float(values.sum()) for values in clusters) / count
     residuals = sum(float((values - mean).sum()) ** 2 for values in clusters)
@@ -109,25 +109,25 @@ def interval(clusters: list[Tensor]) -> tuple[float, float]:
 
 
 def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int, path: str):
-    """The JSON fields for a text's ids, by a model and perhaps a reference."""
-    cut, found = windows(ids, length, stride), []
-    rows = SIDE_BY_SIDE if path == "decode" else 1
+    """Score a text's token ids with models[0], against the reference models[1] if given. Returns fields of --json."""
+    all_windows, results = windows(ids, length, stride), []
+    rows = DECODED_WINDOWS if path == "decode" else 1
     for model in models:
         model.setup_caches(rows, length)
     with progress_bar(len(ids), "evaluating", delay=2) as bar:
-        for start in range(0, len(cut), rows):
-            for numbers in scores(models, cut[start : start + rows], path):
-                found.append(numbers)
+        for start in range(0, len(all_windows), rows):
+            for numbers in scores(models, all_windows[start : start + rows], path):
+                results.append(numbers)
                 bar.update(len(numbers["loss"]))
-    total = float(sum(numbers["loss"].sum() for numbers in found))
-    count = sum(len(numbers["loss"]) for numbers in found)
+    total = float(sum(numbers["loss"].sum() for numbers in results))
+    count = sum(len(numbers["loss"]) for numbers in results)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
     perplexity = math.inf if total / count >= 700 else math.exp(total / count)  # NaN stays NaN
     result = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
     result["tokens"] = count
     if len(models) == 2:
-        result["kl_nats"], result["kl_ci95"] = interval([numbers["kl"] for numbers in found])
-        result["top1_agreement"], result["top1_ci95"] = interval([numbers["top1"] for numbers in found])
+        result["kl_nats"], result["kl_ci95"] = interval([numbers["kl"] for numbers in results])
+        result["top1_agreement"], result["top1_ci95"] = interval([numbers["top1"] for numbers in results])
     return result | {"path": path, "window": length, "stride": stride}
 
 
@@ -137,35 +137,35 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
 def parse_arguments():
     above_1 = number(int, "at least 2", lambda n: n >= 2)
     count = number(int, "at least 1", lambda n: n >= 1)
-    about = "Perplexity on a text, and the distance from a reference; tasks of EleutherAI's lm-evaluation-harness."
+    about = "Perplexity and KL divergence from a reference on a text; tasks of EleutherAI's lm-evaluation-harness."
     parser = ArgumentParser(description=about)
     add = parser.add_argument
-    add("--checkpoint_path", help="as generate.py takes it; without it SmolLM2-135M-Instruct")
-    add("--reference_checkpoint_path", help="the model to compare with: KL divergence and agreement of the top token")
-    add("--text", type=Path, help="a UTF-8 file")
-    add("--max_tokens", type=above_1, help="read only so many tokens of it")
-    add("--window", type=above_1, default=1024, help="tokens in a pass (1024, at most the model's context)")
-    add("--stride", type=count, help="tokens from one window to the next (half a window)")
-    add("--path", choices=("prefill", "decode"), default="prefill", help="a window at once, or token by token")
-    tasks = "of the harness (hellaswag winogrande ...), or .yaml files that define some"
+    add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
+    add("--reference_checkpoint_path", help="the model to compare with, by KL divergence and top token")
+    add("--text", type=Path, help="a UTF-8 text file to score")
+    add("--max_tokens", type=above_1, help="score only the first so many tokens of the text")
+    add("--window", type=above_1, default=1024, help="tokens per window (1024, at most the model's context)")
+    add("--stride", type=count, help="tokens from the start of one window to the next (half a window)")
+    add("--path", choices=("prefill", "decode"), default="prefill", help="run a window in one pass, or token by token")
+    tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
-    add("--limit", type=count, help="documents of each task (all)")
-    add("--batch_size", type=count, default=8, help="rows of the tasks' batches (8)")
-    add("--chat", action="store_true", help="set the tasks in the model's chat template")
-    add("--device", help="cpu, cuda ...; without it the fastest there is")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="in which to compute (bfloat16)")
-    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: only torch's own operations")
-    exact = "quantized weights are multiplied with activations as they are, not rounded to 8 bits (CPU)"
+    add("--limit", type=count, help="use only so many documents of each task (all)")
+    add("--batch_size", type=count, default=8, help="batch size for the tasks (8)")
+    add("--chat", action="store_true", help="apply the model's chat template to the tasks")
+    add("--device", help="cpu, cuda ... (default: the fastest available)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of activations and unquantized weights")
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: use PyTorch's own operations only")
+    exact = "do not round the inputs of quantized layers to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
-    add("--json", action="store_true", help="one JSON object on stdout")
+    add("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     if not args.text and not args.tasks:
-        parser.error("give a --text or --tasks to evaluate on")
+        parser.error("nothing to evaluate: give --text or --tasks")
     if args.reference_checkpoint_path and not args.text:
-        parser.error("a --reference_checkpoint_path is compared on a --text")
+        parser.error("--reference_checkpoint_path needs a --text to compare the models on")
     if not args.tasks and (args.chat or args.limit or args.num_fewshot is not None):
-        parser.error("--chat, --limit and --num_fewshot are about --tasks")
+        parser.error("--chat, --limit and --num_fewshot need --tasks")
     return args
 
 
@@ -176,12 +176,12 @@ def read_text(path: Path, tokenizer: Tokenizer, most: int | None) -> list[int]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path} cannot be read: {error}") from None
     if len(ids) < 2:
-        raise UserError(f"--text {path} has {len(ids)} tokens; at least 2 are needed")
+        raise UserError(f"--text {path} has {len(ids)} tokens, but at least 2 are needed")
     return ids[:most]
 
 
 def on_text(args, directory: Path) -> dict:
-    """What `evaluate` finds for the command line's text."""
+    """The result of `evaluate` for the text of the command line."""
     directories, dtype = [directory], DTYPES[args.dtype]
     if args.reference_checkpoint_path:
         directories.append(ensure_checkpoint(args.reference_checkpoint_path, args.dtype))
@@ -191,22 +191,22 @@ def on_text(args, directory: Path) -> dict:
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
     if stride >= length:
-        raise UserError(f"--stride {stride} is not less than the window of {length}: tokens would have no context")
+        raise UserError(f"--stride {stride} must be less than the window of {length}, or tokens would have no context")
     if len({config.vocab_size for config in configs}) > 1:
         sizes = " and ".join(str(config.vocab_size) for config in configs)
         raise UserError(f"the two checkpoints have vocabularies of {sizes}: their probabilities cannot be compared")
     if max(ids) >= configs[0].vocab_size:
-        raise UserError(f"the tokenizer made id {max(ids)} of the text, the vocabulary has {configs[0].vocab_size}")
+        raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
     models = []
     for directory, config in zip(directories, configs):
-        slots = (length + 8) * (SIDE_BY_SIDE if args.path == "decode" else 1)
+        slots = (length + 8) * (DECODED_WINDOWS if args.path == "decode" else 1)
         check_memory(config, args.device, dtype, slots, read_quantization(directory))
         models.append(load_model(directory, args.device, dtype, args.kernels, args.exact_activations))
     return evaluate(models, tokenizer, ids, length, stride, args.path)
 
 
 def on_tasks(args, directory: Path) -> dict:
-    """The harness's metrics, by task."""
+    """The harness's metrics for each task of the command line."""
     try:
         from harness import HarnessModel, run_tasks
     except ImportError as error:
@@ -219,7 +219,7 @@ def on_tasks(args, directory: Path) -> dict:
 
 
 def finite(value):
-    """The value with null for each number that is not finite, which JSON cannot hold."""
+    """The value with None instead of numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

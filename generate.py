@@ -1,7 +1,7 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
-Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. What is loaded how is in
-load.py, the generation loop in engine.py, a conversation (--interactive) in chat.py, what is measured in report.py.
+Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py loads the model,
+engine.py has the generation loop, chat.py the conversation of --interactive, and report.py the measurements.
 """
 
 import signal
@@ -35,7 +35,7 @@ from report import compile_counts, measurements, print_report, read_bandwidth, r
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-CONVERSATION_LENGTH = 8192  # positions for --interactive: how long a conversation becomes, nobody knows
+CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance
 
 # ---------------------------------------------------------------- options
 
@@ -43,31 +43,31 @@ CONVERSATION_LENGTH = 8192  # positions for --interactive: how long a conversati
 def parse_arguments(argv=None):
     count = number(int, "at least 1", lambda n: n >= 1)
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
-    add = parser.add_argument_group("what to continue (each may be repeated; together they are one batch)").add_argument
-    add("--prompt", action="append", default=[], help="a text ('Hello, my name is' where nothing else is given)")
-    add("--prompt_file", action="append", type=Path, default=[], help="a file with a prompt on every line")
+    add = parser.add_argument_group("prompts (each option may be repeated; all prompts are one batch)").add_argument
+    add("--prompt", action="append", default=[], help="a text ('Hello, my name is' if no prompt is given)")
+    add("--prompt_file", action="append", type=Path, default=[], help="a file with one prompt per line")
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
     add("--synthetic_prompt", action="append", type=count, default=[], metavar="N", help="N arbitrary tokens")
     add("--batch_size", type=count, default=1, help="copies of every prompt")
-    add("--num_samples", type=count, default=1, help="how often the whole batch is continued, each with its own seeds")
+    add("--num_samples", type=count, default=1, help="how often to run the whole batch, each time with other seeds")
 
     add = parser.add_argument_group("conversation").add_argument
-    add("--chat", action="store_true", help="prompts are messages to the model, set in its own chat template")
-    add("--system", metavar="TEXT", help="the system message before them (implies --chat)")
-    interactive = "talk at the terminal, turn by turn (any --prompt is a first turn); /help lists what else can be said"
+    add("--chat", action="store_true", help="take prompts as user messages and apply the model's chat template")
+    add("--system", metavar="TEXT", help="a system message before the prompts (implies --chat)")
+    interactive = "chat at the terminal, turn by turn (a --prompt is the first turn); /help lists the commands"
     add("--interactive", action="store_true", help=interactive)
 
-    add = parser.add_argument_group("how to continue it").add_argument
-    any_length = "at most this many a prompt (default: 200; of an --interactive answer, what the context holds)"
+    add = parser.add_argument_group("generation").add_argument
+    any_length = "at most this many per prompt (default: 200; with --interactive, as many as the context holds)"
     add("--max_new_tokens", type=count, help=any_length)
-    stop = "end before this text (any text; it is not printed); may be repeated"
+    stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--ignore_eos", action="store_true", help="go on after an end token")
+    add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
     add_sampling_options(add)
     add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
-    add("--json", action="store_true", help="one JSON object on stdout")
-    bound = "generate nothing; print the most tokens a second possible at this bandwidth (without a value: measure it)"
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
@@ -76,29 +76,29 @@ def parse_arguments(argv=None):
 
 def add_sampling_options(add):
     add("--temperature", type=float, default=0.8, help="0: greedy")
-    add("--top_k", type=int, default=200, help="draw from the k likeliest; 0: all")
-    add("--top_p", type=float, default=1.0, help="draw from the likeliest tokens that make up p")
-    add("--min_p", type=float, default=0.0, help="drop what is less likely than min_p times the likeliest")
-    add("--repetition_penalty", type=float, default=1.0, help="divides the logits of tokens seen before")
-    add("--frequency_penalty", type=float, default=0.0, help="subtracted from a logit for each time it was generated")
-    add("--presence_penalty", type=float, default=0.0, help="subtracted from a logit if it was generated")
+    add("--top_k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
+    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens that add up to p")
+    add("--min_p", type=float, default=0.0, help="drop tokens less likely than min_p times the likeliest")
+    add("--repetition_penalty", type=float, default=1.0, help="above 1: makes tokens that occurred before less likely")
+    add("--frequency_penalty", type=float, default=0.0, help="subtracted from a token's logit per earlier occurrence")
+    add("--presence_penalty", type=float, default=0.0, help="subtracted from a token's logit if it was generated")
     seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
-    add("--seed", type=seed, default=1234, help="of the first row; every further row and sample has the next")
+    add("--seed", type=seed, default=1234, help="for the first row; each further row or sample has the next")
 
 
 def check_arguments(args):
-    """The arguments, with what follows from them; UserError where they contradict each other."""
+    """Check the arguments and add what follows from them. UserError if they contradict each other."""
     args.chat = args.chat or args.system is not None
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
-            raise UserError("--stop is empty; give the text to end before" if not text else "--stop is not valid UTF-8")
+            raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
     check_model_options(args)
     if args.roofline is not None and (args.profile or args.interactive or args.draft or args.draft_checkpoint_path):
-        raise UserError("--roofline runs nothing: no --profile, no --interactive, no draft")
+        raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
         if args.json or args.profile or any(batch):
-            raise UserError("--interactive is one conversation: of the prompts it takes --prompt; no --json, --profile")
+            raise UserError("--interactive is one conversation: use --prompt for prompts, and no --json or --profile")
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -113,7 +113,7 @@ def check_arguments(args):
 
 
 def read_texts(args) -> list[str]:
-    """The prompts of the command line that are text."""
+    """The prompts of the command line that are texts."""
     texts = list(args.prompt)
     for path in args.prompt_file:
         try:
@@ -122,13 +122,13 @@ def read_texts(args) -> list[str]:
             raise UserError(f"--prompt_file {path} cannot be read: {error}") from None
     if not (texts or args.prompt_ids or args.synthetic_prompt):
         if args.prompt_file:
-            raise UserError(f"--prompt_file {args.prompt_file[0]} has no line with a prompt")
+            raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
         texts = ["Hello, my name is"]
     return texts
 
 
 def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
-    """The token ids of every prompt of the command line: the texts first."""
+    """The token ids of all prompts of the command line, the texts first."""
     config, tokenizer, prompts = checkpoint.config, checkpoint.tokenizer, []
     length = args.max_seq_length or config.max_seq_length
     for text in read_texts(args):
@@ -142,14 +142,14 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
         prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
     for i, prompt in enumerate(prompts):
         if not prompt and tokenizer.bos_id is None:
-            raise UserError("the prompt is empty and the model has no beginning token; give at least one token")
+            raise UserError("the prompt is empty and the model has no BOS token; give at least one token")
         prompts[i] = prompt or [tokenizer.bos_id]
         check_prompt(prompts[i], config, length)
     return prompts
 
 
 def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The chat template that the arguments ask for; --interactive does without one where there is none."""
+    """The chat template that the arguments ask for, or None. --interactive works without one."""
     if args.chat or (args.interactive and (checkpoint.directory / "chat_template.jinja").exists()):
         return ChatTemplate(checkpoint.directory, checkpoint.tokenizer)
     return None
@@ -165,8 +165,8 @@ def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> fro
 
 
 def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int) -> list[dict]:
-    """Continue the prompts once, the n-th time, and print the texts; their entries in --json."""
-    streaming = len(prompts) == 1 and not args.json  # one row can be shown as it comes
+    """Run the batch for the n-th time and print the texts. Returns their entries in --json."""
+    streaming = len(prompts) == 1 and not args.json  # a single row is printed token by token
     streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
     texts = [""] * len(prompts)
 
@@ -183,13 +183,13 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
         requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener(row)))
     if streaming:
         print(streams[0].context_text, end="", flush=True)
-    engine.clear()  # so that every sample reads its prompts, and is measured alike
+    engine.clear()  # every sample reads its prompts again, so that all are measured alike
     for request in requests:
         engine.add(request)
     shown = 0  # characters
     while engine.active:
         engine.step()
-        if streaming:  # not in on_token, where a closed pipe would count as the request's error and not end the program
+        if streaming:  # not in on_token, where the error of a closed pipe would end only the request
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
     if n == 0:
@@ -203,7 +203,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
             before = tokenizer.decode(prompt).rstrip() + "\n" if args.chat else stream.context_text
             print(before + text + "\n")
     if failed := [request for request in requests if request.finish_reason == "error"]:
-        raise UserError(f"the text of prompt {requests.index(failed[0]) + 1} broke off: {failed[0].error}")
+        raise UserError(f"generation failed for prompt {requests.index(failed[0]) + 1}: {failed[0].error}")
     return [
         {
             "prompt_tokens": len(request.prompt),
@@ -216,7 +216,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
 
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
-    """All samples, under the profiler if wanted; their fields of --json."""
+    """Run all samples, with --profile under the profiler. Returns their fields in --json."""
     compile_s = warm_up(args, engine, prompts, args.temperature > 0)
     samples, before = [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
@@ -225,7 +225,7 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
     if args.profile:
         with suppress(TypeError):  # a name that is not UTF-8
             profiler.export_chrome_trace(str(args.profile))
-        if args.profile.stat().st_size == 0:  # it fails in silence
+        if args.profile.stat().st_size == 0:  # the profiler reports no error
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
     recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
@@ -240,8 +240,8 @@ def print_roofline(args, checkpoint: Checkpoint, ranks):
     print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
 
-def talk(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset):
-    """The conversation of --interactive."""
+def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset):
+    """Run the conversation of --interactive."""
     from chat import Session, chat
 
     for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
@@ -253,16 +253,16 @@ def talk(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | No
 
 
 def main(ranks=None):
-    """ranks: a tp.Ranks, where torchrun has started several of us; the first one leads, the others follow it."""
+    """ranks: a tp.Ranks if torchrun has started several processes. Rank 0 leads and the others follow it."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     if args.profile and ranks.rank == 0:
-        args.profile.open("w").close()  # a path that cannot be written is better reported now than after the run
-    sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
+        args.profile.open("w").close()  # an unwritable path is reported now, not after the run
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead
     checkpoint = open_checkpoint(args, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
-        raise UserError(f"{option} is about text, and {checkpoint.directory} has no tokenizer")
+        raise UserError(f"{option} needs text, but {checkpoint.directory} has no tokenizer")
     if args.roofline is not None:
         return print_roofline(args, checkpoint, ranks)
     template = open_template(args, checkpoint)
@@ -270,13 +270,13 @@ def main(ranks=None):
     longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
     length = choose_cache_length(args, checkpoint.config, longest)
     engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
-    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that there is memory for so many
+    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that their memory was checked
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
     result = {"load_s": load_s}
     if ranks.rank:
         engine.follow()
     elif args.interactive:
-        talk(args, engine, checkpoint.tokenizer, template, stop_ids)
+        run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
     else:
         result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)
     engine.close()
@@ -292,7 +292,7 @@ def main(ranks=None):
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
         from tp import run_together
 
         run_together(main)

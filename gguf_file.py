@@ -1,8 +1,8 @@
-"""GGUF files of the llama, qwen2 and qwen3 kinds: their Config, their tensors, their tokenizer.
+"""Reads GGUF files of the architectures llama, qwen2 and qwen3: the Config, the tensors, the tokenizer.
 
-The `gguf` package reads the container and dequantizes; this file knows what the metadata means (names as llama.cpp
-writes them), where tensors are laid out differently from ours, and which quantized ones can stay as they are. Nothing
-is taken from the file's name.
+The `gguf` package parses the file and dequantizes tensors. This file knows what the metadata means (with the names that
+llama.cpp writes), which tensors have another layout than ours, and which quantized tensors can be kept as they are.
+Nothing is guessed from the file's name.
 """
 
 import sys
@@ -20,29 +20,28 @@ from linear import Packed, Quantization, pack_nibbles
 from model import Config, RopeScaling, yarn_attention_factor
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# What Config is made of; any other field of the family is warned about.
+# The fields that Config is made from. Any other field of the architecture causes a warning.
 HONOURED = """block_count context_length embedding_length feed_forward_length attention.head_count
     attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
     attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count"""
 
-
-BLOCK = 32  # columns that share a scale in the formats that can be kept
-KEPT = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}  # GGUF's kinds, to ours with the same grid
+BLOCK = 32  # columns that share a scale, in the formats that can be kept
+KEPT = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}  # GGUF type: our formats with the same levels
 
 
 def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor]:
-    """A matrix of Q4_0, Q4_1 or Q8_0 in our int4 or int8 (quantize.py), the same numbers exactly.
+    """Convert a matrix of type (kind) Q4_0, Q4_1 or Q8_0 to our int4 or int8 format (linear.py), with the same values.
 
-    blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 a float16 minimum, and the columns:
-    a signed byte each, or 16 bytes with columns 0 to 15 in the low and 16 to 31 in the high nibbles. Q4_0 means
-    (q - 8) * scale.
+    blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 also a float16 minimum, and then the
+    columns. Q8_0 has a signed byte for each; Q4_0 and Q4_1 have 16 bytes with columns 0 to 15 in the low nibbles and 16
+    to 31 in the high ones. A weight of Q4_0 is (q - 8) * scale.
     """
     N = blocks.shape[0]
-    half = 2 if kind == "Q4_1" else 1  # float16 numbers before the columns
+    n_float16 = 2 if kind == "Q4_1" else 1  # in front of the columns
     blocks = torch.from_numpy(blocks.copy()).view(N, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
-    head, body = blocks[..., : 2 * half].contiguous().view(torch.float16), blocks[..., 2 * half :]  # (N,G,..)
+    head, body = blocks[..., : 2 * n_float16].contiguous().view(torch.float16), blocks[..., 2 * n_float16 :]
     scales = head[..., 0].contiguous()
     if kind == "Q8_0":
         return {"weight": body.reshape(N, -1).view(torch.int8), "scales": scales}
@@ -54,7 +53,7 @@ def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor
 
 
 class Reader(gguf.GGUFReader):
-    """The package's reader, which names the tensor at which a file is cut short."""
+    """The reader of the gguf package, with an error that names the tensor at which a file is truncated."""
 
     def _build_tensors(self, start_offs, fields):
         for entry in fields:
@@ -67,7 +66,7 @@ class Reader(gguf.GGUFReader):
 
 
 class GgufFile:
-    """An open GGUF file. UserError, with the file and the field or tensor, for all that is wrong with it."""
+    """An open GGUF file. A UserError for anything wrong with it names the file and the field or tensor."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -89,7 +88,7 @@ class GgufFile:
         return default[0]
 
     def hyper(self, name: str, *default):
-        """A hyperparameter: a field that has the family's name in front."""
+        """A hyperparameter: a field whose name begins with the architecture."""
         return self.value(f"{self.family}.{name}", *default)
 
     def refuse(self, name: str, why: str):
@@ -101,8 +100,8 @@ class GgufFile:
         for name in sorted(self.reader.fields):
             family, _, rest = name.partition(".")
             if family == self.family and rest not in HONOURED.split():
-                print(f"warning: {self.path}: {name} = {self.value(name)!r} is not known and ignored", file=sys.stderr)
-        shapes = {tensor.name: tensor.shape for tensor in self.reader.tensors}  # innermost first
+                print(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored", file=sys.stderr)
+        shapes = {tensor.name: tensor.shape for tensor in self.reader.tensors}  # the last dimension comes first
         if "token_embd.weight" not in shapes:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
@@ -113,7 +112,7 @@ class GgufFile:
         n_head, dim = self.hyper("attention.head_count"), self.hyper("embedding_length")
         head_dim = self.hyper("attention.key_length", dim // n_head)
         if self.hyper("attention.value_length", head_dim) != head_dim:
-            self.refuse("attention.value_length", f"is not the keys' {head_dim}")
+            self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
         if self.hyper("rope.dimension_count", head_dim) != head_dim:
             self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
         scaling, context = self.rope()
@@ -139,11 +138,11 @@ class GgufFile:
         )
 
     def rope(self) -> tuple[RopeScaling | None, int]:
-        """(scaling, longest context). Llama 3's is a tensor of divisors, the others are fields."""
+        """(scaling, longest context). Llama 3's scaling is stored as a tensor of divisors, the others as fields."""
         context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
         divisors = next((tensor for tensor in self.reader.tensors if tensor.name == "rope_freqs.weight"), None)
         if divisors is not None and kind != "none":
-            self.refuse("rope.scaling.type", "comes together with a tensor rope_freqs.weight")
+            self.refuse("rope.scaling.type", "and a tensor rope_freqs.weight cannot both be used")
         if divisors is not None:
             return RopeScaling("factors", factors=tuple(map(float, divisors.data))), context
         if kind == "none":
@@ -167,10 +166,10 @@ class GgufFile:
     # ------------------------------------------------------------ tensors
 
     def tensors(self, config: Config, keep: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
-        """Every tensor, one at a time, in float32, or where `keep` has a format for its name, packed in that.
+        """Yield the name and value of each tensor: in float32, or packed in the format that `keep` has for its name.
 
-        The llama kind has the rows of q and k ordered so that RoPE turns neighbours (2i, 2i+1); ours turns rows half a
-        head apart (i, i + E/2).
+        In files of the llama architecture, RoPE rotates neighbouring rows (2i, 2i+1) of q and k. Our RoPE rotates rows
+        that are half a head apart (i, i + E/2), so these rows are reordered.
         """
         heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head} if self.family == "llama" else {}
 
@@ -196,10 +195,10 @@ class GgufFile:
             yield entry.name, reorder(torch.from_numpy(array if array.flags.writeable else array.copy()))
 
     def quantization(self, modules: dict[str, list[str]]) -> Quantization:
-        """How our checkpoint is quantized if it keeps what it can of the file's formats.
+        """The Quantization of a checkpoint that keeps the quantized values of this file where it can.
 
-        modules: our module names, to the names of the file's tensors that are stacked there, all of which must fit in
-        one format of ours; where they do not, the module is dequantized.
+        modules: for the name of each of our modules, the names of the file's tensors that are stacked in it. A module
+        is dequantized if no single format of ours can hold all its tensors.
         """
         kinds = {tensor.name: tensor.tensor_type.name for tensor in self.reader.tensors}
         formats = {}
@@ -210,7 +209,7 @@ class GgufFile:
         mode = "int8" if blocks.count("int8") > blocks.count("int4") else "int4"
         if mode not in blocks:
             kept = ", ".join(KEPT)
-            raise UserError(f"{self.path} has no matrices of {kept}; there is nothing to keep")
+            raise UserError(f"{self.path} has no matrices of {kept}; convert it without --keep_quantized")
         usual = Quantization(mode, BLOCK, formats.get("output", formats["embedding"]))
         exceptions = {module: format for module, format in formats.items() if format != usual.format(module)}
         return Quantization(mode, BLOCK, usual.head, exceptions)
@@ -218,7 +217,7 @@ class GgufFile:
     # ------------------------------------------------------------ tokenizer
 
     def write_tokenizer(self, writer: Writer):
-        """tokenizer.json or tokenizer.model, tokenizer_config.json and the chat template, from the metadata."""
+        """Write tokenizer.json or tokenizer.model, tokenizer_config.json and the chat template, from the metadata."""
 
         def get(name, *default):
             return self.value(f"tokenizer.ggml.{name}", *default)
@@ -252,17 +251,17 @@ class GgufFile:
             (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of token, numbered as in sentencepiece
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types, numbered as in sentencepiece
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
-# How a vocabulary's text was cut before merging: a regex, or None for GPT-2's own.
+# The regex by which text is split before merging; None is GPT-2's regex.
 PRE_TOKENIZERS = {
     "gpt-2": None,
-    "smollm": None,  # after cutting out every digit
+    "smollm": None,  # after splitting off every digit
     "llama-bpe": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
     "qwen2": _CONTRACTION + _WORD + r"|\p{N}" + _REST,
     "tekken": _CASED_WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),
@@ -271,7 +270,7 @@ ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-b
 
 
 def byte_level_bpe(path: Path, get):
-    """(a `tokenizers` Tokenizer, whether this kind begins with its beginning token when the file does not say)."""
+    """(a `tokenizers` Tokenizer, whether a text begins with the BOS token if the file does not say)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = get("pre", None)
@@ -279,7 +278,7 @@ def byte_level_bpe(path: Path, get):
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS | ALIASES))
         raise UserError(f"{path}: tokenizer.ggml.pre {name!r} is not known; known: {known}")
-    whole_words = name in ("llama-bpe", "tekken")  # a word that is a token is not merged together
+    whole_words = name in ("llama-bpe", "tekken")  # a word that is itself a token becomes it without merges
     tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
@@ -299,9 +298,10 @@ def byte_level_bpe(path: Path, get):
 
 
 def sentencepiece_model(get) -> bytes:
-    """A tokenizer.model: sentencepiece's ModelProto, in protobuf's wire format (fields of sentencepiece_model.proto).
+    """A tokenizer.model file: sentencepiece's ModelProto in protobuf's wire format (see sentencepiece_model.proto).
 
-    A GGUF file holds all that is in one, so the library that made the ids can make them again.
+    A GGUF file holds everything that is in such a file, so the sentencepiece library can encode text as it did when the
+    model was trained.
     """
 
     def varint(number: int) -> bytes:
@@ -312,7 +312,7 @@ def sentencepiece_model(get) -> bytes:
             number >>= 7
         return bytes([*out, number])
 
-    def field(number: int, value) -> bytes:  # an int as varint, a float as fixed32, bytes behind their length
+    def field(number: int, value) -> bytes:  # int: varint; float: fixed32; bytes: after their length
         if isinstance(value, float):
             return varint(number << 3 | 5) + torch.tensor(value, dtype=torch.float32).numpy().tobytes()
         if isinstance(value, int):

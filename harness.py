@@ -1,7 +1,7 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (arXiv:2405.14782), for evaluate.py --tasks.
+"""Runs tasks of EleutherAI's lm-evaluation-harness (arXiv:2405.14782), for evaluate.py --tasks.
 
-Read `run_tasks`, then HarnessModel: the three things that the harness asks of a model, each as requests to the engine.
-The harness decides everything else: the documents, the prompts, how answers are judged. Needs requirements-eval.txt.
+Read `run_tasks`, then HarnessModel, which turns the three calls that the harness makes into requests to the engine. The
+harness decides everything else: the documents, the prompts, and how answers are scored. Needs requirements-eval.txt.
 """
 
 import sys
@@ -20,25 +20,25 @@ from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-MAX_NEW_TOKENS = 256  # of an answer, if a task does not say
+MAX_NEW_TOKENS = 256  # per answer, if a task does not say
 
 
-def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: int | None, chat: bool) -> dict:
+def run_tasks(model: "HarnessModel", names: list[str], num_fewshot: int | None, limit: int | None, chat: bool) -> dict:
     """Run tasks and return {task: {metric: value}}.
 
-    names: the harness's tasks, or paths of YAML files that define some. few: examples before each question. limit:
-    documents of each task.
+    names: tasks of the harness, or paths of YAML files that define tasks. num_fewshot: examples before each question.
+    limit: the number of documents to use of each task.
     """
-    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # as for any program that is run from here
-        sys.path.append(sys.path.pop(0))  # some tasks import a package called evaluate, which is not our evaluate.py
+    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # Python puts it first
+        sys.path.append(sys.path.pop(0))  # tasks may import a package called evaluate, not our evaluate.py
     with redirect_stdout(sys.stderr):  # the harness prints its progress
         try:
             config = EvaluatorConfig(tasks=names)
             manager = config.process_tasks()
-            found = simple_evaluate(
+            results = simple_evaluate(
                 model,
                 tasks=config.tasks,
-                num_fewshot=few,
+                num_fewshot=num_fewshot,
                 limit=limit,
                 apply_chat_template=chat,
                 task_manager=manager,
@@ -46,23 +46,23 @@ def run_tasks(model: "HarnessModel", names: list[str], few: int | None, limit: i
             )
         except UserError:
             raise
-        except Exception as error:  # no such task, no data set, or anything that code in task files raises
+        except Exception as error:  # an unknown task, a missing data set, or an error in the code of a task
             raise UserError(f"--tasks {' '.join(names)}: {type(error).__name__}: {first_line(error)}") from error
     return {
         task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
-        for task, metrics in found["results"].items()
+        for task, metrics in results["results"].items()
     }
 
 
 class HarnessModel(TemplateLM):
-    """A Transformer with its tokenizer, up to batch_size rows at a time."""
+    """A Transformer and its tokenizer behind the harness's interface, with up to batch_size rows at a time."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, batch_size: int, template: ChatTemplate | None = None):
         super().__init__()
         self.model, self.tokenizer, self.batch_size, self.template = model, tokenizer, batch_size, template
         self.max_length = model.config.max_seq_length
         if not tokenizer.eos_ids:
-            raise UserError("--tasks needs a tokenizer with an end token, which this checkpoint does not have")
+            raise UserError("--tasks needs a tokenizer with an EOS token, which this checkpoint does not have")
 
     # ------------------------------------------------------------ text
 
@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         ids, bos = self.tokenizer.encode(string, add_bos=False), self.tokenizer.bos_id
         add_bos = self.tokenizer.add_bos and add_special_tokens is not False
-        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have written it
+        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have added it
 
     @property
     def tokenizer_name(self):
@@ -90,17 +90,17 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         return self.template.render(chat_history, add_generation_prompt)
 
-    # ------------------------------------------------------------ what the harness asks
+    # ------------------------------------------------------------ the three calls of the harness
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
-        """requests: (texts, context ids, continuation ids).
-
-        For each (log-probability of the continuation in nats, whether greedy decoding gives the continuation).
+        """For each (texts, context ids, continuation ids), the continuation's log-probability in nats, and whether
+        greedy decoding would give the continuation.
         """
         prompts = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
-                raise UserError(f"a task scores {len(continuation)} tokens at once, the context is {self.max_length}")
+                n = len(continuation)
+                raise UserError(f"a task scores {n} tokens at once, but the context holds {self.max_length}")
             ids = (context + continuation)[-self.max_length - 1 :]
             prompts.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
         self.run(prompts, "scoring")
@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """For each (text,) its log-probability in nats, in windows as the harness cuts them."""
+        """For each (text,), its log-probability in nats, in the windows that the harness makes of it."""
         windows, owner = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -130,7 +130,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """For each (context, settings) the text that follows, up to one of settings["until"] or an end token."""
+        """For each (context, settings), the text that follows, up to one of settings["until"] or an EOS token."""
         answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
         self.run([answer.request for answer in answers], "generating")
         texts = [answer.finish() for answer in answers]
@@ -158,13 +158,13 @@ class HarnessModel(TemplateLM):
 
 
 class Answer:
-    """A text that is being generated for a task: the request, and its text as the tokens come."""
+    """A text that is generated for a task: the request to the engine, and the text so far."""
 
     def __init__(self, model: HarnessModel, context: str, settings: dict, seed: int):
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         most = settings["max_gen_toks"]
         if not 1 <= most < model.max_length:
-            raise UserError(f"a task wants {most} tokens, the context holds 1 to {model.max_length - 1} and a prompt")
+            raise UserError(f"a task asks for {most} new tokens, but the context allows 1 to {model.max_length - 1}")
         try:
             params = SamplingParams(
                 temperature=float(settings.get("temperature") or 0.0),
@@ -173,7 +173,7 @@ class Answer:
                 seed=seed,
             )
         except ValueError as error:
-            raise UserError(f"a task wants what cannot be: {error}") from None
+            raise UserError(f"a task has invalid sampling settings: {error}") from None
         until = settings.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         self.stream, self.text = TextStream(model.tokenizer, stop=until), ""
@@ -181,10 +181,10 @@ class Answer:
         self.request = Request(prompt, params, most, frozenset(model.tokenizer.eos_ids), self.add)
 
     def add(self, token: int) -> bool:
-        """Note a new token; True if a stop string is complete."""
+        """Add a new token to the text. Returns True if a stop string is complete."""
         self.text += self.stream.add([token])
         return self.stream.stopped
 
     def finish(self) -> str:
-        """The text, with what may have become a stop string and did not."""
+        """The whole text, with what was held back as a possible stop string."""
         return self.text + self.stream.add([], last=True)

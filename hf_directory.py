@@ -1,8 +1,8 @@
-"""Hugging Face directories: their Config, their tensors, their tokenizer.
+"""Reads Hugging Face directories: the Config, the tensors, the tokenizer.
 
-Read down: config.json, in which every field is honoured, known as harmless, refused, or warned about; the weights, of
-safetensors or .bin files; the tokenizer's settings, of up to five files. What transformers honours is what counts, and
-its defaults hold where a file says nothing. Nothing is taken from the directory's name.
+Read down: config.json, in which every field is used, known as harmless, refused, or warned about; the weights, from
+safetensors or .bin files; the tokenizer's settings, from up to five files. Fields mean what they mean in transformers,
+with its defaults for those that a file leaves out. Nothing is guessed from the directory's name.
 """
 
 import json
@@ -24,7 +24,7 @@ from model import Config, RopeScaling, check_positive, yarn_attention_factor
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FAMILIES |= {"qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
 
-# Fields that do not change what inference computes: about training, other programs, the defaults of generation.
+# Fields that do not change what the model computes: for training, other programs, or defaults of generation.
 HARMLESS = """
     _attn_implementation _name_or_path architectures attention_dropout attention_softmax_in_fp32 attn_implementation
     auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion bos_token_id chunk_size_feed_forward
@@ -39,7 +39,7 @@ HARMLESS = """
     tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
     transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split()  # noqa: SIM905
-# Fields that do change it, with the values at which they have no effect.
+# Fields that change what the model computes, with the values at which they have no effect.
 NEUTRAL = {
     "hidden_act": ["silu", "swish"],
     "is_decoder": [None, False, True],
@@ -55,31 +55,31 @@ NEUTRAL = {
 
 
 def hf_config(directory: Path) -> Config:
-    """The Config of a Hugging Face directory. Every field is honoured, known as harmless, refused, or warned about."""
+    """The Config of a Hugging Face directory. Every field is used, known as harmless, refused, or warned about."""
     path = directory / "config.json"
     fields = Fields(path, read_json(path))
     family = fields.take("model_type", None)
     if not isinstance(family, str):
-        fields.refuse("model_type", "is not the name of a model family")
+        fields.refuse("model_type", 'is not the name of a model family; expected a string such as "llama"')
     names = fields.all.get("architectures") or [FAMILIES.get(family)]
     if not isinstance(names, list):
         fields.refuse("architectures", "is not a list of names")
-    headless = {"BloomModel": "BloomForCausalLM"}  # the published ones name the model without its head, which is tied
+    headless = {"BloomModel": "BloomForCausalLM"}  # published BLOOM configs name the model without its tied head
     if headless.get(names[0], str(names[0])).lower() != FAMILIES.get(family, "").lower():
         known = ", ".join(FAMILIES.values())
         raise UserError(f"{path}: architecture {names[0]} (model_type {family}) is not known; known: {known}")
     try:
         config = bloom_fields(fields) if family == "bloom" else hf_fields(family, fields)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:  # a string for a number, and the like
-        raise UserError(f"{path} makes no sense: {error}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:  # such as a string for a number
+        raise UserError(f"{path} has a value of the wrong type: {error}") from None
     fields.finish()
     return make_config(path, **config)
 
 
 def hf_fields(family: str, fields: "Fields") -> dict:
-    """Config's fields, with transformers' defaults for those that a file leaves out."""
+    """The fields of Config, with transformers' defaults for those that a file leaves out."""
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
-    check_positive({"n_layer": n_layer}, (int,))  # before the layers are listed
+    check_positive({"n_layer": n_layer}, (int,))  # before a list of layers is made
     base, scaling, context = hf_rope(fields)
     window, sliding_layers = hf_window(fields, family, n_layer)
     bias = family in ("llama", "qwen3") and (fields.take("attention_bias", False) or False)
@@ -107,13 +107,13 @@ def hf_fields(family: str, fields: "Fields") -> dict:
 
 
 def bloom_fields(fields: "Fields") -> dict:
-    """Config's fields of a BLOOM. Its context is what it was trained on: ALiBi itself has no limit."""
+    """The fields of Config for BLOOM. The context is that of training, although ALiBi itself has no limit."""
 
     def either(old, new):
-        """A field that older configs have under another name."""
+        """A field that has another name in older configs."""
         a, b = fields.take(old, None), fields.take(new, None)
         if a is not None and b is not None and a != b:
-            fields.refuse(old, f"and {new} = {b!r} are not the same")
+            fields.refuse(old, f"is not equal to {new} = {b!r}, another name for the same field")
         return fields.take(new) if a is None else a
 
     H, D = either("n_head", "num_attention_heads"), either("n_embed", "hidden_size")
@@ -138,7 +138,7 @@ def bloom_fields(fields: "Fields") -> dict:
 
 
 class Fields:
-    """The fields of a source's config. It remembers which ones were taken, so that the rest can be judged."""
+    """The fields of a source's config.json. It records which ones were taken, so that `finish` can check the others."""
 
     def __init__(self, path: Path, fields: dict):
         self.path, self.all, self.taken = path, fields, set()
@@ -153,13 +153,13 @@ class Fields:
         raise UserError(f"{self.path}: {name} = {json.dumps(self.all.get(name))} {why}")
 
     def finish(self):
-        """Refuse fields that would change the model's function, and warn of those that nobody knows."""
+        """Refuse the remaining fields that change what the model computes, and warn about unknown ones."""
         for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
             value = self.all[name]
             if name not in NEUTRAL:
-                print(f"warning: {self.path}: {name} = {json.dumps(value)} is not known and ignored", file=sys.stderr)
+                print(f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored", file=sys.stderr)
             elif value not in NEUTRAL[name]:
-                self.refuse(name, "changes the model's function and is not supported")
+                self.refuse(name, "changes what the model computes and is not supported")
 
 
 ROPE_FIELDS = {
@@ -185,10 +185,10 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
-    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # these have no effect here, or are null
+    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # they are null or have no effect here
         rope.pop(key, None)
     if rope:
-        fields.refuse(name, f"has {', '.join(sorted(rope))}, not supported with {kind!r}")
+        fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
     if kind == "default":
         return base, None, context
     if lacking := [key for key in ROPE_FIELDS[kind] if key.endswith("factor") and key not in values and kind != "yarn"]:
@@ -198,22 +198,22 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
         values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
-    # The stretched context is meant to be used even if max_position_embeddings was not raised with it.
+    # The longer context may be used even if max_position_embeddings was not raised to it.
     stretched = context if context > original else int(original * values.get("factor", 1.0))
     return base, RopeScaling(kind, **values), stretched
 
 
 def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """(sliding window, the layers that have it; None is all of them)."""
+    """(sliding window or None, the layers that have it or None for all layers)."""
     window = fields.take("sliding_window", 4096 if family == "mistral" else None)
     kinds = fields.take("layer_types", None)
     if kinds is not None and (len(kinds) != n_layer or set(kinds) - {"full_attention", "sliding_attention"}):
-        fields.refuse("layer_types", f"is not one of full_attention or sliding_attention for each of {n_layer} layers")
+        fields.refuse("layer_types", f"must be full_attention or sliding_attention for each of {n_layer} layers")
     if family == "llama" and (window is not None or "sliding_attention" in (kinds or ())):
-        fields.refuse("sliding_window", "is not what transformers' Llama honours")
+        fields.refuse("sliding_window", "is ignored by transformers' Llama; remove it if the model has no window")
     if family in ("llama", "mistral"):
         if kinds is not None and window is not None and "full_attention" in kinds:
-            fields.refuse("layer_types", "mixes in full attention, which transformers' Mistral does not honour")
+            fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
         return window, None
     first = fields.take("max_window_layers", 28)
     if not fields.take("use_sliding_window", False) or window is None:
@@ -226,11 +226,11 @@ def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tu
 
 
 def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """BLOOM's tensors, with the rows of q, k and v as the model has them, (3,H,E); in its files they are (H,3,E)."""
+    """BLOOM's tensors, with the rows of q, k and v reordered from (H,3,E) in the files to (3,H,E) in our model."""
 
     def unpacked():
         for name, tensor in tensors():
-            name = name.removeprefix("transformer.")  # only files that were saved with the head have it
+            name = name.removeprefix("transformer.")  # only in files that were saved with the head
             if ".query_key_value." in name and tensor.shape[:1] == (3 * config.dim,):
                 heads = tensor.view(config.n_head, 3, config.head_dim, *tensor.shape[1:])
                 tensor = heads.transpose(0, 1).reshape(tensor.shape)
@@ -240,7 +240,7 @@ def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tu
 
 
 def vocabulary_size(directory: Path, V: int) -> int | None:
-    """One more than the highest id that the tokenizer knows, if that is less than the table's V."""
+    """The tokenizer's highest id plus one, or None if the embedding table of V rows has no rows beyond it."""
     if not (directory / "tokenizer.json").exists():
         return None
     size = 1 + max(open_tokenizer(directory).get_vocab(with_added_tokens=True).values(), default=-1)
@@ -257,7 +257,7 @@ def open_tokenizer(directory: Path):
 
 
 def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """The tensors of model.safetensors, its shards, or else of pytorch_model.bin. A missing file is refused at once."""
+    """The tensors of model.safetensors or its shards, or else of pytorch_model.bin. UserError if a file is missing."""
     if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
         files = weight_files(directory)
         by_file = sorted(files.items(), key=lambda item: item[1])
@@ -281,13 +281,13 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin file, memory-mapped if its format allows. Never runs code from the file."""
     try:
-        with warnings.catch_warnings():  # torch's remarks on odd files are not for the user
+        with warnings.catch_warnings():  # torch's warnings about unusual files do not help the user
             warnings.simplefilter("ignore")
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError:  # torch's own message advises to run the code all the same
-        why = "it is damaged, or wants to run code"
+    except pickle.UnpicklingError:  # torch's own message suggests to run the code nevertheless
+        why = "it is damaged, or it would run code"
         raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None
-    except Exception as error:  # damaged files make it raise anything
+    except Exception as error:  # damaged files can raise anything
         raise UserError(f"{path} is not a readable PyTorch file: {first_line(error)[:200]}") from None
     plain = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
     if not plain or not all(map(is_plain_tensor, weights.values())):
@@ -305,7 +305,7 @@ def is_plain_tensor(value) -> bool:
 
 
 def write_hf_tokenizer(directory: Path, writer: Writer):
-    """Copy the tokenizer's files and write tokenizer_config.json; a model without a tokenizer stays one."""
+    """Copy the tokenizer's files, if there are any, and write tokenizer_config.json."""
     copy_tokenizer(directory, writer)
     settings = read_tokenizer_settings(directory)
     try:
@@ -316,7 +316,7 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
             (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
         writer.add_json("tokenizer_config.json", hf_special_tokens(directory, settings))
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise UserError(f"{directory / 'tokenizer_config.json'} makes no sense: {error}") from None
+        raise UserError(f"{directory / 'tokenizer_config.json'} is not valid: {error}") from None
 
 
 def read_optional(directory: Path, name: str) -> dict:
@@ -324,7 +324,7 @@ def read_optional(directory: Path, name: str) -> dict:
 
 
 def read_tokenizer_settings(directory: Path) -> dict:
-    """tokenizer_config.json, added to the file in which older checkpoints name their special tokens."""
+    """tokenizer_config.json, and special_tokens_map.json, in which older checkpoints name their special tokens."""
     return read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
 
 
@@ -334,7 +334,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     ids = {entry["content"]: int(i) for i, entry in settings.get("added_tokens_decoder", {}).items()}
     ids |= read_optional(directory, "added_tokens.json")
     library = open_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
-    # "bos_token" -> "<s>"; some files have a dictionary with the content
+    # "bos_token" -> "<s>". Some files have a dictionary with the content instead.
     values = {name: value for name, value in settings.items() if name.endswith("_token") and value not in (True, False)}
     named = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
 
@@ -342,23 +342,24 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         return library.token_to_id(token) if library and token and token not in ids else ids.get(token)
 
     bos = config.get("bos_token_id")
-    if "bos_token" in named:  # null says that there is none, whatever config.json has
+    if "bos_token" in named:  # null means no BOS token, whatever config.json says
         known = token_id(named["bos_token"])
         bos = None if named["bos_token"] is None else bos if known is None else known
     if "add_bos_token" in settings:
         add_bos = bool(settings["add_bos_token"])
     elif library is not None:
-        add_bos = library.encode("a").ids[:1] == [bos]  # its own post-processor puts it there
+        add_bos = library.encode("a").ids[:1] == [bos]  # the tokenizer's post-processor adds it
     else:
         add_bos = (directory / "tokenizer.model").exists()
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos = [*(eos if isinstance(eos, list) else [eos]), token_id(named.get("eos_token"))]  # chat models may change it
+    # The tokenizer of a chat model may have another EOS token than its config.
+    eos = [*(eos if isinstance(eos, list) else [eos]), token_id(named.get("eos_token"))]
     eos = [i for i in eos if i is not None]
     for i in eos if bos is None else [bos, *eos]:
         if type(i) is not int or i < 0:
-            raise ValueError(f"{i!r} is no token id (bos_token_id, eos_token_id; also in generation_config.json)")
+            raise ValueError(f"{i!r} is not a token id (bos_token_id or eos_token_id, or in generation_config.json)")
     texts = {i: token for token, i in ids.items()}
-    found = {"bos_token": texts.get(bos), "eos_token": texts.get(eos[0]) if eos else None}  # if no file names them
+    found = {"bos_token": texts.get(bos), "eos_token": texts.get(eos[0]) if eos else None}  # used if no file names them
     return {
         "bos_token_id": bos,
         "eos_token_ids": list(dict.fromkeys(eos)),

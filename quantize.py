@@ -2,9 +2,9 @@
 
 Read up from `main`: the command, which packs tensor by tensor, and GPTQ. The formats themselves are in linear.py.
 
-int8 and int4 take each weight to its nearest level. int4-gptq (arXiv:2210.17323) stores the same int4, but goes column
-by column and lets the columns still to come make up for the error of each, as far as the layer's inputs, seen on
-calibration text, say that they can.
+int8 and int4 round each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the same format as int4, but
+quantizes column by column: the weights of the remaining columns are adjusted to compensate for each column's error. How
+much they can is computed from the layer's inputs on calibration text.
 """
 
 import re
@@ -24,36 +24,37 @@ from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- GPTQ
 
-GPTQ_BLOCK = 128  # columns after which errors are passed on to all that follow
+GPTQ_BLOCK = 128  # columns that are quantized before the columns after them are adjusted
 SEQUENCES, SEQUENCE_LENGTH = 32, 512  # of calibration text
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """w (N,K) to what pack_int4 returns, on the same grid, chosen so that the layer's outputs change least.
+    """Quantize w (N,K) on the grid of pack_int4, with levels that change the layer's outputs least.
 
-    hessian: (K,K), the sum of x x^T over the layer's inputs. Columns go in the order of their inputs' size, so that the
-    largest are rounded while the most others can still make up for them; the grid's groups stay as they are on disk.
+    hessian: (K,K), the sum of x x^T over the layer's inputs. Returns what pack_int4 returns. Columns with the largest
+    inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The groups
+    on disk keep the order of the columns.
     """
     scales, mins = int4_grid(w, groupsize)
     K, size = w.shape[1], groupsize or w.shape[1]
     H = hessian.double()
     diagonal = H.diagonal()
-    diagonal += 0.01 * diagonal.mean() + (diagonal == 0)  # dampening; an input that is always 0 has no say
+    diagonal += 0.01 * diagonal.mean() + (diagonal == 0)  # dampening; an input that is always 0 would make H singular
     order = diagonal.argsort(descending=True)
     H = H[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
     U = torch.linalg.cholesky(inverse, upper=True).float()
-    # From here on transposed, (K,N), so that a column of w lies together.
+    # From here on w is transposed, (K,N), so that each column of the layer is contiguous.
     w = w.float().t()[order].contiguous()
-    step, least = (numbers.float().t()[order // size].contiguous() for numbers in (scales, mins))
+    step, minimum = (numbers.float().t()[order // size].contiguous() for numbers in (scales, mins))
     levels = torch.empty_like(w)
     for start in range(0, K, GPTQ_BLOCK):
         end = min(start + GPTQ_BLOCK, K)
         errors = torch.empty_like(w[start:end])
         for i in range(start, end):
-            level = torch.where(step[i] > 0, (w[i] - least[i]) / step[i], 0).round_().clamp_(0, 15)
+            level = torch.where(step[i] > 0, (w[i] - minimum[i]) / step[i], 0).round_().clamp_(0, 15)
             levels[order[i]] = level
-            error = (w[i] - (level * step[i] + least[i])) / U[i, i]
+            error = (w[i] - (level * step[i] + minimum[i])) / U[i, i]
             w[i + 1 : end] -= U[i, i + 1 : end, None] * error
             errors[i - start] = error
         w[end:] -= U[start:end, end:].t() @ errors
@@ -61,11 +62,11 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats: dict, done):
-    """Pack the model's int4 matrices block by block, each on the inputs that the packed blocks before it give.
+def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats: dict, on_packed):
+    """Quantize the model's int4 matrices block by block, with inputs from the blocks that are quantized already.
 
-    sequences: token ids, all of one length. formats: "int4" or else by module name. Calls done(name, packed); the
-    model's weights become what was packed.
+    sequences: token ids, all of one length. formats: the format of each module by name, of which only "int4" is
+    quantized. Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
     """
     tokens = torch.tensor(sequences)  # (n,S)
     model.setup_caches(1, tokens.shape[1])
@@ -77,27 +78,27 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats
     for i, block in enumerate(model.blocks):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
         linears = {name: module for name, module in linears.items() if formats[f"blocks.{i}.{name}"] == "int4"}
-        hessians = collect(linears, lambda block=block, xs=states: [block(x, rope, at, None) for x in xs])
+        hessians = collect_hessians(linears, lambda block=block, xs=states: [block(x, rope, at, None) for x in xs])
         for name, module in linears.items():
             packed = pack_gptq(module.weight, hessians[name], groupsize)
             w = unpack_int4(*packed.values(), groupsize or module.in_features, module.in_features)
             module.weight.copy_(w)
-            done(f"blocks.{i}.{name}", packed)
+            on_packed(f"blocks.{i}.{name}", packed)
         states = [block(x, rope, at, None) for x in states]
 
 
-def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
-    """The sum of x x^T over the inputs that each linear layer sees while run() runs, (K,K) float32."""
+def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
+    """For each layer by name, the sum of x x^T over its inputs x during run(), (K,K) float32."""
     sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
 
-    def listen(name):
+    def make_hook(name):
         def hook(module, inputs):
             x = inputs[0].flatten(0, -2).float()
             sums[name].addmm_(x.T, x)
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(listen(name)) for name, module in linears.items()]
+    hooks = [module.register_forward_pre_hook(make_hook(name)) for name, module in linears.items()]
     try:
         run()
     finally:
@@ -107,8 +108,10 @@ def collect(linears: dict[str, Linear], run) -> dict[str, Tensor]:
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
-    """SEQUENCES lists of SEQUENCE_LENGTH ids: of a text file, or else sampled from the model itself, with fixed seeds,
-    after one token drawn at random."""
+    """SEQUENCES lists of SEQUENCE_LENGTH token ids, from a text file or else sampled from the model itself.
+
+    Each sampled sequence begins with a random token. The seeds are fixed.
+    """
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
         try:
@@ -117,11 +120,11 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
             raise UserError(f"--calibration_file {path} cannot be read: {error}") from None
         if max(ids, default=0) >= model.config.vocab_size:
             raise UserError(
-                f"{path}: the tokenizer made id {max(ids)} of it, of {model.config.vocab_size} in the model"
+                f"{path}: the text has token id {max(ids)}, but the vocabulary has {model.config.vocab_size} ids"
             )
         if len(ids) < 4 * length:
-            raise UserError(f"--calibration_file {path} has {len(ids)} tokens; at least {4 * length} are needed")
-        gap = (len(ids) - length) / (SEQUENCES - 1)  # spread over the whole text, overlapping in a short one
+            raise UserError(f"--calibration_file {path} has {len(ids)} tokens, but at least {4 * length} are needed")
+        gap = (len(ids) - length) / (SEQUENCES - 1)  # sequences are spread over the text, and may overlap
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
     generator = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
@@ -141,14 +144,17 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
 def quantize_checkpoint(
     source: Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
 ) -> list[str]:
-    """Write the checkpoint directory `source` quantized as `out`, tensor by tensor; returns the tensors left as they
-    are. UserError names a tensor that cannot be packed. int4-gptq holds the whole model, the others a tensor."""
+    """Quantize the checkpoint directory `source` and write it to `out`. Returns the tensors that stay as they are.
+
+    At most one tensor is in memory, or with int4-gptq the whole model. UserError, with the name, if a tensor cannot be
+    packed.
+    """
 
     config = ck.read_config(source)
     if (before := ck.read_quantization(source)) is not None:
-        raise UserError(f"{source} is quantized already ({before.mode}); take the checkpoint that it was made from")
+        raise UserError(f"{source} is quantized already ({before.mode}); quantize the checkpoint that it was made from")
     if out.resolve() == source.resolve():
-        raise UserError(f"--out {out} is the checkpoint that is to be quantized; name another")
+        raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
     formats = {name: quantization.format(name) for name, _ in matrices(ck.empty_model(config))}
     least = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
     if quantization.groupsize > least:
@@ -164,7 +170,7 @@ def quantize_checkpoint(
         for name, path in files.items():
             tensor = ck.read_tensor(path, name)
             bar.update(tensor.nbytes)
-            if not all(torch.isfinite(x) for x in torch.aminmax(tensor)):  # which makes no copy
+            if not all(torch.isfinite(x) for x in torch.aminmax(tensor)):  # aminmax makes no copy
                 raise UserError(f"{path}: {name} holds NaN or infinity")
             module, _, kind = name.rpartition(".")
             format = formats.get(module, "none") if kind == "weight" else "none"
@@ -191,22 +197,22 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, Tokenizer(source), calibration_file)
 
-    def done(name, parts):
+    def on_packed(name, parts):
         packed[name] = parts
         if name.endswith("mlp.down"):
             print_status(f"block {int(name.split('.')[1]) + 1} of {len(model.blocks)}")
 
     try:
-        gptq(model, sequences, groupsize, formats, done)
+        gptq(model, sequences, groupsize, formats, on_packed)
     except ValueError as error:
         raise UserError(f"{source}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
-        raise UserError(f"{source}: the model's activations are not finite, or too large, on this text") from None
+        raise UserError(f"{source}: the activations on the calibration text are too large or not finite") from None
     return packed
 
 
 def summary(kept: list[str]) -> str:
-    """Which tensors stay as they are, by the last words of their names."""
+    """One line that names the tensors that stay as they are, without their block numbers."""
     kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
     return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
 
@@ -216,12 +222,12 @@ def main():
 
     parser = ArgumentParser(description="Write a checkpoint with its matrices in 8 or 4 bits.")
     add = parser.add_argument
-    add("--checkpoint_path", help="as generate.py takes it; without it SmolLM2-135M-Instruct")
-    add("--mode", choices=MODES, required=True, help="of the matrices of the blocks")
-    sizes = "columns that share a scale (32); 0: all of a row"
+    add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
+    add("--mode", choices=MODES, required=True, help="format of the matrices in the blocks")
+    sizes = "columns that share a scale (32); 0: a whole row"
     add("--groupsize", type=int, choices=GROUPSIZES, default=32, help=sizes)
-    add("--head", choices=FORMATS, default="int8", help="of embedding and output head (int8)")
-    text = "text for int4-gptq to see the layers' inputs on (else the model writes some itself)"
+    add("--head", choices=FORMATS, default="int8", help="format of the embedding and the output head (int8)")
+    text = "calibration text for int4-gptq (default: text sampled from the model itself)"
     add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Text to token ids and back for a checkpoint directory, and conversations to text by the model's chat template.
+"""Converts text to token ids and back, and conversations to text by the model's chat template.
 
-Read down: Tokenizer, the one small class in front of the `tokenizers` and `sentencepiece` libraries; TextStream, which
-turns ids into text as they come; ChatTemplate; the two kinds of vocabulary. Knows nothing of models.
+Read down: Tokenizer, a small class in front of the `tokenizers` and `sentencepiece` libraries; TextStream, which
+decodes tokens one by one; ChatTemplate; the two kinds of vocabulary. This file knows nothing of models.
 
 A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
-token by token therefore gives the same text as decoding all tokens at once, and the only thing ever held back is a
-character whose last bytes are still to come. (The libraries decode whole lists only, and one more token can change the
-text of the tokens before it.)
+token by token therefore gives the same text as decoding all tokens at once, and only a character whose last bytes are
+still missing is held back. (The libraries decode whole lists only, and one more token can change the text of the tokens
+before it.)
 """
 
 import codecs
@@ -22,7 +22,7 @@ from cli import UserError
 
 
 class Tokenizer:
-    """encode, decode, and the ids with a meaning: bos_id (or None) and eos_ids.
+    """The tokenizer of a checkpoint directory: encode, decode, and the special ids bos_id (or None) and eos_ids.
 
     tokenizer_config.json holds what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token, the tokens
     that a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens to look for
@@ -47,7 +47,7 @@ class Tokenizer:
         kinds = {"tokenizer.json": JsonVocabulary, "tokenizer.model": SentencePieceVocabulary}
         self.directory, self.vocabulary = directory, None
         path = next((directory / name for name in kinds if (directory / name).exists()), None)
-        if path is None:  # the model is used with token ids only
+        if path is None:  # a model without a tokenizer takes token ids only
             return
         try:
             self.vocabulary = kinds[path.name](path, config)
@@ -55,7 +55,7 @@ class Tokenizer:
             raise UserError(f"{path} is not a readable tokenizer: {error}") from None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of a text. The beginning token comes first if the model expects one (add_bos=False: never).
+        """Token ids of a text. The BOS token comes first if the model expects one (add_bos=False: never).
 
         Special tokens written out in the text ("<|im_start|>") become their ids.
         """
@@ -72,10 +72,10 @@ class Tokenizer:
         return TextStream(self).add(ids, last=True)
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that differs from the other tokenizer's, as a reason not to use the two together, or None."""
+        """A sentence on the first token that differs from the other tokenizer's; None if all are equal."""
         if self.vocabulary is None or other.vocabulary is None:
             neither = self.vocabulary is other.vocabulary
-            return None if neither else "one of them has no tokenizer, so nothing says that their tokens are the same"
+            return None if neither else "only one of them has a tokenizer, so their tokens cannot be compared"
         for i, (mine, theirs) in enumerate(zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
             if mine != theirs:
                 return f"token {i} is {mine!r} there and {theirs!r} here"
@@ -83,29 +83,30 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens as they come: the pieces that `add` returns join to the text of all tokens.
+    """Decodes tokens one by one. The pieces that `add` returns, joined, are the text of all tokens.
 
-    With stop strings the text ends before the first of them, exactly as if the whole text had been searched. Text that
-    may yet become a stop string is held back. Once one was found, `stopped` is True and `add` returns nothing more.
+    With stop strings, the text ends before the first of them, exactly as if the whole text had been searched. Text that
+    may be the beginning of a stop string is held back. When one is found, `stopped` becomes True and `add` returns no
+    more text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = ()):
         """context: the ids before the first one added, on which leading spaces depend; context_text is their text."""
         self.vocabulary, self.stop = tokenizer.vocabulary, tuple(stop)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.started = False  # whether any text has come: the space that some vocabularies put first is dropped
+        self.started = False  # some vocabularies put a space before the first text, which is dropped
         self.held, self.stopped = "", False
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
-        """The text that these ids complete, possibly empty; with last=True also everything that was held back."""
+        """The text that these ids complete, which may be empty. last=True: also everything that was held back."""
         text = self._decode(ids, last)
         if self.stopped or not self.stop:
             return "" if self.stopped else text
         self.held += text
         found = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
         undecided = len(self.held) if last else self._start_of_possible_stop()
-        # A stop string that was found counts only once no other can begin before it.
+        # A stop string that was found counts only when no other can still begin before it.
         self.stopped = found is not None and found <= undecided
         out, self.held = self.held[: found if self.stopped else undecided], self.held[undecided:]
         return out
@@ -120,7 +121,7 @@ class TextStream:
         return self.decoder.decode(data, final=last)
 
     def _start_of_possible_stop(self) -> int:
-        """Where the longest suffix of the held text begins that is a proper prefix of a stop string."""
+        """The start of the longest suffix of the held text that is a proper prefix of a stop string."""
         longest = max(map(len, self.stop))
         for at in range(max(0, len(self.held) - longest + 1), len(self.held)):
             if any(stop.startswith(self.held[at:]) for stop in self.stop):
@@ -141,7 +142,7 @@ class ChatTemplate:
     def __init__(self, directory: Path, tokenizer: Tokenizer):
         self.path, self.tokenizer = Path(directory) / "chat_template.jinja", tokenizer
         if not self.path.is_file():  # reading a device or a pipe might never end
-            raise UserError(f"{directory} has no chat template: the model was not made for conversation, or lost it")
+            raise UserError(f"{directory} has no chat template; use the model without --chat and --system")
         try:
             self.source = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -164,22 +165,22 @@ class ChatTemplate:
             raise self._failure(error) from None
 
     def _failure(self, error: Exception) -> UserError:
-        """What the template raised (it can raise anything), in one line without escape sequences for the terminal."""
+        """A UserError of one line, without terminal escape sequences, for any exception that the template raised."""
         words = " ".join((str(error) or type(error).__name__).split())[:300]
         printable = "".join(c for c in words if c.isprintable())
         return UserError(f"{self.path}: the chat template fails: {printable}")
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """Token ids of `render`, with a beginning token only if the template writes one."""
+        """Token ids of `render`, with a BOS token only if the template writes one."""
         ids = self.tokenizer.encode(self.render(messages), add_bos=False)
         if not ids:
-            raise UserError(f"{self.path}: the chat template makes nothing of the conversation")
+            raise UserError(f"{self.path}: the chat template writes no text for this conversation")
         return ids
 
     def end_ids(self) -> set[int]:
-        """The special token that the template writes after an answer: the model ends its own answers with it, too.
+        """The special token that the template writes after an answer, with which the model also ends its own answers.
 
-        Not every checkpoint lists it among its end tokens. Empty if no special token follows an answer.
+        Not every checkpoint lists it among its EOS tokens. The set is empty if no special token follows an answer.
         """
         answer = "An answer."
         messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
@@ -193,14 +194,14 @@ class ChatTemplate:
 
 
 def template_environment():
-    """A Jinja2 environment with what transformers offers to templates (its utils/chat_template_utils.py)."""
+    """A Jinja2 environment with all that transformers offers to templates (in its utils/chat_template_utils.py)."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Generation(ext.Extension):
-        """{% generation %} marks the assistant's words for training. Here it has no effect on its content."""
+        """{% generation %} marks the assistant's words for training. Here it only renders its content."""
 
         tags = {"generation"}
 
@@ -210,9 +211,9 @@ def template_environment():
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
-        """Jinja2's namespace without private names, which its sandbox does not check on the way in."""
+        """Jinja2's namespace without private names. Jinja2's sandbox does not check names that are set."""
 
-        def __init__(*args, **kwargs):  # as Jinja2's own: the template may have a variable called self
+        def __init__(*args, **kwargs):  # as in Jinja2, since a template may set a variable called self
             for name in dict(*args[1:], **kwargs):
                 check_name(name)
             Namespace.__init__(*args, **kwargs)
@@ -244,13 +245,13 @@ def template_environment():
 
 
 class JsonVocabulary:
-    """A tokenizer.json, by the `tokenizers` library."""
+    """A tokenizer.json file, read with the `tokenizers` library."""
 
     def __init__(self, path: Path, config: dict):
         from tokenizers import Tokenizer as Library
 
         self.library = library = Library.from_file(str(path))
-        library.no_truncation()  # some files contain the limits of the run that wrote them
+        library.no_truncation()  # some files contain the limits of the program that wrote them
         library.no_padding()
         self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
         kinds = decoder_kinds(json.loads(library.decoder.__getstate__())) if library.decoder else set()
@@ -272,7 +273,7 @@ class JsonVocabulary:
         if token is None or i in self.special_ids:
             return b""
         if self.byte_level:
-            in_alphabet = all(c in self.byte_of for c in token)  # tokens that were added as text are not
+            in_alphabet = all(c in self.byte_of for c in token)  # added tokens may be plain text
             return bytes(self.byte_of[c] for c in token) if in_alphabet else token.encode()
         if self.byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
             return bytes.fromhex(byte[1])
@@ -285,17 +286,18 @@ def decoder_kinds(decoder: dict) -> set[str]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's characters for the 256 bytes: printable bytes stand for themselves, the others are U+0100 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class SentencePieceVocabulary:
-    """A tokenizer.model, by the `sentencepiece` library, which does not look for special tokens in text.
+    """A tokenizer.model file, read with the `sentencepiece` library.
 
-    So the text is cut at them first. The library puts a space before every text that it encodes; after a special token
-    a space belongs there only in vocabularies that transformers calls `legacy`.
+    The library does not look for special tokens in text, so the text is cut at them first. The library also puts a
+    space before every text that it encodes. After a special token, this space is right only for vocabularies that
+    transformers calls `legacy`.
     """
 
     def __init__(self, path: Path, config: dict):
@@ -309,7 +311,7 @@ class SentencePieceVocabulary:
         self.legacy = bool(config.get("legacy", True))
         longest_first = sorted(self.special, key=len, reverse=True)
         self.cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
-        self.marker = self.library.encode("\n")  # a line break, with the space the library puts before it
+        self.marker = self.library.encode("\n")  # ids of a line break, with the space that the library puts before it
         ids = self.library.encode("x")
         self.begins_with_space = self.library.id_to_piece(ids[0])[0] == "\u2581" and self.library.decode(ids) == "x"
 
@@ -330,7 +332,7 @@ class SentencePieceVocabulary:
     def _encode_inside(self, text: str) -> list[int]:
         """Ids of text after a special token, without a space before it.
 
-        A line break never becomes part of a longer piece, so it can be put in front and its ids taken off again.
+        A line break is never part of a longer piece, so it can be put in front of the text and its ids removed again.
         """
         return self.library.encode("\n" + text)[len(self.marker) :]
 

@@ -1,4 +1,4 @@
-"""Our model and its Hugging Face source, tensor by tensor, to see where they part: the tool for a new model family.
+"""Compares our model with its Hugging Face source, tensor by tensor: the tool for adding a model family.
 
     python tests/compare_hf.py CHECKPOINT HF_SOURCE [--prompt TEXT | --prompt_ids 5,17,33]
 
@@ -12,14 +12,14 @@ Both run over the same token ids. One line for each tensor, in order of computat
     ...
     they part at layer 3, attention.out: difference 0.81 of 4.2
 
-The difference is the largest of any element, the scale the largest absolute value of the source's tensor; two tensors
-are the same where difference <= tolerance * max(1, scale). Look at the arrow: what is above it is right, what is below
-carries its error on. q, k, v are as projected; k_cache is k after norm and RoPE (base, scaling, pairs);
-attention.out.input is what the heads put out (q's RoPE, mask, window, score scale, groups); mlp.down.input what the
-activation gives; output the whole layer's. A tensor that only one side has is listed, not judged.
+The difference is the largest of any element, and the scale is the largest absolute value of the source's tensor. Two
+tensors are the same if difference <= tolerance * max(1, scale). Look at the arrow: tensors above it are right, and
+those below may differ only because of it. Of the tensors, q, k and v are projections; k_cache is k after norm and RoPE;
+attention.out.input is the output of the heads, after q's RoPE, mask, window, scale and groups; mlp.down.input is the
+output of the activation; output is that of the whole layer. A tensor that only one side has gets no verdict.
 
-Rounding shows as well: a source wider than bfloat16 wants a checkpoint converted with --dtype float32, another --dtype
-here a higher --tolerance. A sliding window shows only in a longer prompt.
+Rounding counts as a difference: if the source is not bfloat16, convert the checkpoint with --dtype float32; another
+--dtype here needs a higher --tolerance. A sliding window matters only in a longer prompt.
 Exit code 0: the same; 1: they part; 2: they could not be run.
 """
 
@@ -64,7 +64,7 @@ LAST = {"norm": "model.norm", "logits": "logits"}
 
 
 def record(model: nn.Module) -> dict[str, Tensor]:
-    """A dictionary that the model's next run fills: name and name.output, name.input of every module."""
+    """A dictionary that the next run of the model fills with the inputs and outputs of every module, by name."""
     tensors = {}
 
     def hook(name):
@@ -82,8 +82,8 @@ def record(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Our tensors by name, the fused ones also taken apart."""
-    model = load_model(directory, dtype=dtype, kernels="torch")  # our kernels run all blocks at once, unseen by hooks
+    """Our tensors by name, with the parts of fused ones."""
+    model = load_model(directory, dtype=dtype, kernels="torch")  # fused blocks would bypass hooks
     model.setup_caches(1, len(ids))
     tensors = record(model)
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
@@ -100,7 +100,7 @@ def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, T
 @torch.no_grad()
 def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
     """The source's tensors by transformers' names."""
-    import transformers  # takes seconds, which a mistake in the arguments need not wait for
+    import transformers  # takes seconds, so only after the arguments are checked
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -108,21 +108,21 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
     folder, gguf_file = (path.parent, path.name) if path.is_file() else (path, None)
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, **options)
-    except Exception as error:  # of many kinds, from several libraries
+    except Exception as error:  # of many types, from several libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"transformers cannot load {path}: {reason}") from None
-    if report["missing_keys"]:  # transformers makes them up at random
+    if report["missing_keys"]:  # transformers initializes them at random
         raise UserError(f"{path} lacks tensor {min(report['missing_keys'])}")
     if max(ids) >= model.get_input_embeddings().num_embeddings:
         raise UserError(f"token id {max(ids)} is outside the vocabulary of {path}")
     tensors = record(model.eval())
-    cache = transformers.DynamicCache()  # without a config it keeps every key, a sliding layer's too
+    cache = transformers.DynamicCache()  # without a config it keeps all keys, also of sliding layers
     tensors["logits"] = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
     return tensors | {f"model.layers.{i}.self_attn.keys": layer.keys for i, layer in enumerate(cache.layers)}
 
 
 def pairs(ours: dict[str, Tensor], source: dict[str, Tensor]):
-    """(label, our tensor, the source's), None for what a side lacks, in order of computation."""
+    """(label, our tensor, the source's tensor) in order of computation, with None for a missing tensor."""
     for mine, its in FIRST.items():
         yield mine, ours.get(mine), source.get(its)
     i = 0
@@ -135,7 +135,7 @@ def pairs(ours: dict[str, Tensor], source: dict[str, Tensor]):
 
 
 def compare(ours: dict[str, Tensor], source: dict[str, Tensor], tolerance: float) -> bool:
-    """Print the table and the verdict; returns whether all is the same."""
+    """Print the table and the verdict. Returns whether all tensors are the same."""
     tolerance_text = re.sub(r"\.?0+e", "e", f"{tolerance:e}")  # 1e-04
     parted = None
     print(f"{'':<32}{'difference':>12}{'scale':>12}")

@@ -1,9 +1,9 @@
-"""Compile the Triton kernels ahead of time, for GPUs that need not be here, and report what ptxas says of each.
+"""Compiles the Triton kernels ahead of time, without a GPU, and reports registers and spills of each.
 
     python tests/compile_kernels.py [--all]      # one JSON object: "sm_90 linear int4 ...": {"registers", "spills"}
 
-Without --all the heaviest configuration of each kernel; with it whatever Llama models of 1B and 8B would run. A process
-of its own, since Triton decides at import whether it interprets.
+Without --all it compiles the heaviest configuration of each kernel, with it everything that Llama models of 1B and 8B
+would run. It is a program of its own because Triton decides at import whether it interprets.
 """
 
 import argparse
@@ -30,8 +30,8 @@ FLOATS = ("eps", "scale")
 
 
 def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict, kinds: dict, num_warps, num_stages):
-    """Compiled for this target; settings are its constants (None for a tensor that is not there), kinds the types of
-    pointers that are not of dtype."""
+    """Compile a kernel for a target. settings: its constants (None for an absent tensor). kinds: the types of pointers
+    that do not have dtype."""
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in settings:
@@ -41,13 +41,13 @@ def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict
         else:
             signature[name] = "*" + kinds.get(name, TYPES[dtype])
         if signature[name][0] == "*" or name in ("N", "K", "T", "E", "H"):
-            aligned[(i,)] = [["tt.divisibility", 16]]  # as a launch would find them
+            aligned[(i,)] = [["tt.divisibility", 16]]  # as in a real launch
     source = ASTSource(fn=kernel, signature=signature, constexprs=settings, attrs=aligned)
     return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
 
 
 def resources(ptx: str, architecture: str) -> dict:
-    """Registers a thread and bytes spilled, by ptxas."""
+    """The registers per thread and the spilled bytes, from ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -83,7 +83,7 @@ SAMPLE_KINDS |= {"x": "fp32", "logprobs": "fp32"}
 
 
 def linear_case(bits, group, N, K, gated, normed):
-    """(settings, types of pointers, warps, stages) of a product as `linear` would launch it on a GPU of 132."""
+    """(settings, types of pointers, warps, stages) of a product as `linear` launches it on 132 multiprocessors."""
     tiles = kt.default_tiles(bits, N, K, 132)
     settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": True, "BLOCK_N": tiles["BLOCK_N"]}
     settings |= {"SPLIT_K": tiles["SPLIT_K"], "bias": None} | ({"scales": None} if bits >= 16 else {})
@@ -95,7 +95,7 @@ def linear_case(bits, group, N, K, gated, normed):
 
 
 def cases(everything: bool):
-    """(name, kernel, dtype, settings, kinds, warps, stages) of what is to be compiled."""
+    """(name, kernel, dtype, settings, kinds, warps, stages) of everything to compile."""
     for name, shape in (LINEARS | MORE_LINEARS if everything else LINEARS).items():
         yield f"linear {name}", kt.linear_kernel, torch.bfloat16, *linear_case(*shape)
     half = torch.bfloat16

@@ -1,12 +1,12 @@
-"""What the tests share: tiny random checkpoints written by transformers (the oracle), and the default model.
+"""Shared fixtures: tiny random checkpoints written by transformers (the oracle), and the default model.
 
 Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension fails.
 """
 
 import os
 
-# The models are tiny, and beside other work threads that wait for each other take ten times as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torch reads as it is imported
+# The models are tiny. On a busy machine, several threads would take ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import
 
 import sys
 from contextlib import contextmanager, suppress
@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton decides as it is imported whether it interprets, and others import it too, torch's compiler for one.
+# Triton decides at import whether it interprets kernels, and other modules import it too, such as torch's compiler.
 INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
 with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
@@ -41,7 +41,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN_SET = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
 YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 
-# Every family two times or more; heads MHA, GQA and MQA; tied and untied; every RoPE scaling.
+# Every family at least twice; MHA, GQA and MQA; tied and untied; every RoPE scaling.
 # name: (config class, hidden, heads, K/V heads, hidden of the MLP, layers, tied, the rest)
 TINY = {
     "llama-mha": (LLAMA, 60, 6, 6, 84, 2, False, {}),
@@ -82,10 +82,10 @@ def tiny_config(name: str):
 
 
 def save_tiny(name: str, directory: Path, **save):
-    """Write a tiny random model with transformers; returns it. Every weight is random, norms and biases too."""
+    """Write a tiny model with transformers and return it. All weights are random, including norms and biases."""
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
-    small, large = (0.1, 2.5) if name.startswith("bloom") else (0.3, 1.2)  # so that it does not repeat itself
+    small, large = (0.1, 2.5) if name.startswith("bloom") else (0.3, 1.2)  # so that the text does not repeat itself
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """name -> (transformers' model, the directory it was saved in, the checkpoint directory made of it, in float32)."""
+    """name -> (transformers' model, its directory, our checkpoint directory converted from it), in float32."""
     made = {}
 
     def get(name):
@@ -130,21 +130,21 @@ def tiny_model(tiny):
 
 @pytest.fixture(scope="session")
 def default_checkpoint():
-    """The embedded default in bfloat16: in checkpoints/, made at first use as it is for a user."""
+    """The default model in bfloat16, converted into checkpoints/ at first use as it is for a user."""
     return ensure_checkpoint(None)
 
 
 @contextmanager
 def only_torch():
-    """Within, operations are their references in plain torch; for models that were loaded with kernels="torch"."""
+    """A context in which operations run as their plain torch references, for models loaded with kernels="torch"."""
     with mock.patch.object(kernels, "DEVICES_WITH_KERNELS", set()):
         yield
 
 
 @torch.no_grad()
 def greedy(model, prompts, n, prefill=None, decode=None, length=320):
-    """n greedy tokens of each prompt, in one ragged batch. prefill and decode: compiled calls of the model; length:
-    positions of new caches, None where those that are there are to be used."""
+    """n greedy tokens after each prompt, in one batch. prefill and decode: compiled versions of the model. length:
+    positions of the caches that are set up; None uses the present ones."""
     prefill, decode = (model if call is None else call for call in (prefill, decode))
     longest, device = max(map(len, prompts)), model.device
     if length is not None:
@@ -166,7 +166,7 @@ def random_prompts(lengths, V=VOCABULARY, seed=0):
 
 
 def hf_greedy(oracle, prompt, n):
-    """n greedy tokens of transformers' generate."""
+    """n greedy tokens by transformers' generate."""
     oracle.generation_config.eos_token_id = None
     out = oracle.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()

@@ -1,4 +1,4 @@
-"""Writes GGUF files as llama.cpp's converter does, for tests: from a tiny transformers model and a vocabulary."""
+"""Writes GGUF files for tests as llama.cpp's converter does, from a tiny transformers model and a vocabulary."""
 
 import gguf
 import numpy as np
@@ -32,13 +32,13 @@ NAMES = {
 
 
 def pair_rows(weight, heads):
-    """Rows half a head apart (i, i + E/2) become neighbours (2i, 2i+1), as in files of the llama kind."""
+    """Reorder rows so that those half a head apart (i, i + E/2) become neighbours (2i, 2i+1), as in llama files."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None):
-    """model: transformers'. quantize(name) -> a GGMLQuantizationType or None (float32). extra: fields to add.
-    tensors: more of them, or None to leave one out."""
+    """Write a transformers model. quantize(name) -> a GGMLQuantizationType, or None for float32. extra: fields to add.
+    tensors: tensors to add or replace, or None to leave one out."""
     config = model.config
     family = "llama" if config.model_type == "mistral" else config.model_type
     writer = gguf.GGUFWriter(str(path), family)

@@ -1,4 +1,4 @@
-"""The benchmarks run to their end and write what they say; what they measure here means nothing."""
+"""The benchmarks run to their end and write correct files. The rates measured here mean nothing."""
 
 import json
 import os
@@ -37,7 +37,7 @@ print(json.dumps([about | {{"n_prompt": p, "n_gen": n, "avg_ts": rate}} for p, n
 
 
 def run_benchmark(python, name, out, *arguments, **environment):
-    """Its JSON and what it printed. One thread: several would starve beside another busy process."""
+    """The JSON that a benchmark writes and its output. It has one thread: several would starve on a busy machine."""
     command = [*python, str(ROOT / "benchmarks" / name), "--out", str(out), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -55,7 +55,7 @@ def run_benchmark(python, name, out, *arguments, **environment):
 
 
 def test_turns():
-    """Each round begins with another one; who fails in a later round is left out of every round."""
+    """Each round begins with another program. One that fails in a later round is left out of all rounds."""
     went = []
 
     def run(name):
@@ -78,7 +78,7 @@ def test_turns_of_which_none_ends():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own():
-    """A round in which the machine was slow for everybody changes the rates, not the ratios."""
+    """A round in which the machine was slow changes the rates, but not the ratios."""
     ratio = measure.Ratio.of([10, 2, 30], [5, 1, 10])
     assert ratio == measure.Ratio(2, 2, 3) and str(ratio) == "2.00x (2.00-3.00)"
     assert ratio.fields("decode") == {"decode": 2, "decode_spread": [2, 3]}
@@ -99,8 +99,8 @@ def test_the_command_shows_no_absolute_path(argument, shown):
     assert measure.public(argument) == shown
 
 
-def test_what_a_program_says_is_heard(tmp_path):
-    """A run that was killed is told by its signal, one that ended in a traceback by its last line."""
+def test_how_a_program_failed_is_reported(tmp_path):
+    """A killed run is reported with its signal, one that ended in a traceback with the last line."""
     program = tmp_path / "generate.py"
     program.write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match="ended by signal 9"):
@@ -114,7 +114,7 @@ def test_what_a_program_says_is_heard(tmp_path):
 
 
 def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
-    """Four samples of 2 rows of 50 tokens, of which the first takes 5 s and the others 1 s each."""
+    """Four samples of 2 rows with 50 tokens. The first takes 5 s and the others 1 s each."""
     result = {"samples": [{"token_ids": [7]}] * 8, "recompiles": 2, "time_to_first_token_s": 5.0}
     result["prefill_tokens_per_s"] = 400 / 8
     (tmp_path / "generate.py").write_text(f"import json; print(json.dumps({result}))")
@@ -126,7 +126,7 @@ def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, key", [("decode", "ratios"), ("ladder", "steps")])
-def test_charts_are_drawn_from_the_measurements_that_there_are(name, key, tmp_path):
+def test_charts_are_drawn_from_any_measurements(name, key, tmp_path):
     module, path = __import__(name), tmp_path / f"{name}.json"
     shutil.copy(ROOT / "benchmarks" / "results" / f"{name}_cpu.json", path)
     if find_spec("matplotlib"):
@@ -142,7 +142,7 @@ def test_draw_without_matplotlib(tmp_path, monkeypatch, capsys):
     panel = measure.Panel("a rate", [1.0], ["1"], [measure.BLUE])
     measure.save({}, tmp_path / "a.json", "a", draw=lambda _, path: measure.draw_bars(path, "", ["x"], [panel], ""))
     assert (tmp_path / "a.json").exists() and measure.NO_CHART in capsys.readouterr().err
-    assert (ROOT / "requirements-bench.txt").read_text().count("matplotlib==") == 2  # one for Python 3.10
+    assert (ROOT / "requirements-bench.txt").read_text().count("matplotlib==") == 2  # one more line for Python 3.10
 
 
 # ---------------------------------------------------------------- each of them
@@ -177,13 +177,13 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
     arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "3", "--prompt_tokens", "19"]
     arguments += ["--new_tokens", "4", "--llama_bench", str(program), "--gguf", str(gguf), "--device", "cpu"]
     result, done = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments)
-    assert "without transformers" in done.stderr  # a converted checkpoint is nothing that it could load
+    assert "without transformers" in done.stderr  # transformers cannot load our checkpoints
 
     assert "plain reads" in done.stdout
     assert find_spec("matplotlib") is None or (tmp_path / "out.png").read_bytes().startswith(PNG)
     ours, llama = result["rows"]
     assert (ours["name"], llama["name"]) == ("fastpath eager bf16", "llama.cpp some.gguf")
-    assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of each
+    assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of both settings
     assert result["versions"]["llama_bench"] == "abc (build 7)"
     [ratio] = result["ratios"]
     for kind, peer in (("decode", 50), ("prefill", 200)):
@@ -195,7 +195,7 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_step_costs(python, tiny, tmp_path):
-    """Differences and ratios are the medians of the rounds' own."""
+    """Differences and ratios are computed in each round, and their medians are reported."""
     arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--formats", "bf16", "--context", 90, "--cache", 140]
     result, done = run_benchmark(python, "step.py", tmp_path / "out.json", *arguments, "--rounds", 3, "--eager")
     found = result["bf16"]
@@ -208,14 +208,14 @@ def test_what_a_step_costs(python, tiny, tmp_path):
 
 
 def test_what_speculation_is_worth(tiny_model, monkeypatch):
-    """Every draft sees every prompt once, after a warm-up that does not count, and finds the tokens of plain steps."""
+    """Every draft runs every prompt once after an uncounted warm-up, and gives the tokens of plain steps."""
     prompts, drafts = random_prompts([9, 14, 11]), {"lookup": (LookupDraft(), 3), "auto": (LookupDraft(), None)}
     plain, lookup, auto = speculation.measure(tiny_model("llama-mha"), StepFunctions(), drafts, prompts, 24)
     assert [row["draft"] for row in (plain, lookup, auto)] == ["plain", "lookup", "auto"]
     for row in (plain, lookup, auto):
         assert row["same_text"] == row["of"] == len(row["ratios"]) == 3
         assert row["over_plain"] == median(row["ratios"])
-    # All tokens but the first of each prompt are the model's passes' own or proposed ones that were accepted.
+    # Except the first, every token comes from a pass of the model itself or is an accepted proposal.
     assert lookup["steps"] + lookup["plain_steps"] <= 3 * 23
     assert lookup["predicted_over_plain"] > 0 and "mean_accepted_tokens" not in plain
 
@@ -230,7 +230,7 @@ def test_speculation_needs_a_chat_template(python, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_gpu_kernels(python, tmp_path):
-    """Tiny sizes in Triton's interpreter, tuning included, whose result is then found."""
+    """Tiny sizes in Triton's interpreter, with tuning, whose result is then used."""
     pytest.importorskip("triton")
     arguments = ["--smoke", "--tune"]
     result, _ = run_benchmark(python, "gpu_kernels.py", tmp_path / "out.json", *arguments, XDG_CACHE_HOME=str(tmp_path))
@@ -252,7 +252,7 @@ def trees_arguments(monkeypatch, *arguments):
 
 
 def test_trees_take_turns(tmp_path, monkeypatch, capsys):
-    """Old, new, new, old; a case that fails in one tree is left out and says why."""
+    """The order is old, new, new, old. A case that fails in one tree is left out, with the reason."""
     went, out = [], tmp_path / "out.json"
 
     def run_case(args, tree, options, rows):

@@ -1,5 +1,4 @@
-"""A conversation: what the cache keeps, what is said to the user, and the program in a terminal, in pipes and beside
-broken readers."""
+"""A conversation: what is reused from the cache, what the user sees, and the program in a terminal and in pipes."""
 
 import fcntl
 import io
@@ -34,8 +33,8 @@ PROGRAM = [sys.executable, str(ROOT / "generate.py")]
 
 
 class Letters:
-    """A tokenizer and template of nothing but letters: token i is the character 0x4000 + i, a message its characters
-    between two marks (tokens 1 to 4)."""
+    """A tokenizer and template in which token i is the character 0x4000 + i. A message is its characters between two
+    marks (tokens 1 to 4)."""
 
     begins_with_space = False
 
@@ -55,7 +54,7 @@ class Letters:
         return [*ids, 3]
 
 
-def say(*ids):
+def text_of(*ids):
     return "".join(chr(0x4000 + i) for i in ids)
 
 
@@ -64,8 +63,8 @@ def make_session(model, length, template, tokenizer, temperature=0.0, **options)
     return Session(Engine(model, 1, length), tokenizer, template, params, **options)
 
 
-def read_afresh(model, turn: Request) -> list[int]:
-    """What the model answers to a turn's prompt when nothing of it is in the cache."""
+def answer_without_cache(model, turn: Request) -> list[int]:
+    """The model's answer to a turn's prompt if nothing of it is in the cache."""
     request = Request(turn.prompt, turn.params, turn.max_new_tokens, turn.stop_ids)
     generate(Engine(model, 1, 512), [request])
     return request.new_tokens
@@ -73,60 +72,59 @@ def read_afresh(model, turn: Request) -> list[int]:
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen2-sliding", "qwen3-gqa"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_turns_equal_the_conversation_read_afresh(tiny, tiny_model, name, temperature):
-    """The cache goes on from turn to turn; a model that reads the whole conversation at once says the same, and each
-    turn has read only what was new."""
+def test_turns_equal_answers_without_cache(tiny, tiny_model, name, temperature):
+    """The cache is reused from turn to turn. Each turn reads only what is new, and answers as without a cache."""
     letters = Letters()
     session = make_session(tiny_model(name), 256, letters, letters, temperature, max_new_tokens=9)
-    session.set_system(say(90, 17, 6))
-    for n, text in enumerate([say(*range(20, 43)), say(7), say(*range(100, 105)), say(9, 9)]):
+    session.set_system(text_of(90, 17, 6))
+    for n, text in enumerate([text_of(*range(20, 43)), text_of(7), text_of(*range(100, 105)), text_of(9, 9)]):
         turn = session.ask(text, lambda piece: None)
         assert len(turn.prompt) - turn.cached_tokens == (len(turn.prompt) if n == 0 else len(text) + 5)
     fresh = load_model(tiny(name)[2], dtype=torch.float32)
     for turn in session.turns:
-        assert turn.new_tokens == read_afresh(fresh, turn)
+        assert turn.new_tokens == answer_without_cache(fresh, turn)
     assert len(session.turns[-1].prompt) == 78
 
 
 def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
-    """A new system message, a conversation begun anew with the same words, an answer that was interrupted."""
+    """A new system message, a new conversation that begins with the same words, and an interrupted answer."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=6)
-    session.ask(say(50, 51, 52), lambda piece: None)
-    session.ask(say(60), lambda piece: None)
-    session.set_system(say(8, 8))
-    assert session.ask(say(70), lambda piece: None).cached_tokens == 0
+    session.ask(text_of(50, 51, 52), lambda piece: None)
+    session.ask(text_of(60), lambda piece: None)
+    session.set_system(text_of(8, 8))
+    assert session.ask(text_of(70), lambda piece: None).cached_tokens == 0
     session.set_system(None)
     session.reset()
-    session.ask(say(50, 51, 52, 53), lambda piece: None)
-    assert session.ask(say(80), lambda piece: None).cached_tokens == 12
+    session.ask(text_of(50, 51, 52, 53), lambda piece: None)
+    assert session.ask(text_of(80), lambda piece: None).cached_tokens == 12
     session.reset()
-    assert session.ask(say(50, 51, 52, 53), lambda piece: None).cached_tokens == 6, "all but the last token"
+    assert session.ask(text_of(50, 51, 52, 53), lambda piece: None).cached_tokens == 6, "all but the last token"
     shown = []
 
     def interrupt(piece):
         shown.append(piece)
         if len(shown) == 4:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # an impatient second one
+            os.kill(os.getpid(), signal.SIGINT)  # a second Ctrl-C, which is ignored
 
     with chat.one_interrupt():
-        turn = session.ask(say(33), interrupt)
+        turn = session.ask(text_of(33), interrupt)
     assert turn.finish_reason == "cancelled" and len(turn.new_tokens) == 4
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
-    turn = session.ask(say(34), lambda piece: None)
+    turn = session.ask(text_of(34), lambda piece: None)
     assert len(turn.prompt) - turn.cached_tokens == 1 + 1 + 4, "the interrupted answer's last token was not read yet"
     fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
     for turn in session.turns:
-        assert turn.new_tokens == read_afresh(fresh, turn)[: len(turn.new_tokens)]
+        assert turn.new_tokens == answer_without_cache(fresh, turn)[: len(turn.new_tokens)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_interrupted_before_the_answer(tiny_model, monkeypatch):
-    """Ctrl-C while the prompt is read: the message is forgotten, and what the cache may hold of it is not relied on."""
+    """After Ctrl-C while the prompt is read, the message is forgotten, and its part of the cache is not reused."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
-    session.ask(say(50, 51), lambda piece: None)
+    session.ask(text_of(50, 51), lambda piece: None)
     before, prefill = list(session.messages), session.engine.steps.prefill
 
     def interrupted(*args):
@@ -134,13 +132,13 @@ def test_interrupted_before_the_answer(tiny_model, monkeypatch):
         time.sleep(5)
 
     monkeypatch.setattr(session.engine.steps, "prefill", interrupted)
-    turn = session.ask(say(*range(60, 90)), lambda piece: None)
+    turn = session.ask(text_of(*range(60, 90)), lambda piece: None)
     assert session.summary(turn) == "[interrupted before the answer; the message is forgotten]"
     assert session.messages == before
     monkeypatch.setattr(session.engine.steps, "prefill", prefill)
-    turn = session.ask(say(52), lambda piece: None)
+    turn = session.ask(text_of(52), lambda piece: None)
     assert turn.cached_tokens == 7 - 1 + 1, "the first question and answer, up to the answer's last token"
-    assert turn.new_tokens == read_afresh(tiny_model("llama-mha"), turn)
+    assert turn.new_tokens == answer_without_cache(tiny_model("llama-mha"), turn)
 
 
 def run_lines(session, monkeypatch, capsys, *lines):
@@ -155,52 +153,52 @@ def test_commands(tiny_model, monkeypatch, capsys):
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
     out, err = run_lines(
         session, monkeypatch, capsys,
-        say(50, 51), "", "   ", "/stats", "/reset", f"/system {say(60, 61)}", "/system", say(50, 51), "/nonsense",
-        "refuse this", "/system refuse this", "/stats", say(52), "/exit", say(53),
+        text_of(50, 51), "", "   ", "/stats", "/reset", f"/system {text_of(60, 61)}", "/system", text_of(50, 51),
+        "/nonsense", "refuse this", "/system refuse this", "/stats", text_of(52), "/exit", text_of(53),
     )  # fmt: skip
     turns = session.turns
     assert len(turns) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
-    assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == say(60, 61)
+    assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == text_of(60, 61)
     assert "5 tokens, " in err and "; 5 read, 0 kept; context 9 of 256; cut at --max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
-    assert "/nonsense is no command. /reset" in err
+    assert "/nonsense is not a command. /reset" in err
     assert err.count("error: the template refuses this") == 2
     assert "turns: 2\n" in err and "kept from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
-    assert "conversation is forgotten" in err and "system message set" in err and f"\n{say(60, 61)}\n" in err
+    assert "conversation is forgotten" in err and "system message set" in err and f"\n{text_of(60, 61)}\n" in err
 
 
-def test_a_full_context_is_said_before(tiny_model, monkeypatch, capsys):
-    """What is left of the context is said before an answer that could need more; what does not fit is not tried."""
+def test_a_full_context(tiny_model, monkeypatch, capsys):
+    """A warning says how much room is left before an answer that could need more. What does not fit is refused."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 100, letters, letters)
     out, err = run_lines(
         session,
         monkeypatch,
         capsys,
-        say(*range(20, 60)),
-        say(61),
+        text_of(*range(20, 60)),
+        text_of(61),
         "/reset",
-        say(*range(5, 105)),
-        say(62),
+        text_of(*range(5, 105)),
+        text_of(62),
     )
-    assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last needs no slot"
+    assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line]
     assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset makes all of it free)"
     assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
-    refusal = "error: the context is full: with this message the conversation has {} tokens, of 100 that there is room"
+    refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
     assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
     assert remarks[4].startswith(refusal.format(103))
-    assert session.messages[0]["content"] == say(62), "a message that did not fit is not in the conversation"
+    assert session.messages[0]["content"] == text_of(62), "a message that did not fit is not in the conversation"
 
 
 def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, monkeypatch, capsys):
-    """The answers are the text that the tokens stand for there, and the whole is the next prompt."""
+    """Answers continue the text, and the next prompt is the whole text so far."""
     tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
     monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
     session = make_session(model, 256, None, tokenizer)
     answer = tokenizer.encode(" a cat.", add_bos=False)
 
-    def add(request):  # in the place of a model
+    def add(request):  # instead of running a model
         request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
         request.new_tokens, request.finish_reason = answer, "length"
         for token in answer:
@@ -214,8 +212,8 @@ def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, mon
 
 @pytest.mark.slow
 def test_the_default_model_in_conversation(default_checkpoint):
-    """Real template, real tokenizer, float32: the same answers as from the whole conversation by transformers'
-    rules (tests/test_chat_template.py compares the ids), and only what is new is read."""
+    """With the real template and tokenizer, in float32, answers are the same as without a cache, and only what is new
+    is read. (tests/test_chat_template.py compares the ids with transformers.)"""
     tokenizer = Tokenizer(default_checkpoint)
     template = ChatTemplate(default_checkpoint, tokenizer)
     model, fresh = (load_model(default_checkpoint, dtype=torch.float32) for _ in range(2))
@@ -228,13 +226,13 @@ def test_the_default_model_in_conversation(default_checkpoint):
         assert turn.cached_tokens == 0 or len(turn.prompt) - turn.cached_tokens == new
     for n, turn in enumerate(session.turns):
         assert turn.prompt == template.encode(session.messages[: 2 * n + 1])
-        assert turn.new_tokens == read_afresh(fresh, turn)
+        assert turn.new_tokens == answer_without_cache(fresh, turn)
     assert "Paris" in session.messages[1]["content"]
 
 
 @pytest.mark.slow
 def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(tiny, default_checkpoint, tmp_path):
-    """A small model beside a large tokenizer."""
+    """A small model with a large tokenizer."""
     folder = tmp_path / "x"
     shutil.copytree(tiny("llama-mha")[2], folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -248,7 +246,7 @@ def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(tiny, default
 @pytest.mark.slow
 @pytest.mark.parametrize("closed, code", [("<&-", 0), (">&-", 0), ("2>&-", 0)])
 def test_closed_streams(tiny, closed, code):
-    """What is closed is not written to, least of all in the place of something else."""
+    """Nothing is written to a closed stream, nor to another stream instead."""
     command = [*PROGRAM, "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt_ids", "5", "--max_new_tokens", "3"]
     shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command, "--json"]
     done = subprocess.run(shell, capture_output=True, timeout=180)
@@ -265,20 +263,20 @@ def test_ctrl_c_while_it_starts(start, seconds):
     assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
 
 
-def test_a_stopwatch_says_what_takes_so_long(capsys):
+def test_stopwatch(capsys):
     with Stopwatch("thinking", "about a minute") as watch:
         time.sleep(0.01)
     assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
     with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err == "thinking ...\n", "what was not finished took no time"
+    assert capsys.readouterr().err == "thinking ...\n", "no time is printed for what was not finished"
 
 
 # ---------------------------------------------------------------- the program
 
 
 class Terminal:
-    """A program under a pseudo-terminal."""
+    """A program in a pseudo-terminal."""
 
     def __init__(self, *args, columns=80, **environment):
         self.pid, self.fd = pty.fork()
@@ -291,7 +289,7 @@ class Terminal:
         os.write(self.fd, text.encode() if isinstance(text, str) else text)
 
     def until(self, pattern: str, seconds=180) -> str:
-        """What is shown up to and with a match of pattern, which is taken off."""
+        """Wait for a match of pattern; returns what was shown up to its end."""
         end = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
@@ -304,7 +302,7 @@ class Terminal:
         return shown
 
     def prompt(self) -> str:
-        """What is shown up to the prompt; keys pressed before readline listens are not its."""
+        """Wait for the prompt and for readline, which ignores earlier keys; returns what was shown."""
         shown = self.until(PROMPT)
         time.sleep(0.5)
         return shown
@@ -321,7 +319,7 @@ class Terminal:
 
 @pytest.fixture
 def start():
-    """Terminal, with programs that are ended after the test however it went."""
+    """Starts programs in terminals, and kills them after the test."""
     started = []
     yield lambda *args, **options: started.append(Terminal(*args, **options)) or started[-1]
     for program in started:
@@ -361,7 +359,7 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     new, kept = map(int, re.search(r"; (\d+) read, (\d+) kept; ", shown).groups())
     assert new < 60 and kept > 45
     talk.type("half a line")
-    talk.until("half a line")  # all of it: Python's readline does not see a Ctrl-C while it is still busy with a key
+    talk.until("half a line")  # Python's readline misses a Ctrl-C while it handles a key
     talk.type("\x03")
     talk.until(r"Ctrl-D leaves\)")
     talk.prompt()
@@ -402,7 +400,7 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
 
 @pytest.mark.full
 def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path, start):
-    """With the seconds as they pass, in one line that fits."""
+    """The seconds are counted in one line that fits the terminal."""
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
     program = start(*args, columns=40, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     shown = program.until(r"compiling decode: [\d.]+ s", 300)

@@ -1,7 +1,7 @@
 """Chat templates: token ids against transformers' for the templates of many models; broken and hostile templates.
 
-The real templates are in data/templates. Each gets a small byte-level vocabulary that knows its family's special tokens
-and puts a beginning token before plain text, so that a second one, or a special token read as text, shows.
+The real templates are in data/templates. Each gets a small byte-level vocabulary with its family's special tokens. It
+puts a BOS token before plain text, so that the tests notice a second BOS token or a special token read as text.
 """
 
 import copy
@@ -24,7 +24,7 @@ from tokenizer import ChatTemplate, Tokenizer
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
-FAMILIES = {  # file: beginning token, end token, what ends a turn
+FAMILIES = {  # file: BOS token, EOS token, the token that ends a turn
     "command-r-plus": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
     "deepseek-coder": (DEEPSEEK[0], "<|EOT|>", "<|EOT|>"),
     "deepseek-r1-distill": (*DEEPSEEK, DEEPSEEK[1]),
@@ -44,7 +44,7 @@ SPECIAL = re.compile(r"<\|\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_o
 
 
 def talk(*contents, system=None):
-    """Messages of user and assistant in turn, after a system message if there is one."""
+    """Messages of user and assistant in turn, after the system message if given."""
     messages = [{"role": "system", "content": system}] * (system is not None)
     roles = itertools.cycle(["user", "assistant"])
     return messages + [{"role": role, "content": content} for role, content in zip(roles, contents)]
@@ -100,7 +100,7 @@ def family(library, name, folder):
 
 
 def refusal(call, *args):
-    """The text of the UserError that a call ends in: one printable line that is not too long for one."""
+    """The text of the UserError that the call raises, which must be one printable line."""
     with pytest.raises(UserError) as caught:
         call(*args)
     text = str(caught.value)
@@ -109,7 +109,7 @@ def refusal(call, *args):
 
 
 def equal_to_transformers(ours, oracle, messages):
-    """Asserts the same ids and texts, or that both refuse in the same words; whether there were ids."""
+    """Assert the same ids and texts, or the same error from both. Returns whether there were ids."""
     try:
         text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         closed = oracle.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
@@ -131,11 +131,11 @@ def test_ids_equal_transformers_or_both_refuse(request, library, name, tmp_path)
     else:
         ours, oracle = family(library, name, tmp_path)
     day = None
-    while day != datetime.date.today():  # once more if midnight fell between the two: some templates write the date
+    while day != datetime.date.today():  # again if midnight passed meanwhile, as some templates write the date
         day = datetime.date.today()
         rendered = {key: equal_to_transformers(ours, oracle, messages) for key, messages in CONVERSATIONS.items()}
-    assert rendered["one message"] and rendered["turns"], "of what every model knows, nothing is refused"
-    assert rendered["system"] == (name not in ("gemma-2", "mistral-7b")), "these refuse it, in the same words"
+    assert rendered["one message"] and rendered["turns"], "every template accepts these"
+    assert rendered["system"] == (name not in ("gemma-2", "mistral-7b")), "only these templates refuse it"
     end = "<|im_end|>" if name == "default" else FAMILIES[name][2]
     assert ours.end_ids() == {ours.tokenizer.vocabulary.library.token_to_id(end)}, "the token that ends a turn"
 
@@ -180,7 +180,7 @@ def test_the_template_language_is_that_of_transformers(write, default_oracle):  
     assert equal_to_transformers(write(LANGUAGE), oracle, talk("Hi <b>", 'Grüße, "日本"\n', "Bye", system="s"))
 
 
-NOTHING = "makes nothing of the conversation"  # what the sandbox refuses is undefined, which is written as nothing
+NOTHING = "writes no text for this conversation"  # what the sandbox refuses is undefined, which renders as ""
 BROKEN = {  # name: (the template, what the error says)
     "class": ("{{ ''.__class__ }}", NOTHING),
     "class by index": ("{{ ''['__class__']['__base__'] }}", "'__class__' .* unsafe"),

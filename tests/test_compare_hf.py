@@ -1,4 +1,4 @@
-"""compare_hf.py says that the same is the same, and finds the tensor at which a planted fault begins."""
+"""compare_hf.py finds equal models equal, and finds the first tensor that a planted fault changes."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 
 def copy_with(checkpoint, out, config=None, change=lambda weights: None):
-    """A copy of a checkpoint with other fields in config.json and with change(weights) made to its tensors."""
+    """A copy of a checkpoint with other fields in config.json, whose tensors change(weights) has modified."""
     shutil.copytree(checkpoint, out)
     weights = load_file(out / "model.safetensors")
     change(weights)
@@ -32,7 +32,7 @@ def compare(capsys, checkpoint, source, *options):
 
 
 def expect_fault(capsys, checkpoint, source, label, *options):
-    """The command parts at label, puts its one arrow there, and finds nothing above it."""
+    """Assert that the first difference is at label, and that only this line has an arrow."""
     code, lines = compare(capsys, checkpoint, source, *options)
     assert code == 1
     assert lines[-1].startswith(f"they part at {label}: ")
@@ -67,7 +67,7 @@ def test_other_dtypes_are_as_close_as_their_rounding(tiny, capsys):
 @pytest.mark.parametrize(
     "tensor, row, label",
     [
-        ("embedding.weight", 7, "embedding"),  # 7 is the first of the default ids
+        ("embedding.weight", 7, "embedding"),  # 7 is the first default id
         ("blocks.0.attention_norm.weight", 5, "layer 0, attention_norm"),
         ("blocks.1.attention.qkv.weight", 0, "layer 1, attention.q"),
         ("blocks.1.attention.qkv.weight", 6 * 18 + 3, "layer 1, attention.k"),
@@ -109,14 +109,14 @@ def test_nan_is_a_difference(tiny, capsys, tmp_path):
     source, checkpoint = tiny("llama-mha")[1:]
 
     def change(weights):
-        weights["blocks.1.mlp_norm.weight"][:] = 3e38  # NaN itself is refused at load; this overflows
+        weights["blocks.1.mlp_norm.weight"][:] = 3e38  # this overflows, while NaN would be refused at load
 
     faulty = copy_with(checkpoint, tmp_path / "faulty", change=change)
     expect_fault(capsys, faulty, source, "layer 1, mlp_norm", "--tolerance", "1e9")
 
 
 def test_other_shapes_part_with_both(tiny, capsys):
-    """Layers of another source, of which there is one more, with norms that ours has not."""
+    """The source has one more layer, and norms that our model lacks."""
     checkpoint, source = tiny("llama-mha")[2], tiny("qwen3-gqa")[1]
     code, lines = compare(capsys, checkpoint, source)
     assert (code, lines[-1]) == (1, "they part at embedding: shape (1, 12, 60), the source's (1, 12, 52)")

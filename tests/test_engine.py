@@ -1,4 +1,4 @@
-"""The engine: every request gets the tokens that it would get alone, whoever joins and leaves beside it."""
+"""The engine: every request gets the tokens that it would get alone, whichever requests join and leave beside it."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ LENGTH = 96
 
 @pytest.fixture(scope="module")
 def models(tiny, tmp_path_factory):
-    """(name, format, dtype) -> a model, loaded once."""
+    """(name, format, dtype) -> a model, which is loaded once."""
     made = {}
 
     def get(name="llama-gqa-biased", format=None, dtype=torch.float32):
@@ -43,7 +43,7 @@ def models(tiny, tmp_path_factory):
 
 
 def tokens_of(model, request: Request, rows: int = 1, **options) -> list[int]:
-    """What a request with these wishes gets when it is alone in an engine of its own."""
+    """The new tokens of a request with these settings, alone in an engine of its own."""
     alone = Request(request.prompt, request.params, request.max_new_tokens, request.stop_ids)
     generate(Engine(model, rows, LENGTH, **options), [alone])
     return alone.new_tokens
@@ -69,14 +69,14 @@ def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
     shared = random_prompts([23], seed=seed + 1)[0]
     requests = []
     for prompt in random_prompts([chance.randrange(1, longest) for _ in range(n)], seed=seed):
-        if chance.random() < 0.4:  # some begin alike
+        if chance.random() < 0.4:  # some begin with the same tokens
             prompt = shared[: chance.randrange(1, 23)] + prompt[: longest - 23]
         requests.append(Request(prompt, random_params(chance), chance.randrange(1, 18)))
     return requests
 
 
 def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
-    """Add the requests at random moments, and cancel some."""
+    """Add the requests at random steps, and cancel some."""
     chance, waiting = random.Random(seed), list(requests)
     finished = []
     while waiting or engine.active:
@@ -85,7 +85,7 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
         if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
             engine.cancel(chance.choice(running))
         finished += engine.step()
-    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each ends once"
+    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
 
 
 # ---------------------------------------------------------------- the tokens
@@ -94,7 +94,7 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "bloom-5"])
 def test_greedy_tokens_are_those_of_transformers(tiny, models, name):
     engine = Engine(models(name), 3, LENGTH, chunk_tokens=11)
-    prompts = random_prompts([5, 31, 1, 17, 44, 9, 2])  # more than there are rows
+    prompts = random_prompts([5, 31, 1, 17, 44, 9, 2])  # more prompts than rows
     requests = [Request(prompt, GREEDY, 13) for prompt in prompts]
     generate(engine, requests)
     for request in requests:
@@ -119,7 +119,7 @@ def test_schedules_change_no_tokens(models, format):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, format, dtype):
-    """With the CPU kernels: whatever the chunks, the neighbours, the offset, and what wrote the prefix."""
+    """With the CPU kernels they are the same for all chunks, neighbours and offsets, and whatever wrote the prefix."""
     model = models(format=format, dtype=dtype)
     if not model.chunk_invariant:
         pytest.skip("the CPU kernels cannot run here")
@@ -143,13 +143,13 @@ def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, for
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
-    """Within prefill; what decode writes may differ in last bits. torch does not promise it: this probes it."""
+    """This holds within prefill only. PyTorch does not promise it, so this test probes it."""
     model = models(dtype=dtype)
     prompts = random_prompts([90, 61, 35, 17, 8])
 
     def caches(rows: int, chunk_tokens: int, beside: bool) -> list:
         engine = Engine(model, rows, 128, chunk_tokens=chunk_tokens)
-        if beside:  # a row that decodes all the time, so that the prompts are read in chunks
+        if beside:  # a row that is always decoding, so that prompts are read in chunks
             engine.add(Request([5, 6, 7], GREEDY, 100))
             engine.step()
         found = []
@@ -174,8 +174,8 @@ def cache_of(model, row: int, n: int) -> torch.Tensor:
     return torch.stack([cache[row, :, :n].clone() for cache in caches])
 
 
-def test_penalties_count_what_the_engine_has_said(tiny, models):
-    """Against transformers' logits and penalties in plain Python."""
+def test_penalties_count_generated_tokens(tiny, models):
+    """The oracle is transformers' logits with penalties in plain Python."""
     params = SamplingParams(2.1, 0.9, 0.6, temperature=0.0)  # repetition, frequency, presence
     oracle, prompt, said = tiny("llama-gqa-biased")[0], random_prompts([9])[0], []
     for _ in range(20):
@@ -193,7 +193,7 @@ def test_penalties_count_what_the_engine_has_said(tiny, models):
 # ---------------------------------------------------------------- prefixes
 
 
-def test_prefixes_are_found_again(models):
+def test_prefixes_are_reused(models):
     model = models()
     engine = Engine(model, 3, LENGTH)
     prompt, other = random_prompts([30, 20])
@@ -202,11 +202,11 @@ def test_prefixes_are_found_again(models):
     assert first.cached_tokens == 0
     turn = Request(prompt + first.new_tokens + other[:5], GREEDY, 4)  # the next turn of a conversation
     generate(engine, [turn])
-    assert turn.cached_tokens == 30 + 7, "the last new token was never read"
+    assert turn.cached_tokens == 30 + 7, "the last new token was not read by the model"
     assert turn.new_tokens == tokens_of(model, turn)
     again = Request(prompt, GREEDY, 8)
     generate(engine, [again])
-    assert again.cached_tokens == 29 and again.new_tokens == first.new_tokens, "the last token's logits are wanted"
+    assert again.cached_tokens == 29 and again.new_tokens == first.new_tokens, "the last token is read for its logits"
 
 
 def test_a_prefix_of_a_busy_row_is_copied(models):
@@ -226,8 +226,8 @@ def test_a_prefix_of_a_busy_row_is_copied(models):
         assert request.new_tokens == tokens_of(model, request)
 
 
-def test_a_conversation_survives_one_that_begins_alike(models):
-    """A new request takes a row of its own, not that of a conversation with the same system prompt."""
+def test_a_conversation_survives_another_with_the_same_beginning(models):
+    """A new request gets its own row, and not that of a conversation with the same system prompt."""
     engine = Engine(models(), 2, LENGTH)
     system, rest, other = random_prompts([10, 40, 6])
     conversation = Request(system + rest, GREEDY, 3)
@@ -245,7 +245,7 @@ def test_the_row_least_recently_used_is_overwritten(models):
     prompts = [[i] * 9 for i in range(3, 7)]
     for prompt in prompts[:3]:
         generate(engine, [Request(prompt, GREEDY, 1)])
-    generate(engine, [Request(prompts[0], GREEDY, 1)])  # used again
+    generate(engine, [Request(prompts[0], GREEDY, 1)])  # used once more
     generate(engine, [Request(prompts[3], GREEDY, 1)])
     assert [row.tokens[0] for row in engine.rows] == [3, 6, 5]
 
@@ -277,7 +277,7 @@ def test_decoding_rows_go_on_while_a_prompt_is_read(models):
     assert long.finish_reason == "length", "six chunks of ten tokens"
 
 
-def test_short_prompts_go_first_but_not_for_ever(models):
+def test_short_prompts_go_first_but_a_long_one_is_not_starved(models):
     engine = Engine(models(), 4, LENGTH, chunk_tokens=8)
     engine.add(Request([5, 6], GREEDY, 90))
     engine.step()
@@ -286,7 +286,7 @@ def test_short_prompts_go_first_but_not_for_ever(models):
     short_seed = count(100)
     steps = 0
     while long.finish_reason is None:
-        while len(engine.waiting) < 2:  # short ones come all the time
+        while len(engine.waiting) < 2:  # short prompts keep arriving
             engine.add(Request(random_prompts([8], seed=next(short_seed))[0], GREEDY, 1))
         engine.step()
         steps += 1
@@ -331,7 +331,7 @@ def test_a_failing_listener_ends_its_request_alone(models):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_not_finite_end_their_request_alone(models, temperature):
-    model = copy.deepcopy(models("qwen3-gqa"))  # whose head is not the embedding table
+    model = copy.deepcopy(models("qwen3-gqa"))  # its output head is not tied
     params = SamplingParams(temperature=temperature)
     other = Request([7, 8, 9], params, 9)
     expected = tokens_of(model, other)
@@ -345,7 +345,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(models, temperature)
     assert (other.finish_reason, other.new_tokens) == ("length", expected)
     after = Request([5, poison], params, 2)
     generate(engine, [after])
-    assert after.cached_tokens == 0, "what a failed row holds is used by nobody"
+    assert after.cached_tokens == 0, "the cache of a failed row is not reused"
 
 
 def test_cancelling(models):
@@ -356,7 +356,7 @@ def test_cancelling(models):
         engine.add(request)
     for _ in range(3):
         engine.step()
-    for request in (waiting, running, running, waiting):  # twice is as once
+    for request in (waiting, running, running, waiting):  # cancelling twice has the effect of once
         engine.cancel(request)
     ended = engine.step()
     assert len(ended) == 2 and set(ended) == {running, waiting} and engine.rows[0].request is last
@@ -379,7 +379,7 @@ def test_a_listener_may_cancel_others(models):
 def test_a_full_row_ends_a_request(models):
     request = Request(random_prompts([20])[0], GREEDY, 100)
     generate(Engine(models(), 1, 24), [request])
-    assert (request.finish_reason, len(request.new_tokens)) == ("length", 5), "the last token needs no slot"
+    assert (request.finish_reason, len(request.new_tokens)) == ("length", 5), "the last token is not read"
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_logprobs_are_those_of_transformers(tiny, models, dtype, monkeypatch):
     requests = [Request(prompt, params, 6, logprobs=3, prompt_logprobs=2) for prompt in prompts]
     engine = Engine(model, 2, LENGTH, chunk_tokens=9)
     generate(engine, [Request(prompts[0], GREEDY, 1)])
-    generate(engine, requests)  # two of them beside each other; nothing cached is used
+    generate(engine, requests)  # two rows side by side; cached prefixes are not used
     assert max(rows_of_head) <= 7
     for request in requests:
         ids = request.prompt + request.new_tokens
@@ -424,7 +424,7 @@ def test_logprobs_are_those_of_transformers(tiny, models, dtype, monkeypatch):
 
 
 def test_ids_that_only_pad_the_table_have_no_probability(models, monkeypatch):
-    """Neither in what is drawn nor in what is scored; a prompt may hold some all the same."""
+    """Neither in sampling nor in log-probabilities, although a prompt may contain them."""
     model = models()
     monkeypatch.setattr(model, "config", dataclasses.replace(model.config, n_token=100))
     request = Request([5, 6, 7], GREEDY, 6, logprobs=2)
@@ -438,8 +438,8 @@ def test_ids_that_only_pad_the_table_have_no_probability(models, monkeypatch):
     )
 
 
-def test_odd_wishes_end_no_step(models):
-    """What a caller of the Python interface may get wrong."""
+def test_invalid_settings_do_not_break_a_step(models):
+    """Mistakes that a caller of the Python interface can make."""
     model = models()
     engine = Engine(model, 2, LENGTH)
     prompt = [5, 6]
@@ -457,7 +457,7 @@ def test_odd_wishes_end_no_step(models):
 
 
 def test_tokens_beyond_the_end_of_a_request_have_no_logprobs(models):
-    """Where speculation finds more than the request wants."""
+    """Speculation may find more tokens than the request asked for."""
     model, prompt = models(), [5, 6, 7, 8] * 5
     said = tokens_of(model, Request(prompt, GREEDY, 30))
     draft = LookupDraft([prompt + said] * 2)
@@ -478,7 +478,7 @@ def test_only_scoring(models):
 
 
 class Recorder:
-    """Ranks of which the others are played afterwards, or at once."""
+    """Stands for several ranks: it records the plans, which a follower then executes."""
 
     def __init__(self, rank: int, plans: list):
         self.rank, self.size, self.plans = rank, 2, plans
@@ -494,7 +494,7 @@ def test_a_follower_does_what_the_first_rank_does(models):
     leader = Engine(model, 3, LENGTH, chunk_tokens=9, ranks=Recorder(0, plans))
     requests = random_requests(12, 5)
     for request in requests[::3]:
-        request.on_token = lambda token, request=request: len(request.new_tokens) >= 3  # only the leader hears it
+        request.on_token = lambda token, request=request: len(request.new_tokens) >= 3  # only rank 0 calls it
     run_randomly(leader, requests, 5)
     held, texts = [cache_of(model, row.index, len(row.tokens)) for row in leader.rows], [r.tokens for r in leader.rows]
     leader.close()
@@ -512,7 +512,7 @@ def test_a_follower_does_what_the_first_rank_does(models):
 
 @pytest.mark.slow
 def test_no_graph_is_compiled_again(models):
-    """Warm-up has made every graph, whatever settings, lengths and numbers of rows come; the tokens are eager ones."""
+    """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps."""
     torch._dynamo.reset()
     model, options = models(), SimpleNamespace(compile=True, compile_prefill=False)
     engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)

@@ -1,4 +1,4 @@
-"""Losses against transformers' logits, KL and agreement against their definitions, on both paths; the command."""
+"""Losses against transformers' logits, KL and top-token agreement against their definitions, and the command."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from load import load_model
 
 @given(n=st.integers(2, 300), length=st.integers(2, 90), data=st.data())
 def test_every_token_but_the_first_is_scored_once(n, length, data):
-    """In windows that are never too long, and after as much context as the stride promises."""
+    """Windows are never too long, and tokens have as much context as the stride promises."""
     stride = data.draw(st.integers(1, length - 1))
     ids, scored = list(range(n)), []
     for window in windows(ids, length, stride):
@@ -41,7 +41,7 @@ def test_losses_equal_transformers(tiny, tiny_model, name, path):
         assert torch.allclose(found["loss"].float(), expected, atol=1e-4)
 
 
-def test_kl_and_agreement_are_what_they_say(tiny, tiny_model):
+def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):
     model, other = tiny_model("llama-mha", rows=1), load_model(tiny("llama-mha")[2], dtype=torch.float32)
     with torch.no_grad():
         for weight in other.parameters():
@@ -61,7 +61,7 @@ def test_kl_and_agreement_are_what_they_say(tiny, tiny_model):
 
 
 def test_kl_of_what_is_not_finite(tiny, tiny_model):
-    """Zero probabilities of the reference count nothing; NaN stays NaN."""
+    """Zero probabilities of the reference count as zero, and NaN stays NaN."""
     model, [ids] = tiny_model("bloom-5", rows=1), random_prompts((20,))
     broken = load_model(tiny("bloom-5")[2], dtype=torch.float32)
     broken.setup_caches(1, 64)
@@ -71,7 +71,7 @@ def test_kl_of_what_is_not_finite(tiny, tiny_model):
     [found] = scores([model, broken], window, "prefill")
     assert found["kl"].isfinite().all() and (found["kl"] > 0).any()
     [found] = scores([broken, model], window, "prefill")
-    assert found["kl"].isposinf().all(), "what the model holds to be impossible"
+    assert found["kl"].isposinf().all(), "the model gives such a token probability 0"
     broken.head = lambda x: head(x) * torch.nan
     for pair in ([broken, model], [model, broken]):
         [found] = scores(pair, window, "prefill")
@@ -83,7 +83,7 @@ def test_interval_of_independent_numbers_and_of_repeated_ones():
     mean, half = interval(list(numbers[:, None]))
     assert mean == pytest.approx(float(numbers.mean())) and half == pytest.approx(1.96 / math.sqrt(4000), rel=0.05)
     _, repeated = interval([number.expand(10) for number in numbers])
-    assert repeated == pytest.approx(half, rel=1e-6), "ten copies say no more than one"
+    assert repeated == pytest.approx(half, rel=1e-6), "ten copies are no more evidence than one"
     assert math.isnan(interval([numbers])[1])
 
 
@@ -111,11 +111,11 @@ def test_the_command(default_checkpoint, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for args, why in (
-        (["--text", tmp_path / "empty"], "has 0 tokens; at least 2 are needed"),
+        (["--text", tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
         (["--text", tmp_path / "binary"], "cannot be read"),
-        (["--text", text, "--stride", 60, "--window", 50], "--stride 60 is not less than the window of 50"),
+        (["--text", text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
         (["--text", text, "--window", 1], "must be at least 2"),
-        (["--text", text, "--limit", 3], "are about --tasks"),
+        (["--text", text, "--limit", 3], "need --tasks"),
         (["--text", text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
     ):
         bad = run(*args)

@@ -1,4 +1,4 @@
-"""The main program as a user runs it: what it prints, what it counts, what it refuses."""
+"""The main program as a user runs it: what it prints, what it counts, and what it refuses."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def run(*args, **options):
 
 
 def main(capsys, monkeypatch, *args):
-    """main() in this process: (the samples or stdout, stderr)."""
+    """Run main() in this process. Returns (the samples or stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
     program.main()
     out, err = capsys.readouterr()
@@ -46,7 +46,7 @@ def ids(prompt):
 
 
 def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeypatch):
-    """A Hugging Face directory as it is, a ragged batch with copies, in float32."""
+    """From a Hugging Face directory, in float32, for a batch of prompts of different lengths and copies of them."""
     oracle, hf, ours = tiny("qwen3-gqa")
     prompts = random_prompts((4, 19, 1))
     args = [part for prompt in prompts for part in ("--prompt_ids", ids(prompt))]
@@ -60,7 +60,7 @@ def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeyp
 
 
 def test_report_counts_what_it_says(tiny_model):
-    """Bytes a token: all weights over the rows that share them; live keys and values, at most a window of them."""
+    """The bytes per token are all weights divided by the rows, plus the live keys and values within the window."""
     model = tiny_model("mistral-window", rows=3)
     config, engine = model.config, Engine(model, 3, 256)
     timing = engine.timing
@@ -71,7 +71,7 @@ def test_report_counts_what_it_says(tiny_model):
     found = measurements(model, timing, profiled=False)
     total = sum(weight.nbytes for weight in model.parameters())
     table, row = model.embedding.weight.nbytes, model.embedding.weight[0].nbytes
-    assert weight_bytes(model, 3) == total - table + 3 * row, "untied: of the embedding, only the rows looked up"
+    assert weight_bytes(model, 3) == total - table + 3 * row, "of an untied embedding, only the rows that are looked up"
     assert found["weight_bytes_per_token"] == pytest.approx((total - table + 3 * row) / 3)
     bytes_per_token = found["weight_bytes_per_token"] + found["kv_bytes_per_token"]
     assert found["bandwidth_bytes_per_s"] == pytest.approx(bytes_per_token * found["decode_tokens_per_s"])
@@ -96,7 +96,7 @@ def test_no_rates_under_the_profiler(tiny_model):
 
 
 def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
-    """Same seed, same text; the next row and the next sample have the next seed; a row is what it is alone."""
+    """The same seed gives the same text, the next row or sample has the next seed, and rows are independent."""
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--dtype", "float32", "--json", "--max_new_tokens", 20]
     args += ["--prompt_ids", "5,6,7", "--top_p", 0.9, "--min_p", 0.01, "--repetition_penalty", 1.2]
 
@@ -111,7 +111,7 @@ def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
 
 
 def test_repetition_penalty_sees_prompt_and_output(tiny, tiny_model):
-    """Greedy with the penalty equals transformers', which counts both."""
+    """Greedy tokens with the penalty equal those of transformers, which counts both."""
     oracle, engine = tiny("llama-mha")[0], Engine(tiny_model("llama-mha"), 2, 256)
     penalties = (1.4, 0.7)
     params = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in penalties]
@@ -154,12 +154,12 @@ def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
     sample = main(capsys, monkeypatch, *args)[0]["samples"][0]
     assert sample["token_ids"] == expected and sample["finish_reason"] == "length"
     exactly = main(capsys, monkeypatch, *args[:-3], "--max_new_tokens", first + 1)[0]["samples"][0]
-    assert exactly["finish_reason"] == "stop", "the last token allowed is an end token"
+    assert exactly["finish_reason"] == "stop", "the last token allowed is an EOS token"
 
 
 @pytest.mark.slow
 def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkeypatch):
-    """Texts with --stop are the texts without it, up to where a search over the whole finds a stop string first."""
+    """Texts with --stop are the texts without it, cut before the first stop string in them."""
     args = ["--prompt", "The three largest", "--prompt", "def f(x):\n", "--prompt", "1, 2, 3,", "--dtype", "float32"]
     args += ["--max_new_tokens", 40, "--ignore_eos", *GREEDY]
     whole = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
@@ -192,7 +192,9 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
             assert shown == sample["text"] + "\n", "the answer and nothing else"
             answer = sample["text"]
     shown, _ = main(capsys, monkeypatch, *ask, "--chat", "--batch_size", 2)
-    assert shown == f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n" * 2, "whose answer it is"
+    assert shown == f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n" * 2, (
+        "the prompt comes before the answer"
+    )
 
 
 def test_roofline_is_printed_instead_of_text(tiny, capsys, monkeypatch):
@@ -207,11 +209,11 @@ def test_roofline_is_printed_instead_of_text(tiny, capsys, monkeypatch):
 def test_no_chat_without_a_template(tiny, monkeypatch):
     arguments = ["generate.py", "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt", "x", "--chat"]
     monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(UserError, match="has no chat template: the model was not made for conversation"):
+    with pytest.raises(UserError, match="has no chat template; use the model without --chat"):
         program.main()
 
 
-def test_prompts_from_everywhere(default_checkpoint, tmp_path):
+def test_every_kind_of_prompt(default_checkpoint, tmp_path):
     (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
     tokenizer = Tokenizer(default_checkpoint)
     checkpoint = Checkpoint(default_checkpoint, read_config(default_checkpoint), None, tokenizer)
@@ -293,11 +295,11 @@ def test_bad_input_is_one_line(tiny, monkeypatch, args, why):
     assert "\n" not in str(caught.value)
 
 
-def test_empty_prompt_without_a_beginning_token(tiny, tmp_path, monkeypatch):
+def test_empty_prompt_without_a_bos_token(tiny, tmp_path, monkeypatch):
     shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
     (tmp_path / "x" / "tokenizer_config.json").write_text('{"bos_token_id": null}')
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint_path", str(tmp_path / "x"), "--prompt_ids", ""])
-    with pytest.raises(UserError, match="the prompt is empty and the model has no beginning token"):
+    with pytest.raises(UserError, match="the prompt is empty and the model has no BOS token"):
         program.main()
 
 
@@ -326,7 +328,7 @@ def test_exit_codes_and_streams(tiny, default_checkpoint):
     ],
     ids=repr,
 )
-def test_what_ends_a_command_is_one_line(error, code, capsys):
+def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     def main():
         raise error
 
@@ -351,7 +353,7 @@ def test_profile_writes_a_trace(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_program(tiny, capsys, monkeypatch):
-    """--compile and --compile_prefill: eager's tokens, greedy and sampled; nothing compiled or broken after warm-up."""
+    """--compile and --compile_prefill give the tokens of an eager run. After warm-up nothing is compiled."""
     torch._dynamo.reset()
     prompts = random_prompts((4, 23))
     args = ["--checkpoint_path", tiny("llama-gqa-biased")[2], "--dtype", "float32", "--json", "--max_new_tokens", 25]
@@ -366,7 +368,7 @@ def test_compiled_program(tiny, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_peak_memory_of_an_eager_run(default_checkpoint):
-    """At most weights, KV cache and 600 MB."""
+    """The peak is at most the weights, the KV cache and 600 MB."""
     done = run("--max_new_tokens", 20, "--synthetic_prompt", 400, "--json")
     result = json.loads(done.stdout)
     cache = 2 * 30 * 520 * 3 * 64 * 2
@@ -378,7 +380,7 @@ def test_peak_memory_of_an_eager_run(default_checkpoint):
 
 @pytest.fixture(scope="module")
 def default_pair():
-    """transformers' model of the default GGUF file and ours of the same dequantized weights, in float32."""
+    """transformers' model of the default GGUF file and our model with the same dequantized weights, in float32."""
     path = default_gguf()
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
@@ -406,7 +408,7 @@ def test_default_model_equals_transformers(default_pair):
 
 @pytest.mark.full
 def test_default_model_equals_transformers_on_32_prompts(default_pair):
-    """1 to 500 tokens of this repository's own text, 64 new tokens each, in ragged batches of 8."""
+    """Prompts of 1 to 500 tokens from this repository, 64 new tokens each, in batches of 8 with different lengths."""
     tokenizer = default_pair[2]
     text = tokenizer.encode((ROOT / "LICENSE").read_text() + (ROOT / "model.py").read_text())
     lengths = [1, 2, 3, 5, 8, 13, 17, 21, 29, 34, 47, 55, 64, 77, 89, 101, 120, 144, 163, 180, 199, 211, 233, 257]

@@ -1,4 +1,4 @@
-"""The harness's own model class over transformers is the oracle: the same answers, request by request and by tasks."""
+"""The harness's own model class for transformers is the oracle, for single requests and for whole tasks."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, byte_level):  # noqa: F811
-    """(ours, theirs, our checkpoint directory) of one tiny model with a tokenizer and a template."""
+    """(our HarnessModel, the harness's own class, our checkpoint directory) for a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("harness")
     config = transformers.LlamaConfig(
         vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
@@ -57,7 +57,7 @@ def instances(kind, requests):
 
 
 def test_loglikelihood(both):
-    """Empty contexts, contexts that end with spaces, and some that are longer than the model's."""
+    """Empty contexts, contexts that end with spaces, and some that are too long for the model."""
     texts = strings(n=60)
     pairs = [(a, " " + b) for a, b in zip(texts, texts[1:]) if b.strip() and len(b) < 60]
     pairs += [("", texts[3] + "x"), ("word  ", "next"), ("far " * 200, "end"), ("one two three", " four")]
@@ -67,7 +67,7 @@ def test_loglikelihood(both):
         assert mine == pytest.approx(expected, abs=2e-3) and same == greedy
 
 
-def test_what_greedy_decoding_says_is_greedy(both):
+def test_greedy_continuations_are_recognized(both):
     context = both[0].tok_encode("once upon")
     request = Request(context, SamplingParams(temperature=0.0), 20)
     generate(Engine(both[0].model, 1, 40), [request])
@@ -83,7 +83,7 @@ def test_rolling(both):
 
 
 def test_generate_until(both):
-    """Several settings in one call, contexts cut from the left, stop strings where they would begin."""
+    """Several settings in one call, contexts that are truncated on the left, and stop strings."""
     contexts = [text for text in strings(n=14) if text] + ["too long for it " * 30]
     requests = [(text, {"until": ["e", "\n\n"], "max_gen_toks": 12}) for text in contexts]
     requests += [(text, {"until": "a", "max_gen_toks": 20, "do_sample": False}) for text in contexts]
@@ -101,7 +101,7 @@ def test_sampled_answers_can_be_repeated(both):
 
 def test_more_tokens_than_the_context_holds(both):
     request = instances("generate_until", [("x", {"until": [], "max_gen_toks": CONTEXT})])
-    with pytest.raises(UserError, match="a task wants 90 tokens, the context holds 1 to 89 and a prompt"):
+    with pytest.raises(UserError, match="a task asks for 90 new tokens, but the context allows 1 to 89"):
         both[0].generate_until(request)
 
 
@@ -111,8 +111,8 @@ def test_empty_and_odd_requests(both):
     assert isinstance(text, str)
     assert model.loglikelihood(instances("loglikelihood", [("some context", "")])) == [(0.0, True)]
     for kind, request, why in (
-        ("loglikelihood", ("x", " far" * 300), "tokens at once, the context is 90"),
-        ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task wants 0 tokens"),
+        ("loglikelihood", ("x", " far" * 300), "tokens at once, but the context holds 90"),
+        ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task asks for 0 new tokens"),
         (
             "generate_until",
             ("x", {"until": [], "max_gen_toks": 5, "temperature": -1.0}),
@@ -149,7 +149,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def task_files(tmp_path_factory):
-    """A data set in a file, and tasks on it: no network."""
+    """Tasks with a data set in a file, which need no network."""
     folder, texts = tmp_path_factory.mktemp("tasks"), [text for text in strings(n=80) if len(text.split()) > 1]
     with open(folder / "data.jsonl", "w") as file:
         for i, text in enumerate(texts[:24]):
@@ -161,7 +161,7 @@ def task_files(tmp_path_factory):
         data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
         task = {"task": f"local_{name}", "test_split": "test"} | data | fields
         paths.append(folder / f"{name}.yaml")
-        paths[-1].write_text(json.dumps(task))  # which is YAML too
+        paths[-1].write_text(json.dumps(task))  # JSON is YAML too
     return [str(path) for path in paths]
 
 
@@ -191,8 +191,8 @@ def test_the_command(both, task_files, tmp_path):
     for args, why in (
         (["--tasks", "no_such_task_at_all"], "no_such_task_at_all"),
         (["--tasks", str(tmp_path / "missing.yaml")], "missing.yaml"),
-        ([], "give a --text or --tasks"),
-        (["--tasks", task_files[0], "--reference_checkpoint_path", "x"], "is compared on a --text"),
+        ([], "give --text or --tasks"),
+        (["--tasks", task_files[0], "--reference_checkpoint_path", "x"], "needs a --text"),
     ):
         bad = run(*args)
         assert bad.returncode == 2 and why in bad.stderr.splitlines()[-1], bad.stderr

@@ -1,4 +1,4 @@
-"""Which file may import which, how long a file may be, and which files one can do without."""
+"""Which file may import which, how long a file may be, and which files are optional."""
 
 import ast
 import shutil
@@ -58,7 +58,7 @@ def test_the_engine_gets_drafts_and_ranks_as_arguments():
 
 
 def test_imports_in_functions_and_in_main_are_found():
-    """So that the tests above cannot pass by seeing nothing."""
+    """Otherwise the tests above could pass without seeing any import."""
     source = "import a\ndef f():\n    if x:\n        from b.c import d\ndef main():\n    import e\n"
     source += "if __name__ == '__main__':\n    import g\nclass C:\n    def main_(self):\n        import h\n"
     found = [("a", [], False), ("b", ["d"], False), ("e", [], True), ("g", [], True), ("h", [], False)]
@@ -79,7 +79,7 @@ def test_the_whole_idea_is_short():
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [*OPTIONAL, " ".join(OPTIONAL)])
 def test_generation_works_without(tiny, tmp_path, python, absent):
-    """Whoever copies the project may leave these files out."""
+    """Generation works after these files are deleted."""
     for path in [*FILES.values(), ROOT / "kernels.cpp"]:
         shutil.copy(path, tmp_path)
     for name in absent.split():

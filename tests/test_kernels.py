@@ -1,4 +1,4 @@
-"""attention against ten lines of plain Python loops over float64; the AMX guard against children that die."""
+"""Attention against plain Python loops in float64, and the AMX guard with child processes that die."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ import torch
 import kernels
 from kernels import attention_reference, survives
 
-FLOAT32 = 2e-5  # sums of up to 97 products of order 1, in another order
+FLOAT32 = 2e-5  # sums of up to 97 products of order 1, summed in another order
 BFLOAT16 = 3e-2  # 8 bits of mantissa in the inputs, the weights and the output
 
 
 def naive(q, k_cache, v_cache, input_pos, rows, slopes, window):
-    """One query at a time, in float64."""
+    """Attention of one query at a time, in float64."""
     B, S, H, E = q.shape
     group = H // k_cache.shape[1]
     out = torch.zeros(B, S, H, E, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_attention_through_rows(S):
 @pytest.mark.slow
 @pytest.mark.parametrize("S", [1, 20])
 def test_attention_compiled(S):
-    """The compiled graph reads all of T instead of the live part: the same result to rounding."""
+    """The compiled graph reads all T slots instead of the live ones, with the same result up to rounding."""
     compiled = torch.compile(attention_reference, fullgraph=True)
     q, k, v, input_pos = case(S=S)
     assert (
@@ -99,8 +99,8 @@ def test_attention_compiled(S):
 
 
 @pytest.mark.parametrize("T", [4, 5])
-def test_padding_reaches_nobody(T):
-    """A bfloat16 product with an odd number of slots lets NaN in a row's first weight into the row before."""
+def test_padding_does_not_reach_other_rows(T):
+    """In bfloat16 with an odd number of slots, PyTorch's product lets NaN of one row into the row before."""
     q = torch.randn(1, 17, 6, 10).bfloat16()  # (B,S,H,E)
     k, v = torch.randn(2, 1, 3, 20, 10).bfloat16()  # (B,K,T,E)
     input_pos = torch.full((1, 17), -1)
@@ -108,7 +108,7 @@ def test_padding_reaches_nobody(T):
     out = attention_reference(q, k, v, input_pos)
     expected = attention_reference(q[:, :T], k, v, input_pos[:, :T])
     assert torch.equal(out[:, T:], torch.zeros_like(out[:, T:]))
-    torch.testing.assert_close(out[:, :T], expected, rtol=0.02, atol=0.02)  # a product of other shape, in bfloat16
+    torch.testing.assert_close(out[:, :T], expected, rtol=0.02, atol=0.02)  # a product of another shape, in bfloat16
 
 
 def test_survives_tells_how_a_child_ended():
@@ -133,7 +133,7 @@ def test_guard_limits_onednn_only_where_amx_kills(monkeypatch):
     assert outcome(True, False, ONEDNN_MAX_CPU_ISA="AVX2") == "AVX2"
 
 
-def test_a_bfloat16_matmul_lives_after_the_import():
+def test_a_bfloat16_matmul_works_after_the_import():
     code = "import kernels, torch; a = torch.ones(300, 300, dtype=torch.bfloat16); print((a @ a)[0, 0].item())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(kernels.__file__)

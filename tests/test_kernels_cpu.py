@@ -1,4 +1,4 @@
-"""The C++ kernels: each against float32 arithmetic, to the bit the same for a row wherever it stands, and the build."""
+"""The C++ kernels: results against float32 arithmetic, equal bits for a row in every batch, and the build."""
 
 import gc
 import os
@@ -27,14 +27,14 @@ if not kernels_cpu.load_kernels():
     pytest.skip("the kernels need AVX-512 with VNNI and BF16, and a C++ compiler", allow_module_level=True)
 
 ops = torch.ops.fastpath
-DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # rounding of a result, and a little of sums
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # tolerances
 sizes = {"M": st.sampled_from([*range(1, 18), 45]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
 threads = st.integers(1, 3)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs():
-    """What torch allocates holds NaN, so that an element that is not written shows."""
+    """Fill new tensors with NaN, so that the tests notice elements that are not written."""
     before = torch.get_num_threads()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
@@ -44,14 +44,14 @@ def poisoned_outputs():
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
-    """Random ones, in storage that begins `offset` elements off any alignment."""
+    """Random numbers in storage that begins `offset` elements after an aligned address."""
     count = torch.Size(shape).numel()
     flat = torch.randn(count + offset, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return flat[offset:].view(shape)
 
 
 def quantized(format, N, K, groupsize, bias, dtype, seed=0):
-    """(the plain layer, the float32 matrix that it stands for)."""
+    """(a quantized layer, the float32 matrix that it stands for)."""
     packed = PACK[format](numbers(N, K, seed=seed), groupsize)
     layer = LINEAR[format](K, N, bias, groupsize)
     layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
@@ -74,7 +74,7 @@ def test_linear(M, N, K, dtype, bias, n, offset):
     x, w = (numbers(*shape, seed=N, dtype=dtype, offset=offset) for shape in ((M, K), (N, K)))
     b = numbers(N, seed=K, dtype=dtype) if bias else None
     found, expected = ops.linear(x, w, b), F.linear(x.float(), w.float(), None if b is None else b.float())
-    size = x.float().abs() @ w.float().abs().T + (0 if b is None else b.float().abs())  # of what is summed
+    size = x.float().abs() @ w.float().abs().T + (0 if b is None else b.float().abs())
     assert found.dtype == dtype and ((found.float() - expected).abs() <= DTYPES[dtype] * (size + 1e-6)).all()
 
 
@@ -90,8 +90,8 @@ def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, off
     found = kernels_cpu.PackedLinear(layer, exact)(x)
     expected = F.linear(x.float(), matrix, layer.bias.float() if bias else None)
     error = (found.float() - expected).abs()
-    size = x.float().abs() @ matrix.abs().T + (layer.bias.float().abs() if bias else 0)  # of what is summed
-    if not exact and dtype != torch.float32:  # each activation is off by half a step of 127 to the largest, at most
+    size = x.float().abs() @ matrix.abs().T + (layer.bias.float().abs() if bias else 0)
+    if not exact and dtype != torch.float32:  # rounding of activations to 8 bits: half of 1/127 of the largest
         error -= 1.01 * x.float().abs().amax(1, keepdim=True) * matrix.abs().sum(1) / 254
     assert found.dtype == dtype and (error <= DTYPES[dtype] * (size + 1e-6)).all()
 
@@ -105,11 +105,11 @@ def test_norms(M, D, dtype, n, offset):
     expected = F.rms_norm(x.float(), (D,), w.float(), 1e-5)
     close(ops.rms_norm(x, w, 1e-5), expected, DTYPES[dtype])
     expected = F.layer_norm(x.float(), (D,), w.float(), b.float(), 1e-5)
-    close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * DTYPES[dtype])  # a difference of numbers near each other
+    close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * DTYPES[dtype])  # subtraction of nearly equal numbers
 
 
 def every_operation(K, N, dtype):
-    """name -> a function of x (M,K)."""
+    """name -> each operation as a function of x (M,K)."""
     w, b, norm, shift = (numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(N, K), (N,), (K,), (K,)]))
     found = {
         "linear": lambda x: ops.linear(x, w, b),
@@ -124,8 +124,8 @@ def every_operation(K, N, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K, N", [(45, 37), (2048, 530)])
-def test_a_row_has_the_same_bits_wherever_it_stands(dtype, K, N):
-    """Alone, at any place among any number of rows, with any number of threads."""
+def test_a_row_has_the_same_bits_in_every_batch(dtype, K, N):
+    """Alone, at any position among any number of rows, and with any number of threads."""
     x = numbers(23, K, dtype=dtype)
     for name, operation in every_operation(K, N, dtype).items():
         torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(dtype, K, N):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_in_its_row(dtype, value):
+def test_nan_and_infinity_stay_in_their_row(dtype, value):
     x = numbers(9, 70, dtype=dtype)
     broken = x.clone()
     broken[4, 69] = value
@@ -152,7 +152,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype, value):
 
 
 def test_rows_of_extreme_size():
-    """Zeros, and numbers so small that the inverse of their scale would overflow."""
+    """Zeros, and numbers so small that 1 / scale would overflow."""
     x = torch.stack([torch.zeros(64), torch.full((64,), 1e-38), torch.full((64,), 3e38)]).bfloat16()
     layer, matrix = quantized("int8", 19, 64, 32, False, torch.bfloat16)
     layer.scales *= 1e-3
@@ -162,7 +162,7 @@ def test_rows_of_extreme_size():
 
 
 def test_levels_that_only_other_programs_write():
-    """GGUF files may have -128, and negative scales."""
+    """GGUF files may contain -128 and negative scales."""
     layer = Int8Linear(32, 3, False, 32)
     layer.weight.copy_(torch.tensor([[-128] * 32, [127] * 32, [-128, 127] * 16]))
     layer.scales.copy_(torch.tensor([[-1.0], [0.5], [2.0]]))
@@ -227,7 +227,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):
-    """Arguments of attention: NaN in every slot that no token sees, positions anywhere, the cache at times full."""
+    """Random arguments of attention, with NaN in every slot that no token sees, and sometimes a full cache."""
     rng = random.Random(seed)
     R, S = B + 1, min(S, T)
     k_cache, v_cache = torch.full((2, R, K, T + 8, E), float("nan")).to(dtype)
@@ -259,8 +259,8 @@ def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragg
 
 @pytest.mark.parametrize("window, slopes", [(None, False), (150, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(dtype, window, slopes):
-    """Among few or many tokens of its row, in any row beside others, with any number of threads."""
+def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype, window, slopes):
+    """Among few or many tokens of its row, in any row of a batch, and with any number of threads."""
     case = attention_case(3, dtype, 3, 45, 2, 3, 80, 330, window, slopes, False, False)
     q, k_cache, v_cache, input_pos, _, bias, _ = case
     together = ops.attention(*case)
@@ -305,7 +305,7 @@ def checkpoint(tiny, tmp_path):
 
 
 def plain_tokens(directory, prompts, n):
-    """By torch's operations alone."""
+    """The greedy tokens by PyTorch's operations only."""
     with only_torch():
         return greedy(load_model(directory, dtype=torch.float32, kernels="torch"), prompts, n)
 
@@ -322,8 +322,8 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
 
 
 @pytest.mark.parametrize("quantization", [Quantization("int8", 32, "int4"), Quantization("int4", 32, "int8")])
-def test_what_says_that_it_is_chunk_invariant_is(checkpoint, quantization):
-    """The bits of a token's logits and of its K/V, in bfloat16, whatever the chunks that its row was read in."""
+def test_chunk_invariant_models_are_chunk_invariant(checkpoint, quantization):
+    """In bfloat16, the bits of logits, keys and values do not depend on the chunks in which the row was read."""
     model, tokens = load_model(checkpoint("qwen3-gqa", quantization)), torch.tensor(random_prompts((45,)))
     assert model.chunk_invariant
     found = []
@@ -339,8 +339,8 @@ def test_what_says_that_it_is_chunk_invariant_is(checkpoint, quantization):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name, quantization", [*MODELS, ("mistral-window", None)])
-def test_all_blocks_at_once_are_the_blocks_one_by_one(checkpoint, name, quantization, dtype):
-    """Tokens, then others after them, in rows of different lengths, one of which has ended."""
+def test_fused_blocks_equal_single_blocks(checkpoint, name, quantization, dtype):
+    """Two passes over rows of different lengths, one of which has ended before the second pass."""
     model = load_model(checkpoint(name, quantization), dtype=dtype)
     x, rows = numbers(3, 5, model.config.dim, dtype=dtype), torch.tensor([2, 0, 3])
     found = []
@@ -388,7 +388,7 @@ def test_compiled_equals_eager(checkpoint, name, quantization):
 
 
 def wide_model(format):
-    """Two layers at D = 2048, where torch's own norms and products split a row over threads; bfloat16."""
+    """Two bfloat16 layers with D = 2048, a width at which torch's norms and products split a row over threads."""
     config = Config(2, 16, 4, 128, 2048, 5504, 1009, 512, tied_embeddings=True)
     model = empty_model(config).to(torch.bfloat16).to_empty(device="cpu").eval()
     torch.manual_seed(0)
@@ -406,7 +406,7 @@ def wide_model(format):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 def test_a_row_of_a_wide_model_has_the_same_bits_in_any_batch(format, compiled):
-    """End to end, token by token: each row alone, among others of other lengths, with one thread and with two."""
+    """A whole model, token by token: each row alone or beside rows of other lengths, with one thread and with two."""
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
     model, prompts = wide_model(format), random_prompts((4, 13, 29), V=1009)
@@ -433,8 +433,8 @@ def test_a_row_of_a_wide_model_has_the_same_bits_in_any_batch(format, compiled):
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantization", [None, Quantization("int8", 32, "int8"), Quantization("int4", 32, "int8")])
-def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_path, quantization):
-    """32 prompts, 64 tokens each, in float32."""
+def test_the_default_model_equals_plain_torch(default_checkpoint, tmp_path, quantization):
+    """The greedy tokens are equal in float32: 64 tokens after each of 32 prompts."""
     torch.use_deterministic_algorithms(False)
     directory = default_checkpoint
     if quantization is not None:
@@ -452,8 +452,8 @@ def test_the_default_model_says_the_same_as_plain_torch(default_checkpoint, tmp_
 @pytest.mark.full
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoint, tmp_path, format):
-    """In bfloat16, 64 tokens, the same four ways. Plain weights read prompts of over 16 tokens by torch's products,
-    which round otherwise than the kernels: there all prompts of a batch are short or none is."""
+    """In bfloat16, 64 tokens are the same in all four ways. With plain weights, torch's products read prompts of more
+    than 16 tokens, and round differently than the kernels, so either all prompts of a batch are short or none is."""
     directory = default_checkpoint
     if format != "bf16":
         directory = tmp_path / "q"
@@ -487,11 +487,11 @@ def test_processes_that_start_together_build_once(tmp_path):
     assert sum("building the CPU kernels:" in err for _, err in said) == 1
     assert len(list((tmp_path / "fastpath").glob("*.so"))) == 1
     out, err = start(tmp_path).communicate(timeout=300)
-    assert out.startswith("True\n") and err == "", "the next time there is nothing to wait for"
+    assert out.startswith("True\n") and err == "", "the next start builds nothing"
 
 
 def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
-    """The library goes to a folder of the user's own among temporary files, and never to somebody else's."""
+    """The library is built in a temporary folder that belongs to the user, and never in somebody else's folder."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != -o ] && [ $# -gt 1 ]; do shift; done\n[ "$1" != -o ] || echo > "$2"\n'
@@ -511,22 +511,22 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     "environment, why",
     [({"PATH": "/nowhere", "CXX": ""}, "no C++ compiler"), ({"CXX": "false"}, "the CPU kernels cannot be built")],
 )
-def test_without_a_compiler_torch_serves(tiny, tmp_path, environment, why):
+def test_without_a_compiler_torch_is_used(tiny, tmp_path, environment, why):
     code = "import torch; from load import load_model; m = load_model(%r, dtype=torch.float32); m.setup_caches(1, 9)"
     code = code % str(tiny("llama-mha")[2]) + "; print(m(torch.tensor([[5]]), torch.tensor([[0]])).shape)"
     out, err = start(tmp_path, code, **environment).communicate(timeout=300)
     assert out == "torch.Size([1, 131])\n" and why in err and len(err.splitlines()) == 1
 
 
-def test_without_the_file_torch_serves(tiny, monkeypatch, capsys):
+def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kernels_cpu", None)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
     assert model.fused is None and "kernels_cpu is not there: torch's own" in capsys.readouterr().err
 
 
-@pytest.mark.full  # a build with them takes a minute
+@pytest.mark.full  # a build with sanitizers takes a minute
 def test_under_sanitizers(tmp_path):
-    """Every operation, at sizes whose tails end where their storage does, under ASan and UBSan."""
+    """Every operation under ASan and UBSan, at sizes where the last elements end with their storage."""
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
         import sys, torch

@@ -1,5 +1,5 @@
-"""The GPU kernels: against their references, to the bit the same for a row in any batch, inside compiled graphs, and
-compiled ahead of time. Where there is no GPU they run in Triton's interpreter, on CPU tensors and few sizes."""
+"""The GPU kernels: results against their references, equal bits for a row in every batch, compiled graphs, and
+compilation ahead of time. Without a GPU they run in Triton's interpreter, on CPU tensors and few sizes."""
 
 import json
 import os
@@ -29,29 +29,29 @@ CHOOSE, ops = kt.choose_tiles, torch.ops.fastpath
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-# Rounding of a result, and a little of sums; the interpreter cuts bfloat16 off where a GPU rounds.
+# For rounding the result, and a little for sums. The interpreter truncates to bfloat16 where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 7e-4}
 F32, BF16, F16 = TOLERANCE
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """Interpreting 64 programs that mostly have nothing to do takes seconds; a GPU runs what it always runs."""
+    """In the interpreter, run fewer programs: 64 that are mostly idle take seconds. On a GPU, change nothing."""
     if not ON_GPU:
         monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
         monkeypatch.setattr(kt, "choose_tiles", lambda *shape: tiles_of(1, 128))
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # parts of Triton are imported at the first launch
     with torch.library._scoped_library("fastpath", "IMPL") as library:
         if not ON_GPU:
-            kt.register(library, "CPU")  # in the place of the C++ kernels, if those are loaded
+            kt.register(library, "CPU")  # replaces the C++ kernels if they are loaded
         monkeypatch.setattr(kernels, "DEVICES_WITH_KERNELS", {DEVICE})
         yield
 
 
 @pytest.fixture
 def ordered_products(monkeypatch):
-    """The interpreter's products are numpy's, whose sums depend on where in a matrix a row stands. A tensor core's do
-    not: so let each be a sum over columns in their order."""
+    """Replace the interpreter's products by sums over columns in a fixed order, as on a tensor core. numpy's products,
+    which it uses, round a row differently at other positions in the matrix."""
 
     def matmul(a, b, dtype=None):
         total = np.zeros((a.shape[0], b.shape[1]), dtype)
@@ -78,7 +78,7 @@ def close(found, expected, tolerance):
 
 # ---------------------------------------------------------------- attention
 
-# dtype  B  S  K group E   T   window slopes rows ragged; caches hold NaN wherever no token of the row looks
+# dtype  B  S  K group E   T   window slopes rows ragged; caches hold NaN in every slot that no token of the row sees
 CASES = [
     (F32, 3, 1, 2, 3, 64, 300, None, False, True, False),
     (BF16, 2, 1, 1, 8, 128, 530, None, False, False, False),
@@ -105,7 +105,7 @@ def test_attention(case):
 
 
 def test_attention_far_beyond_the_live_length():
-    """A cache of 3000 slots of which 70 are live, with all the splits that a GPU has."""
+    """A cache of 3000 slots of which 70 are live, with as many splits as on a GPU."""
     q, k_cache, v_cache = numbers(1, 1, 3, 16), *torch.full((2, 1, 1, 3008, 16), float("nan"))
     k_cache[:, :, :70], v_cache[:, :, :70] = numbers(1, 1, 70, 16, seed=1), numbers(1, 1, 70, 16, seed=2)
     arguments = on_device([q, k_cache, v_cache, torch.tensor([[69]]), None, None, None])
@@ -114,9 +114,9 @@ def test_attention_far_beyond_the_live_length():
 
 
 @pytest.mark.parametrize("dtype, window, slopes", [(BF16, None, False), (F32, 200, True)])
-def test_attention_of_a_token_has_the_same_bits_wherever_it_stands(ordered_products, dtype, window, slopes):
-    """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length; where the window of
-    some of the tokens begins in another chunk than that of the others, too."""
+def test_attention_of_a_token_has_the_same_bits_in_every_batch(ordered_products, dtype, window, slopes):
+    """Alone or among up to 16 tokens of its row, beside other rows, in a cache of another length, and also with windows
+    that begin in different chunks."""
     q, k_cache, v_cache = (
         numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(2, 16, 3, 80), *[(2, 1, 300, 80)] * 2])
     )
@@ -153,7 +153,7 @@ PRODUCTS = [
 
 
 def gpu_layer(format, N, K, group, bias, dtype):
-    """(ours, the float32 matrix that it stands for)."""
+    """(a layer with the kernels, the float32 matrix that it stands for)."""
     if format is None:
         layer = Linear(K, N, bias).to(DEVICE, dtype)
         for i, parameter in enumerate(layer.parameters()):
@@ -175,7 +175,7 @@ def tiles(cuts):
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
 def test_products_with_few_rows(case):
-    """With all that goes along: RMSNorm before, bias, SwiGLU, and where there is no SwiGLU the residual."""
+    """With everything that is fused into a product: RMSNorm before, bias, and SwiGLU or the residual after it."""
     dtype, format, group, M, N, K, bias, normed, gated, cuts = case
     layer, matrix = gpu_layer(format, 2 * N if gated else N, K, group, bias, dtype)
     x, residual = numbers(M, K, seed=K, dtype=dtype).to(DEVICE), numbers(M, N, seed=M, dtype=dtype).to(DEVICE)
@@ -186,7 +186,7 @@ def test_products_with_few_rows(case):
     y, size = F.linear(h, matrix, layer.bias.float() if bias else None), h.abs() @ matrix.abs().T
     if gated:
         gate, up = y.chunk(2, -1)
-        y, size = F.silu(gate) * up, (size[:, :N] + 1) * (size[:, N:] + 1)  # the factors' errors, and their product's
+        y, size = F.silu(gate) * up, (size[:, :N] + 1) * (size[:, N:] + 1)  # the factors' errors and the product's
     else:
         y, size = y + residual.float(), size + residual.float().abs()
     assert found.dtype == dtype and ((found.float() - y).abs() <= TOLERANCE[dtype] * size).all()
@@ -214,7 +214,7 @@ def test_products_with_many_rows(format, group, dtype):
 @pytest.mark.parametrize("format, group", [("int8", 32), ("int8", 0), ("int4", 64), ("int4", 0)])
 @pytest.mark.parametrize("K", [45, 300])
 def test_packed_weights_are_the_same_numbers(format, group, K):
-    """Looked up as a table is; negative scales and -128 too, which only other programs write."""
+    """Looked up as in an embedding; also with negative scales and -128, which only other programs write."""
     plain = EMBEDDING[format](K, 29, False, group if group < K else 0)
     plain.load_state_dict(PACK[format](numbers(29, K), group if group < K else 0))
     if format == "int8":
@@ -270,7 +270,7 @@ def test_norms(dtype, D):
 
 
 def test_opcheck():
-    """Schemas, shapes for the compiler, and that what is written in place is declared."""
+    """Checks the schemas, the shapes for the compiler, and that in-place writes are declared."""
     check = torch.library.opcheck
     q, k_cache, v_cache, *places = on_device(attention_case(0, F32, 1, 3, 1, 2, 16, 20, None, True, True, True))
     check(ops.attention, (q, k_cache, v_cache, *places))
@@ -293,7 +293,7 @@ def test_opcheck():
 
 
 def test_fixed_choices_fill_the_processors():
-    """The shapes of Llama-3.1-8B on 132 of them: no cut where N alone does, and none that leaves too little of K."""
+    """For Llama-3.1-8B on 132 multiprocessors, K is cut only if N alone does not fill them, and never too finely."""
     for bits in (4, 8, 16):
         for N, K in ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)):
             found = kt.default_tiles(bits, N, K, 132)
@@ -325,7 +325,7 @@ MORE_MODELS += [("llama-gqa-biased", None)]
 
 @pytest.fixture
 def models(tiny, tmp_path):
-    """(a tiny model with the kernels, the same in plain torch)."""
+    """(a tiny model with the kernels, the same model in plain torch)."""
 
     def get(name, quantization, dtype=F32):
         directory = tiny(name)[2]
@@ -342,7 +342,7 @@ def models(tiny, tmp_path):
 
 @pytest.mark.parametrize("name, quantization", MODELS)
 def test_the_same_tokens_as_plain_torch(models, name, quantization):
-    """Prefill of more than 16 tokens a row, then decoding, of rows of different lengths."""
+    """Prefill of more than 16 tokens per row, then decoding, for rows of different lengths."""
     ours, plain = models(name, quantization)
     prompts = random_prompts((17,) if quantization else (3, 17))
     with only_torch():
@@ -363,7 +363,7 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
 
 
 def launches(config, bits: int, head_bits: int, processors: int) -> int:
-    """Launches of our kernels in a decode step: seven a block, and one for each product that is cut along K."""
+    """Kernel launches of a decode step: seven per block, and one for each product that is cut along K."""
 
     def product(N, K, bits=bits):
         return 1 if kt.default_tiles(bits, N, K, processors)["SPLIT_K"] == 1 else 2
@@ -371,12 +371,12 @@ def launches(config, bits: int, head_bits: int, processors: int) -> int:
     D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
     block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
     block += product(hidden, D) + product(D, hidden) + 2  # attention and its merge
-    block += 1 if kt.can_fuse(config) else 2  # rotary with cache write; or two norms, and torch writes to the cache
+    block += 1 if kt.can_fuse(config) else 2  # rotary with cache write, or two norms while torch writes to the cache
     return config.n_layer * block + config.embedding_norm + 1 + product(config.vocab_size, D, head_bits)
 
 
 def test_launches_of_a_decode_step(models, monkeypatch):
-    """Biases, norms on queries and keys and all."""
+    """Also with biases and with norms on queries and keys."""
     count = 0
 
     class Counted:
@@ -400,7 +400,7 @@ def test_launches_of_a_decode_step(models, monkeypatch):
 
 
 def test_verification_gives_the_bits_of_decoding(ordered_products, models):
-    """Logits of three tokens at once, beside another row, are those of the tokens one by one."""
+    """The logits of three tokens in one pass, beside another row, equal those of the tokens one by one."""
     model, _ = models("mistral-gqa", Quantization("int4", 32, "int8"), BF16)
     tokens = torch.tensor(random_prompts((3, 3)), device=DEVICE)
     position = torch.arange(3, device=DEVICE).expand(2, 3)
@@ -416,7 +416,7 @@ def test_verification_gives_the_bits_of_decoding(ordered_products, models):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_equals_eager(models, backend):
-    """As one graph, with the caches written inside it; all of --compile is in the full one."""
+    """One graph, which also writes the caches. (The full tests compile all that --compile does.)"""
     torch._dynamo.reset()
     model, _ = models(*MODELS[0])
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
@@ -431,7 +431,7 @@ def test_compiled_equals_eager(models, backend):
 @needs_gpu
 @pytest.mark.parametrize("name, quantization", MODELS + MORE_MODELS)
 def test_graph_replays_at_changing_positions(models, name, quantization):
-    """A captured step, replayed for tokens at other positions and lengths, ended rows among them, is the eager one."""
+    """A captured step, replayed at other positions and lengths, also with ended rows, equals the eager step."""
     torch._dynamo.reset()
     model, _ = models(name, quantization, BF16)
     step, logits = torch.compile(model, fullgraph=True, mode="reduce-overhead"), []
@@ -458,7 +458,7 @@ def test_models_on_a_gpu_have_the_kernels(tiny):
     assert fused == [kt.fused_blocks, None]
 
 
-def test_models_on_a_cpu_do_without(tiny):
+def test_models_on_a_cpu_do_not_need_triton(tiny):
     """Neither Triton nor its kernels are imported."""
     with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
         assert load_model(tiny("llama-mha")[2]).fused is not kt.fused_blocks
@@ -480,7 +480,7 @@ def compile_all(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compilers are there for Linux only")
-def test_kernels_compile_for_gpus_that_are_not_here():
+def test_kernels_compile_ahead_of_time():
     found = compile_all()
     kernels = {name.split()[1] for name in found}
     assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "norm", "sample"}
@@ -494,7 +494,7 @@ def test_every_configuration_compiles():
 
 
 def test_unpacked_numbers_are_the_reference(models):
-    """What an int4 layer stands for, column by column, by multiplying with the identity."""
+    """The weights of an int4 layer, column by column, found by multiplying with the identity."""
     layer, plain = gpu_layer("int4", 24, 70, 32, False, F32)[0], quantized("int4", 24, 70, 32, False, F32, seed=24)[0]
     q = torch.stack([plain.packed & 15, plain.packed >> 4], -1).flatten(1)
     expected = unpack_levels(q, plain.scales, plain.mins, 32)

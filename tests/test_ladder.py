@@ -1,4 +1,4 @@
-"""The ladder runs to its end and writes and draws what it says; what it measures here means nothing."""
+"""The ladder runs to its end and writes correct files and charts. The rates measured here mean nothing."""
 
 import json
 import os
@@ -27,10 +27,10 @@ RATES = ("decode_tokens_per_s", "prefill_tokens_per_s")
 
 
 def main(monkeypatch, *arguments):
-    """The exit code of the command, in this process; what it starts has one thread."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several would starve beside another busy process
+    """Run the command in this process; returns its exit code. Its child processes have one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads would starve beside another busy process
     monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # run_command's handler is not for pytest
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest needs its own handlers
     with pytest.raises(SystemExit) as end:
         run_command(ladder.main)
     return end.value.code or 0
@@ -46,7 +46,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "--checkpoint_path {}-int8-g32"))
     checkpoint, out = tiny("llama-mha")[2], tmp_path / "new" / "out.json"
     arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4, "--device", "cpu"]
-    arguments += ["--steps", "broken", "eager int8", "bf16 eager", "float32 eager"]  # not the table's order
+    arguments += ["--steps", "broken", "eager int8", "bf16 eager", "float32 eager"]  # not in the table's order
     assert main(monkeypatch, f"--checkpoint_path={checkpoint}", "--out", out, *arguments) == 0
     stdout, stderr = capsys.readouterr()
     result = json.loads(out.read_text())
@@ -54,7 +54,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager", "eager int8"]
     first, second, third = result["steps"]
     assert (checkpoint.parent / f"{checkpoint.name}-int8-g32" / "config.json").exists()
-    assert third["weight_bytes_per_token"] < 0.65 * second["weight_bytes_per_token"]  # 17/32, and blocks filled up
+    assert third["weight_bytes_per_token"] < 0.65 * second["weight_bytes_per_token"]  # 17/32 and padding
     for row in (first, second, third):
         [of_round] = row["rounds"]
         assert min(row[rate] for rate in RATES) > 0 and row["peak_memory_bytes"] > 1e7 and row["compile_s"] == 0
@@ -102,17 +102,17 @@ def test_no_step_left(prompt, new, said, tiny, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_child_too(tmp_path):
-    os.mkfifo(tmp_path / "config.json")  # a checkpoint that the child reads for ever
+    os.mkfifo(tmp_path / "config.json")  # a checkpoint that the child never finishes reading
     command = [sys.executable, PROGRAM, "--checkpoint_path", str(tmp_path), "--device", "cpu"]
     command += ["--out", str(tmp_path / "out.json")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
         try:
             assert [program.stderr.readline() for _ in range(2)] == ["round 1 of 3\n", "float32 eager\n"]
             time.sleep(0.5)
-            program.send_signal(signal.SIGINT)  # to it alone, not to its child
+            program.send_signal(signal.SIGINT)  # only to the program, not to its child
             assert program.wait(timeout=20) == 130 and program.stderr.read() == ""
             deadline = time.monotonic() + 10  # the child has been killed, which takes a moment
-            with pytest.raises(ProcessLookupError):  # nobody is left in its group
+            with pytest.raises(ProcessLookupError):  # no process is left in its group
                 while time.monotonic() < deadline:
                     os.killpg(program.pid, 0)
                     time.sleep(0.05)
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_the_child_too(tmp_path):
 
 
 def test_gains_are_medians_of_the_rounds_own_ratios():
-    """A round in which the machine was slow for everybody changes the rates, not the gains."""
+    """A round in which the machine was slow changes the rates, but not the gains."""
     a, b, c = list(ladder.STEPS)[:3]
     rates = {a: [(10, 100), (20, 300), (30, 100)], b: [(20, 50), (20, 150), (90, 50)]}
     rounds = {name: [one_round(*pair) for pair in pairs] for name, pairs in rates.items()}
@@ -142,7 +142,7 @@ def test_the_two_runs_of_a_step_are_kept_apart(monkeypatch):
     common |= {"bandwidth_bytes_per_s": 1, "read_bandwidth_bytes_per_s": 1}
     decode = common | {"decode_tokens_per_s": 11.0, "warm_prefill_tokens_per_s": 1.0}
     prefill = common | {"decode_tokens_per_s": None, "warm_prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
-    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
+    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens); prefill makes the first new token
     monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new, samples: runs[prompt, new])
     args = Namespace(prompt_tokens=100, new_tokens=3, checkpoint_path=None, device=None)
     found = ladder.run_step(args, "bf16 eager")
@@ -151,7 +151,7 @@ def test_the_two_runs_of_a_step_are_kept_apart(monkeypatch):
 
 
 def measured(tmp_path) -> Path:
-    """A JSON as the program writes it."""
+    """A JSON file as the program writes it."""
     rows = ladder.summary({name: [one_round(i + 1.0, 12345.0 * i + 1)] for i, name in enumerate(ladder.STEPS)})
     machine = {"cpu": "a CPU", "gpu": None, "threads": 2}
     result = {"model": "m", "date": "2026-11-21", "machine": machine, "prompt_tokens": 512, "steps": rows}

@@ -1,4 +1,4 @@
-"""The model against transformers, and against itself: cached, chunked, batched, through `rows`, full, compiled."""
+"""The model against transformers, and against itself: cached, chunked, batched, with `rows`, full, compiled."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ from conftest import TINY, greedy, hf_greedy, only_torch, random_prompts
 from load import load_model
 from model import Config, RopeScaling, Transformer
 
-LOGITS = 1e-4  # float32 sums in another order; the models are a few layers deep and logits are of order 1
+LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
 SAME = 2e-5  # the same weights and the same arithmetic, but other shapes of the same matrix products
 
 
@@ -20,26 +20,26 @@ def positions(B, S, start=0):
 
 @pytest.mark.parametrize("name", TINY)
 def test_equals_transformers(tiny, tiny_model, name):
-    """64 greedy tokens after 8 ragged prompts in one batch, and every logit of the longest sequence."""
+    """64 greedy tokens after 8 prompts of different lengths in one batch, and all logits of the longest sequence."""
     oracle = tiny(name)[0]
     model = tiny_model(name, rows=1, length=192)
     prompts = random_prompts((1, 2, 5, 16, 17, 40, 77, 126))
     expected = [hf_greedy(oracle, prompt, 64) for prompt in prompts]
     assert greedy(model, prompts, 64) == expected
     model.setup_caches(1, 190)
-    assert len({tuple(ids) for ids in expected}) == 8, "the oracle should say something different to each prompt"
+    assert len({tuple(ids) for ids in expected}) == 8, "the oracle should continue each prompt differently"
 
     sequence = torch.tensor([prompts[-1] + expected[-1]])
     with torch.no_grad():
         theirs, exact = oracle(sequence).logits, copy.deepcopy(oracle).double()(sequence).logits
         difference = theirs - model(sequence, positions(1, sequence.shape[1]), all_logits=True)
-    rounding = (theirs - exact).abs().max()  # of their own float32, which ours is allowed too
+    rounding = (theirs - exact).abs().max()  # transformers' own error, which we may have too
     assert difference.abs().max() < max(LOGITS, 2 * rounding)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
-    """The same greedy tokens with all blocks in one call, operation by operation with kernels, and with torch's own."""
+    """Fused blocks, single operations with kernels and plain torch give the same greedy tokens."""
     model, prompts = tiny_model(name), random_prompts((3, 40, 17, 1))
     if model.fused is None:
         pytest.skip("no kernels for this machine")
@@ -74,7 +74,7 @@ def test_ragged_rows_equal_rows_alone(tiny_model, name):
 
 
 def test_rows_fill_one_slot(tiny_model):
-    """A slot prefilled through `rows`, beside slots in use, holds what it holds when filled alone; the others keep."""
+    """A cache row prefilled through `rows` equals one that is filled alone, and the other rows do not change."""
     name = "llama-gqa-biased"
     model, other = tiny_model(name), tiny_model(name)
     tokens = torch.tensor(random_prompts((23,) * 5))
@@ -92,8 +92,8 @@ def test_rows_fill_one_slot(tiny_model):
         assert torch.equal(mine.k_cache[[0, 2, 4]], old[[0, 2, 4]])
 
 
-def test_nobody_sees_unseen_slots(tiny_model):
-    """NaN in every slot that no token may see: beyond each row's tokens, before a window, in rows not in the batch."""
+def test_unseen_slots_have_no_effect(tiny_model):
+    """NaN in slots that no token may see: after each row's tokens, before a window, in rows outside the batch."""
     for name in ("llama-mqa-linear", "mistral-window", "bloom-8"):
         clean, poisoned = tiny_model(name), tiny_model(name)
         for block in poisoned.blocks:
@@ -113,7 +113,7 @@ def test_nobody_sees_unseen_slots(tiny_model):
 
 
 def test_exactly_full_context(tiny, tiny_model):
-    """A cache of exactly the tokens that are read: the last token that is decided needs no slot."""
+    """A cache with exactly as many slots as tokens are read. The last new token is not read."""
     model, prompt = tiny_model("llama-mha", rows=1, length=21), random_prompts((13,))[0]
     logits, found = model(torch.tensor([prompt]), positions(1, 13)), []
     for at in range(13, 22):
@@ -123,7 +123,7 @@ def test_exactly_full_context(tiny, tiny_model):
 
 
 def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
-    """Of which the first positions were copied; the rest of that row, and every other row, stay as they were."""
+    """The first positions were copied from it. The rest of that row and all other rows stay as they were."""
     model, tokens = tiny_model("qwen2-sliding"), torch.tensor(random_prompts((30, 30)))
     assert model.device.type == "cpu"
     model(tokens, positions(2, 30), torch.tensor([3, 1]))
@@ -138,7 +138,7 @@ def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
 
 
 def test_padding_is_harmless(tiny_model):
-    """Rows of padding only, and padding on the right, change nothing for anybody."""
+    """Neither rows of padding only nor padding on the right change the other tokens."""
     model = tiny_model("qwen2-gqa")
     tokens = torch.tensor(random_prompts((9, 9, 9)))
     at = positions(3, 9).clone()
@@ -154,10 +154,10 @@ def test_padding_is_harmless(tiny_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral-window", "bloom-5"])
 def test_compiled_equals_eager(tiny_model, name):
-    """Prefill of any length and decoding, over ragged prompts on both sides of every branch; no recompile once warm."""
+    """Prefill and decoding, for prompts of lengths on both sides of every branch. After warm-up nothing is compiled."""
     torch._dynamo.reset()
     model = tiny_model(name)
-    # Code objects of their own, as compiled graphs belong to these.
+    # Each gets its own code object, to which compiled graphs belong.
     prefill = torch.compile(lambda *inputs: model(*inputs), fullgraph=True, dynamic=True)
     decode = torch.compile(lambda *inputs: model(*inputs), fullgraph=True, dynamic=False)
     many = [random_prompts(lengths, seed=i) for i, lengths in enumerate([(3, 40, 18, 1, 25), (33, 4, 21, 19, 1)])]

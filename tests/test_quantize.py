@@ -1,4 +1,4 @@
-"""Packing and its inverse, the quantized layers, whole models of every family, and the command."""
+"""Packing and unpacking, the quantized layers, whole models of every family, and the command."""
 
 import json
 import resource
@@ -25,11 +25,11 @@ from model import Config
 from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
 
-ROUNDING = 3e-7  # of the float32 arithmetic around a level, as a share of the largest weight
+ROUNDING = 3e-7  # float32 rounding errors, as a fraction of the largest weight
 
 
 def unpacked(packed: dict, groupsize: int, K: int) -> torch.Tensor:
-    """The matrix that packed tensors stand for, float32."""
+    """The float32 matrix that packed tensors stand for."""
     if "weight" in packed:
         return unpack_int8(packed["weight"], packed["scales"], groupsize or K)
     return unpack_int4(packed["packed"], packed["scales"], packed["mins"], groupsize or K, K)
@@ -59,7 +59,7 @@ def matrix(N, K, kind, seed):
     kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed):
-    """Half a level, or where it is more, what float16 makes of the least weight of an int4 group."""
+    """The error is at most half a level, or the float16 rounding of an int4 group's minimum if that is more."""
     w = matrix(N, K, kind, seed)
     exact, most = w.float(), w.float().abs().max() * ROUNDING
     packed = pack_int8(w, groupsize)
@@ -75,13 +75,13 @@ def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed)
 
 
 def test_the_layout_on_disk():
-    """By hand: the low nibble is the even column; a scale and a min belong to their own group, the last one short."""
+    """By hand: the low nibble is the even column, each group has its own scale and min, and the last group is short."""
     w = torch.tensor([[0.0, 15, 3, 7, 1, 2, 9, 4] * 8])  # 64 columns on a grid of steps of 1
     packed = pack_int4(torch.cat([w - 1, 10 * w[:, :15]], 1), 64)
     assert packed["packed"][0, :3].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
     assert packed["mins"].tolist() == [[-1.0, 0.0]] and packed["scales"].tolist() == [[1.0, 10.0]]
     assert packed["packed"][0, 32:35].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
-    assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns: the last nibble is empty"
+    assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns leave the last nibble empty"
     scales, mins = torch.tensor([[2.0, 0.5]]).half(), torch.tensor([[-4.0, 1.0]]).half()
     q = torch.tensor([[0x10, 0x32, 0x0F]], dtype=torch.uint8)
     assert unpack_int4(q, scales, mins, 4, 5).tolist() == [[-4.0, -2.0, 0.0, 2.0, 8.5]]
@@ -126,7 +126,7 @@ def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
 
 
 def plain_twin(directory):
-    """A plain float32 model that holds what a quantized checkpoint's weights unpack to."""
+    """A plain float32 model with the unpacked weights of a quantized checkpoint."""
     quantization, config = read_quantization(directory), read_config(directory)
     tensors, state = load_file(directory / "model.safetensors"), {}
     for name, module in matrices(empty_model(config)):
@@ -147,8 +147,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, quantization", CASES, ids=lambda value: value if isinstance(value, str) else value.mode)
-def test_a_quantized_model_says_what_its_unpacked_weights_say(tiny, tmp_path, name, quantization):
-    """Through the checkpoint on disk, tied and untied, biased, both architectures, in a ragged batch."""
+def test_a_quantized_model_equals_its_unpacked_weights(tiny, tmp_path, name, quantization):
+    """From a checkpoint on disk, tied or untied, with or without biases, in a batch of different lengths."""
     kept = quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)
     assert read_quantization(tmp_path / "q") == quantization
     untouched = all(("norm" in name or name.endswith("bias")) for name in kept)
@@ -158,18 +158,18 @@ def test_a_quantized_model_says_what_its_unpacked_weights_say(tiny, tmp_path, na
     with only_torch():
         expected = greedy(plain_twin(tmp_path / "q"), prompts, 24)
     assert greedy(model, prompts, 24) == expected
-    model = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch")  # packed for kernels it would be filled up
+    model = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch")  # the kernels' own layout would be padded
     found = roofline(model.config, 1e9, torch.float32, 5, 2, quantization)
     assert found["weight_bytes_per_token"] * 2 == pytest.approx(weight_bytes(model, 2))
     assert found["flops_per_token"] == roofline(model.config, 1e9, torch.float32, 5, 2)["flops_per_token"]
     stored = sum(t.nbytes for t in load_file(tmp_path / "q" / "model.safetensors").values())
-    assert stored == sum(t.nbytes for t in model.state_dict().values()), "tied: one table, on disk and in memory"
+    assert stored == sum(t.nbytes for t in model.state_dict().values()), "a tied table is stored once"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode, groupsize, head", [("int8", 32, "int8"), ("int4", 32, "int8"), ("int4", 128, "int4")])
-def test_the_default_model_says_what_its_unpacked_weights_say(default_checkpoint, tmp_path, mode, groupsize, head):
-    """32 prompts, 64 tokens each."""
+def test_the_default_model_equals_its_unpacked_weights(default_checkpoint, tmp_path, mode, groupsize, head):
+    """The greedy tokens are the same: 64 tokens after each of 32 prompts."""
     quantize_checkpoint(default_checkpoint, tmp_path / "q", Quantization(mode, groupsize, head))
     model, twin = load_model(tmp_path / "q", dtype=torch.float32), plain_twin(tmp_path / "q")
     prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=groupsize)
@@ -207,7 +207,7 @@ def test_compiled_equals_eager(tiny, tmp_path, case):
         ({"bits": 4}, "bits"),
     ],
 )
-def test_a_config_that_makes_no_sense(tiny, tmp_path, fields, why):
+def test_an_invalid_quantization(tiny, tmp_path, fields, why):
     shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     config["quantization"] = {"mode": "int4", "groupsize": 32, "head": "int8"} | fields
@@ -228,7 +228,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
         (lambda: quantize_checkpoint(tmp_path / "no", tmp_path / "out", q), "has no config.json"),
         (
             lambda: quantize_checkpoint(source, source / ".." / source.name, q),
-            "is the checkpoint that is to be quantized",
+            "is the checkpoint to be quantized",
         ),
     ):
         with pytest.raises(UserError, match=why):
@@ -244,7 +244,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
         ({down: None}, f"lacks tensor {down}"),
         ({"more": torch.zeros(3)}, "holds tensor more, which"),
         ({down: tensors[down].t().contiguous()}, f"{down} is \\("),
-        ({down: tensors[down].long()}, f"{down} is I64, config.json makes it BF16 or F16 or F32"),
+        ({down: tensors[down].long()}, f"{down} is I64, but by config.json it should be BF16 or F16 or F32"),
         ({norm: tensors[norm].double()}, f"{norm} is F64"),
         ({norm: tensors[norm] * torch.inf}, f"{norm} holds NaN or infinity"),
     ):
@@ -257,7 +257,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     tensors["blocks.0.mlp.down.scales"] = tensors["blocks.0.mlp.down.scales"].to(torch.int8)
     save_file(tensors, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is I8, config.json makes it F16"):
+    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is I8, but by config.json it should be F16"):
         load_model(tmp_path / "q")
 
 
@@ -278,7 +278,7 @@ def test_the_command(tiny, tmp_path):
     for args in (["--mode", "int5"], ["--mode", "int8", "--groupsize", "48"], ["--mode", "int8", "--groupsize", "64"]):
         bad = run(*args)
         assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
-    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (270_000, 270_000))}  # as of a full disk
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (270_000, 270_000))}  # as if full
     for args in (["--mode", "int8"], ["--mode", "int4-gptq", "--calibration_file", tmp_path / "none"]):
         bad = run(*map(str, args), **small)
         assert bad.returncode == 2 and len(bad.stderr.splitlines()) <= 2, bad.stderr
@@ -290,7 +290,8 @@ def test_the_command(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_quantizing_and_loading_hold_little(tmp_path, mode):
-    """330 MB of bfloat16 in 12 layers: quantizing holds a few times the largest tensor, loading what it loads."""
+    """For 330 MB of weights in 12 layers, quantizing needs a few times the largest tensor, and loading little more than
+    the weights."""
     config = Config(12, 16, 4, 64, 1024, 2800, 16_000, 64)
     with Writer(tmp_path / "big") as writer:
         writer.add_config(config)
@@ -320,7 +321,7 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         grown[task] = int(done.stdout)
     largest, whole = 33e6, 330e6
     assert (tmp_path / "big" / "model.safetensors").stat().st_size > whole
-    assert grown["quantize"] < 5 * largest  # a file's pages count while they are copied
+    assert grown["quantize"] < 5 * largest  # mapped pages of a file count while they are copied
     assert grown["load"] < (tmp_path / "q" / "model.safetensors").stat().st_size + 2 * largest + 30e6 < whole
 
 
@@ -329,11 +330,11 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
 
 @pytest.mark.parametrize("N, K, groupsize", [(60, 200, 32), (33, 300, 64), (7, 45, 0)])
 def test_gptq_changes_outputs_less_than_rounding_does(N, K, groupsize):
-    """On inputs that depend on each other; on the same grid, and never outside it."""
+    """On correlated inputs, with levels on the same grid."""
     generator = torch.Generator().manual_seed(K)
     mixing = torch.randn(K, K, generator=generator) * K**-0.5
     x = torch.randn(4000, K, generator=generator) @ mixing
-    x[:, 3] = 0  # an input that is never there
+    x[:, 3] = 0  # an input that is always 0
     w = torch.randn(N, K, generator=generator)
     ours, nearest = quantize.pack_gptq(w, x.T @ x, groupsize), pack_int4(w, groupsize)
     assert torch.equal(ours["scales"], nearest["scales"]) and torch.equal(ours["mins"], nearest["mins"])
@@ -351,8 +352,8 @@ def test_gptq_of_independent_inputs_is_rounding():
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-8"])
 def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
-    """On text that the model writes: written to disk, it is read like any int4, and is nearer to the model than
-    rounding is, on other text."""
+    """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
+    outputs are nearer to the model's than those of rounding."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
     source, logits = tiny(name)[2], {}
     tokens, at = torch.tensor(random_prompts((200,) * 8, seed=5)), torch.arange(200).expand(8, 200)
@@ -376,7 +377,7 @@ def test_calibration_text_of_a_file(default_checkpoint, tmp_path):
     sequences = quantize.calibration_text(model, tokenizer, path)
     assert {len(ids) for ids in sequences} == {512} and len(sequences) == 32
     assert sequences[-1][-1] in tokenizer.encode(" three three ")
-    for text, why in (("", "has 0 tokens; at least 2048"), ("too short", "at least 2048 are needed")):
+    for text, why in (("", "has 0 tokens, but at least 2048"), ("too short", "at least 2048 are needed")):
         path.write_text(text)
         with pytest.raises(UserError, match=why):
             quantize.calibration_text(model, tokenizer, path)

@@ -1,7 +1,7 @@
-"""What can be checked of the texts: links, files, commands and their options, and the numbers of tables.
+"""Checks of the README and the other pages: links, files, commands and their options, and numbers in tables.
 
-The texts are README.md, CONTRIBUTING.md and docs/. A number in a table must be that of a file in benchmarks/results,
-rounded to the digits that are shown.
+The pages are README.md, CONTRIBUTING.md and docs/. A number in a table must equal a number of a file in
+benchmarks/results, rounded to the digits that are shown.
 """
 
 import importlib
@@ -27,7 +27,7 @@ TORCHRUN = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "-
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name after "#": the headings, as GitHub makes anchors of them."""
+    """The anchors of a page, which GitHub makes from its headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -71,7 +71,7 @@ def test_families_are_those_of_the_converter():
 
 
 def commands() -> list[str]:
-    """The lines of the pages' indented blocks that run one of our programs, from the program's name on."""
+    """The commands of the pages that run one of our programs, from the program's name on."""
     found = []
     for text in PAGES.values():
         for line in re.findall(r"^ {4,}(.*)$", text.replace("\\\n", ""), re.M):
@@ -80,7 +80,7 @@ def commands() -> list[str]:
 
 
 def offered_options(program: str, capsys, monkeypatch) -> set[str]:
-    """The options of a program: from its --help, or of a benchmark, which would be slow to import, from its source."""
+    """The options of a program, from its --help, or for a benchmark, which is slow to import, from its source."""
     if "/" in program:
         return set(re.findall(r'"(--\w+)"', (ROOT / program).read_text(encoding="utf-8")))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
@@ -133,7 +133,7 @@ def test_requirements_pin_what_they_name():
 
 
 def table(page: str, header: str) -> list[list[str]]:
-    """The cells of the table whose first line begins with this."""
+    """The cells of the table whose first line begins with this text."""
     lines = PAGES[page].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
     end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
@@ -141,7 +141,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 
 def results(name: str, page: str) -> dict:
-    """A file of benchmarks/results, whose date the page must give."""
+    """The content of a file of benchmarks/results, whose date the page must give."""
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}_cpu.json").read_text())
     assert result["date"] in PAGES[page], f"{page} does not give the date of {name}_cpu.json"
     return result

@@ -1,4 +1,4 @@
-"""Rooflines: against torch's own counter of operations, and against the numbers known of a 176B model."""
+"""Rooflines against torch's FLOP counter, and against the known numbers of a 176B model."""
 
 import subprocess
 import sys
@@ -14,8 +14,9 @@ from report import kv_bytes, roofline, weight_bytes
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "qwen3-gqa", "bloom-7-post", "bloom-2-untied"])
 def test_roofline_counts_what_a_decode_step_does(tiny, name):
-    """FLOPs as torch counts them in one step; bytes as the loaded model has them; the bound from both."""
-    model, context = load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), 37  # our kernels it cannot count
+    """The FLOPs are those that torch counts in one step, the bytes those of the loaded model."""
+    # torch counts only its own operations, and not our kernels.
+    model, context = load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), 37
     model.setup_caches(3, 64)
     token, at = torch.tensor([[5], [6], [7]]), torch.full((3, 1), context - 1)
     with only_torch(), FlopCounterMode(display=False) as counter:

@@ -1,7 +1,7 @@
 """Sampling: the reference, the C++ operation and the Triton kernel.
 
-Each filter against plain Python and against transformers, draws against the exact distribution, rows independent of
-their neighbours; and the kernels draw the tokens that the reference draws.
+Each filter is tested against plain Python and transformers, and draws against the exact distribution. Rows must be
+independent of their neighbours, and the kernels must draw the tokens that the reference draws.
 """
 
 import math
@@ -21,8 +21,8 @@ from kernels import exponential_noise, float_to_sortable_int, scramble
 from sampling import Sampling, SamplingParams
 
 DRAWS = 10_000
-P_VALUE = 1e-3  # chi-square with fixed seeds: it either holds or not, always
-ROUNDING = 5e-6  # of probabilities and log-probabilities: float32 sums of thousands of numbers
+P_VALUE = 1e-3  # of chi-square tests; seeds are fixed, so a test always passes or always fails
+ROUNDING = 5e-6  # of (log-)probabilities: float32 sums of thousands of numbers
 
 ops = torch.ops.fastpath
 REFERENCE = SimpleNamespace(sample=sampling.sample_reference, probabilities=sampling.probabilities_reference)
@@ -36,7 +36,7 @@ def implementation(request):
 
 
 def make(B, V, params, prompt=(), width=0):
-    """Settings of B rows: params of all, or a list of each row's."""
+    """Settings of B rows. params: the same for all rows, or a list with one for each row."""
     rows = Sampling.make(B, V + width)
     for row, p in enumerate(params if isinstance(params, list) else [params] * B):
         rows.set_row(row, p, list(prompt))
@@ -44,7 +44,7 @@ def make(B, V, params, prompt=(), width=0):
 
 
 def arguments(logits, rows, position=7, drafted=None, at=None):
-    """Of the operations, for logits (B,V) or (B,S,V); position and at (the rows) for each row."""
+    """Arguments of the operations, for logits (B,V) or (B,S,V), with each row's position and index (at)."""
     logits = logits[:, None] if logits.dim() == 2 else logits
     B, S = logits.shape[:2]
     position = torch.full((B,), position) if isinstance(position, int) else position
@@ -53,7 +53,7 @@ def arguments(logits, rows, position=7, drafted=None, at=None):
 
 
 def draws_with_each_seed(implementation, logits, params, seeds, position=7):
-    """A token for each of many seeds or positions, from one row of logits (V,)."""
+    """One token for each of many seeds or positions, drawn from the same logits (V,)."""
     settings = Sampling.make(len(seeds), 1)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         getattr(settings, name)[:] = getattr(params, name)
@@ -66,7 +66,7 @@ def draws_with_each_seed(implementation, logits, params, seeds, position=7):
 
 
 def oracle(logits, params, counts):
-    """Probabilities of one row (a list of floats) by sorting, in plain Python with float64."""
+    """The probabilities of one row (a list of floats), computed by sorting, in plain Python with float64."""
     x = list(logits)
     for i, count in enumerate(counts):
         if count:
@@ -107,13 +107,13 @@ PARAMS = [
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_filters_and_penalties_equal_plain_python(implementation, ties):
-    """The settings differ from row to row, so rows also do not mix."""
+    """Settings differ from row to row, so this also tests that rows do not mix."""
     torch.manual_seed(7)
     params = [SamplingParams(**kwargs) for kwargs in PARAMS]
     B, V = len(params), 53
     logits = torch.randn(B, V) * 3
     if ties:
-        logits = logits.round()  # a few values only: every edge cuts through equal logits
+        logits = logits.round()  # few distinct values, so that filters cut between equal logits
     settings = make(B, V, params, prompt=[3, 17, 40])
     answers = torch.randint(0, V, (B, 12))
     settings.count(list(enumerate(answers.tolist())))
@@ -135,7 +135,7 @@ def test_filters_equal_transformers(implementation):
     x = transformers.TopKLogitsWarper(40)(None, x)
     x = transformers.TopPLogitsWarper(0.85)(None, x)
     weight = x.softmax(-1) / x.softmax(-1).amax(-1, keepdim=True)
-    x = x.masked_fill(weight < 0.03, -math.inf)  # before top-p renormalizes nothing: relative to the likeliest
+    x = x.masked_fill(weight < 0.03, -math.inf)  # min_p is relative to the likeliest token
     probs = implementation.probabilities(*arguments(logits, make(4, V, params, prompt)))[:, 0]
     assert torch.equal(probs > 0, x > -math.inf)
     assert torch.allclose(probs, x.softmax(-1), atol=ROUNDING)
@@ -167,7 +167,7 @@ def test_greedy_is_argmax_at_every_seed_and_ties_go_to_the_lower_id(implementati
     torch.manual_seed(0)
     logits = torch.randn(40, 67).round()
     logits[0] = -1
-    logits[0, 5], logits[0, 9] = -0.0, 0.0  # equal: the first
+    logits[0, 5], logits[0, 9] = -0.0, 0.0  # equal logits: the lower id is chosen
     for kwargs in (dict(temperature=0), dict(top_k=1), dict(temperature=0, top_p=0.5), dict(top_k=1, top_p=0.1)):
         for seed in (0, 1, -(2**61), 2**61):
             settings = make(40, 67, SamplingParams(seed=seed, **kwargs))
@@ -195,7 +195,7 @@ def chi_square_holds(counts, probs):
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize("kwargs", [dict(), dict(temperature=0.5, top_k=9), dict(top_p=0.8), dict(top_k=13, min_p=0.1)])
 def test_draws_follow_the_distribution(implementation, kwargs, vary):
-    """With all filters neutral it is softmax."""
+    """With neutral filters, the distribution is softmax."""
     torch.manual_seed(1)
     logits, params = torch.randn(23), SamplingParams(**kwargs)
     numbers = torch.arange(1, DRAWS + 1)
@@ -209,7 +209,7 @@ def test_draws_follow_the_distribution(implementation, kwargs, vary):
 
 
 def test_successive_draws_are_independent(implementation):
-    """The joint distribution of two draws is the product: at positions p and p + 1, at places, of seeds s and s + 1."""
+    """The joint distribution of two draws is a product: at positions p and p + 1, at two places, for two seeds."""
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     seeds = torch.arange(DRAWS)
     logits, params = probs.log(), SamplingParams()
@@ -250,7 +250,7 @@ def test_sortable_integers_keep_the_order_of_floats():
 
 
 def random_case(seed, max_V=5000):
-    """Arguments with every mix of settings, dtypes, strides, ties, -inf, drafted tokens, padding, NaN and infinity."""
+    """Random arguments: mixed settings, dtypes, strides, ties, -inf, drafted tokens, padding, NaN and infinity."""
     choose = random.Random(seed).choice
     torch.manual_seed(seed)
     V = min(max_V, choose([1, 2, 15, 16, 17, 255, 256, 257, 1021, 4999]))
@@ -288,7 +288,7 @@ def assert_same_draws(found, expected):
 @needs_cpp
 @pytest.mark.parametrize("seed", range(8))
 def test_cpp_draws_what_the_reference_draws(seed):
-    """Hundreds of rows of every mix; with one thread and two."""
+    """Hundreds of rows with mixed settings, with one thread and with two."""
     before = torch.get_num_threads()
     try:
         for case in range(40):
@@ -339,7 +339,7 @@ def test_compiled_draws_are_the_eager_ones(backend):
 
 @needs_cpp
 def test_operations_are_declared_as_they_are():
-    """Shapes, dtypes, and that torch.compile keeps each as one node."""
+    """Checks the declared shapes and dtypes, and that torch.compile keeps each operation as one node."""
     args = arguments(torch.randn(3, 2, 50), make(3, 50, SamplingParams(top_k=5)))
     torch.library.opcheck(ops.sample, args)
     torch.library.opcheck(ops.probabilities, args)
@@ -378,8 +378,8 @@ def test_logprobs_are_of_the_raw_logits(implementation):
     assert torch.allclose(logprobs.double(), expected, atol=ROUNDING, rtol=0)
 
 
-def test_what_cannot_be_drawn_from(implementation):
-    """NaN, infinity, nothing but -inf: -1. Padding: -1 whatever stands there. The rows beside them are not changed."""
+def test_logits_without_a_distribution(implementation):
+    """NaN, infinity, rows of only -inf and padding give -1. The rows beside them do not change."""
     torch.manual_seed(6)
     logits = torch.randn(7, 300)
     settings = make(7, 300, [SamplingParams(temperature=row % 2, seed=3) for row in range(7)])
@@ -398,7 +398,7 @@ def test_what_cannot_be_drawn_from(implementation):
 
 @pytest.mark.parametrize("ids", [[2, 2, 4], [2, -1, 2]])
 def test_places_count_the_tokens_drafted_before_them(implementation, ids):
-    """As if each place were a row of its own whose answer has them."""
+    """Each place gives what a row of its own gives, whose answer contains these tokens."""
     torch.manual_seed(8)
     logits, params = torch.randn(1, 4, 9), SamplingParams(1.2, 0.5, 0.25)
     drafted = implementation.probabilities(*arguments(logits, make(1, 9, params, [2]), drafted=torch.tensor([ids])))
@@ -450,7 +450,7 @@ def test_new_rows_are_greedy_and_use_nothing_else(implementation):
 def test_counts_of_prompt_and_answer():
     settings = Sampling.make(3, 8)
     settings.set_row(1, SamplingParams(repetition_penalty=1.1, seed=-4, top_k=3), [5, 5, 2])
-    settings.count([(1, [2, 7]), (2, [0]), (1, [2, -1])])  # -1 is none
+    settings.count([(1, [2, 7]), (2, [0]), (1, [2, -1])])  # -1 is not a token
     assert settings.counts.tolist() == [[0] * 8, [0, 0, 5, 0, 0, 1, 0, 2], [2] + [0] * 7]
     assert settings.seed.tolist() == [0, -4, 0] and settings.top_k.tolist() == [0, 3, 0]
     settings.set_row(1, SamplingParams(presence_penalty=1.0), [])

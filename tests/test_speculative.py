@@ -1,4 +1,4 @@
-"""Speculation changes nothing: the tokens of plain decoding where the draft is deterministic, else its distribution."""
+"""Speculation gives the tokens of plain decoding if the draft is deterministic, and otherwise its distribution."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ def make_draft(kind: str, tiny, name: str):
 
 
 def results(engine, requests: list[Request]) -> list[tuple]:
-    """What an engine makes of copies of these requests, all of them added at once."""
+    """The results of an engine for copies of these requests, all added at once."""
     copies = [Request(r.prompt, r.params, r.max_new_tokens, r.stop_ids, r.on_token) for r in requests]
     generate(engine, copies)
     return [(request.new_tokens, request.finish_reason) for request in copies]
@@ -70,15 +70,15 @@ CASES = [
 
 @pytest.mark.parametrize("name, kind, k, rows", CASES)
 def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, rows):
-    """Greedy ones, and with a deterministic draft also drawn ones: to the end of the context, in the same caches again,
-    and where a stop id, a listener or the number of tokens ends a request inside a proposal."""
+    """Greedy tokens, and with a deterministic draft also sampled ones: up to the end of the context, in reused caches,
+    and if a stop id, on_token or max_new_tokens ends a request inside a proposal."""
     model, prompts = tiny_model(name), random_prompts((4, 23, 1, 9, 14)[-rows:])
     drawn = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
     kinds = (GREEDY, SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3))
     requests = [[Request(p, params, 99) for p in prompts] for params in (*kinds, *[drawn] * ("lookup" in kind))]
     plain = [results(Engine(model, rows, 50), some) for some in requests]
     for prompt, (tokens, reason) in zip(prompts, plain[0]):
-        assert (len(tokens), reason) == (51 - len(prompt), "length"), "the last token needs no slot"
+        assert (len(tokens), reason) == (51 - len(prompt), "length"), "the last token is not read"
     speculation = Speculation(make_draft(kind, tiny, name), k, automatic=False)
     engine = Engine(model, rows, 50, speculation=speculation)
     assert [results(engine, some) for some in requests] == plain
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
 
 
 def test_a_perfect_draft_is_always_right(tiny, tiny_model):
-    """Its caches are right after every step, or it would not be."""
+    """A draft with the same weights is always accepted, which shows that its caches are right after every step."""
     for name, shares in (("qwen3-gqa", False), ("bloom-5", True)):
         model, draft = tiny_model(name), load_model(tiny(name)[2], dtype=torch.float32)
         speculation = Speculation(ModelDraft(draft, shares), 5, automatic=False)
@@ -106,8 +106,8 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
-    """More requests than rows, which arrive and are cancelled at random; each gets the tokens that it gets alone: of a
-    plain engine, or where a draft model's random draws decide, of one with the same draft."""
+    """More requests than rows, which arrive and are cancelled at random. Each gets the tokens that it gets alone in a
+    plain engine, or if a draft model samples, alone in an engine with the same draft."""
     name = "llama-gqa-biased"
     model = tiny_model(name)
     monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 9)
@@ -124,7 +124,7 @@ def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["a noisy copy", "int4-self"])
 def test_neighbours_change_no_draws(tiny, tiny_model, kind):
-    """With a draft model and random rows: a row's tokens are those that it gets alone, with the same draft."""
+    """With a draft model and sampling, a row's tokens are those that it gets alone with the same draft."""
     name = "qwen3-gqa"
     model, requests = tiny_model(name), random_requests(9, 3)
     requests = [r for r in requests if r.params.temperature > 0]
@@ -136,7 +136,7 @@ def test_neighbours_change_no_draws(tiny, tiny_model, kind):
 
 
 def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
-    """A draft's distributions are then passed on for all rows; a greedy row's are one-hot."""
+    """The draft then returns distributions for all rows, which are one-hot for greedy rows."""
     model, prompts = tiny_model("qwen2-gqa"), random_prompts((6, 11))
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.4)
     requests = [Request(prompts[0], greedy, 30), Request(prompts[1], SamplingParams(temperature=0.8, seed=3), 30)]
@@ -150,8 +150,8 @@ def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
     "kind, temperature", [("the same model", 0.0), ("a noisy copy", 0.0), ("lookup", 0.0), ("lookup", 0.8)]
 )
 def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temperature):
-    """A token that the model itself finds poisons a row, which ends with it, or before where the token was proposed."""
-    name = "llama-mha"  # its head is a table of its own
+    """A token makes all later logits of its row NaN. The row ends with that token, or before it if it was proposed."""
+    name = "llama-mha"  # its output head is not tied
     model, params = tiny_model(name), SamplingParams(temperature=temperature, seed=8)
     requests = [Request(prompt, params, 20) for prompt in random_prompts((5, 8))]
     [(tokens, _), (other, _)] = results(Engine(model, 2, LENGTH), requests)
@@ -163,7 +163,7 @@ def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temp
     [(found, reason), beside] = results(engine, requests)
     assert beside == (other, "length") and reason == "error"
     assert end - 3 < len(found) <= end + 1 and found == tokens[: len(found)]
-    assert results(engine, requests[1:]) == [beside], "and nothing of it is left"
+    assert results(engine, requests[1:]) == [beside], "nothing of it is left in the cache"
 
 
 def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
@@ -182,7 +182,7 @@ def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
 
 
 def test_a_draft_with_a_smaller_table(tiny, tiny_model):
-    """A table may be padded, and the draft's less so: ids beyond it are no reason to stop."""
+    """The model's embedding table may have more padding than the draft's. Ids beyond the draft's table are handled."""
     model = tiny_model("llama-gqa-biased")
     V = model.config.vocab_size
     draft = make_draft("the same model", tiny, "llama-gqa-biased")
@@ -200,7 +200,7 @@ def test_a_draft_with_a_smaller_table(tiny, tiny_model):
 
 @pytest.mark.parametrize("n_draft, n_model", [(90, None), (131, 120), (90, 120)])
 def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft, n_model):
-    """Ids of the larger table are never proposed, and those of the smaller are."""
+    """Ids that exist only in the larger table are never proposed, those of the smaller one are."""
     model, draft = tiny_model("qwen2-gqa"), make_draft("the same model", tiny, "qwen2-gqa")
     model.config = dataclasses.replace(model.config, n_token=n_model)
     draft.draft.config = dataclasses.replace(draft.draft.config, n_token=n_draft)
@@ -218,8 +218,8 @@ def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft
 
 @pytest.mark.parametrize("now_and_then", [False, True])
 def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, monkeypatch):
-    """After partial and full acceptance, plain steps between, requests that come and go, prefixes that are used again
-    and prompts that take several passes to read: no wrong entry of its caches would give its own greedy text."""
+    """After partial and full acceptance, plain steps in between, requests that come and go, reused prefixes and prompts
+    that take several passes. A wrong entry in its caches would change its greedy text."""
     model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
     alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
     speculation, propose, lengths = Speculation(draft, 3, automatic=False), draft.propose, []
@@ -228,7 +228,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     def watched(batch, k):
         found = propose(batch, k)
         for row, tokens, length in zip(batch.rows, found.drafted.tolist(), found.lengths.tolist()):
-            assert length in (0, k)  # where it still reads the prompt
+            assert length in (0, k)  # 0 while it still reads the prompt
             [(expected, _)] = results(alone, [Request([*row.tokens, row.request.new_tokens[-1]], GREEDY, k)])
             assert tokens[:length] == expected[:length]
             lengths.append(length)
@@ -258,7 +258,7 @@ SETTINGS = [
 
 
 class Table:
-    """A model of which the logits depend on the last token alone: row t of a table (V,V)."""
+    """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
 
     config, split = SimpleNamespace(n_token=None), None
 
@@ -281,7 +281,7 @@ MODEL, DRAFT = Table(0.0), Table(1.2)
 
 
 def settings_of(rows: int, how: dict) -> Sampling:
-    """All rows with the same settings, seeds of their own, and the prompt [0]."""
+    """The same settings for all rows, with different seeds and the prompt [0]."""
     settings = Sampling.make(rows, V)
     for name, value in dataclasses.asdict(SamplingParams(**how)).items():
         getattr(settings, name).fill_(value)
@@ -295,7 +295,7 @@ def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
 
 
 def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor:
-    """(ROWS,3): what follows token 0, in as many steps as it takes, with proposals of 2 tokens."""
+    """(ROWS,3): the three tokens after token 0 in each row, by steps with proposals of 2 tokens."""
     settings = settings_of(ROWS, how)
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)  # the last place
     while len(rows := (last < 3).nonzero()[:, 0]):
@@ -310,7 +310,7 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
                 token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, settings, V, True)
             drafted.append(token)
             probs.append(p)
-        lengths = 2 - (rows % 5 == 0).long()  # some propose less
+        lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
         p_draft = None if deterministic else torch.stack(probs, 1)
         found, n, logprobs, _ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
@@ -336,7 +336,7 @@ def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
 
 
 def p_value(tokens: torch.Tensor, how: dict) -> float:
-    """Of chi-square: the joint distribution of three tokens against the exact one."""
+    """The p-value of a chi-square test of the joint distribution of three tokens against the exact one."""
     answers = torch.zeros(1, 0, dtype=torch.int64)
     expected = torch.ones(1, dtype=torch.float64)
     for _ in range(3):
@@ -346,7 +346,7 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
     counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected
     if (counts[expected == 0] > 0).any():
         return 0.0
-    usual = expected >= 5  # the others are one cell
+    usual = expected >= 5  # cells with a small count are merged into one
     counts = torch.cat([counts[usual], counts[~usual].sum()[None]])
     expected = torch.cat([expected[usual], expected[~usual].sum()[None]])
     counts, expected = counts[expected > 0], expected[expected > 0]
@@ -387,13 +387,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_that_distribution_is_broken_by_bugs(name):
+def test_planted_bugs_break_the_distribution(name):
     source = (ROOT / "speculative.py").read_text()
     for old, new in MUTANTS[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     module = ModuleType("mutant")
-    sys.modules["mutant"] = module  # dataclasses look there
+    sys.modules["mutant"] = module  # dataclasses look up their module there
     exec(source, module.__dict__)
     how = {"temperature": 1.7, "top_k": 4}
     assert p_value(three_tokens(module, how), how) < 1e-6
@@ -406,16 +406,16 @@ def test_that_distribution_is_broken_by_bugs(name):
     "text, most, expected",
     [
         ([5, 6, 7, 8, 5, 6], 2, [7, 8]),
-        ([5, 6, 7, 8, 5, 6], 9, [7, 8, 5, 6, 7, 8, 5, 6, 7]),  # it goes on with itself
+        ([5, 6, 7, 8, 5, 6], 9, [7, 8, 5, 6, 7, 8, 5, 6, 7]),  # the match overlaps its own continuation
         ([9, 9, 9], 4, [9, 9, 9, 9]),
         ([1, 2, 3, 4, 2, 3, 7, 1, 2, 3], 3, [4, 2, 3]),  # the longest match, not the latest
-        ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equals the latest
+        ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal matches, the latest
         ([1, 2, 3, 4], 3, []),
         ([1, 2, 1, 2, 1], 0, []),
         ([4], 3, []),
     ],
 )
-def test_what_followed_before(text, most, expected):
+def test_lookup_in_the_text_so_far(text, most, expected):
     whole, grown = BigramIndex(text), BigramIndex([])
     for token in text:
         grown.tokens.append(token)
@@ -423,22 +423,22 @@ def test_what_followed_before(text, most, expected):
     assert whole.match(text, most)[1] == found[1] == expected
 
 
-def test_what_follows_in_another_text():
+def test_lookup_in_another_text():
     index = StaticIndex([1, 2, 3, 4, 5, 6, 2, 3, 9])
-    assert index.match([7, 7, 2, 3], 5) == (2, [9])  # the end is the end
+    assert index.match([7, 7, 2, 3], 5) == (2, [9])  # nothing follows the end of the text
     assert index.match([1, 2, 3], 5) == (3, [4, 5, 6, 2, 3])
     assert index.match([6, 2], 5) == (2, [3, 9]) and index.match([3, 9], 5) == (0, [])  # nothing follows
     for n in range(4):
         assert StaticIndex([5] * n).match([5, 5], 2) == ((2, [5]) if n == 3 else (0, []))
     chance = torch.Generator().manual_seed(5)
-    for _ in range(50):  # it finds what the index of a growing text finds
+    for _ in range(50):  # the same as an index that grows with the text
         text, tail = (torch.randint(4, (n,), generator=chance).tolist() for n in (60, 9))
         best, following = BigramIndex(text).match(tail, 3)
         assert StaticIndex(text).match(tail, 3) in [(best, following[:n]) for n in range(4)]
 
 
 def test_proposals_of_lookup():
-    """Of the rows that are decoding; none of a row that would leave the cache; None where there is nothing at all."""
+    """Only for rows that are decoding, never beyond the cache, and None if no row has a proposal."""
     lookup = LookupDraft([[1, 2, 3, 4, 5, 6]])
     lookup.begin(SimpleNamespace(length=12, model=SimpleNamespace(config=SimpleNamespace(n_token=None, vocab_size=99))))
     rows = [SimpleNamespace(index=i) for i in range(4)]
@@ -448,7 +448,7 @@ def test_proposals_of_lookup():
     found = lookup.propose(Batch([rows[i] for i in (3, 0, 1, 2)], torch.zeros(3, 5, dtype=torch.int64)), 3)
     assert found.p_draft is None and found.lengths.tolist() == [1, 3, 0, 3, 0]
     tokens = [line[:n] for line, n in zip(found.drafted.tolist(), found.lengths.tolist())]
-    assert tokens == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equals the row's own text"
+    assert tokens == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equal matches, the row's own text"
     assert lookup.propose(Batch(rows[1:2], torch.zeros(3, 1, dtype=torch.int64)), 3) is None
 
 
@@ -456,9 +456,9 @@ def test_proposals_of_lookup():
 
 
 def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
-    """Seconds that a controller takes for its tokens and that plain steps would have taken, and what it chose at last.
+    """(seconds for the controller's steps, seconds for the same tokens in plain steps, the last draft length).
 
-    Now and then the machine hangs in a step: what is measured there is a thousand times too much.
+    Now and then a step is measured as a thousand times too slow, as if the machine had paused.
     """
     chance = torch.Generator().manual_seed(2)
     controller, spent, tokens, chosen = DraftLengthController(7, True), 0.0, 0, []
@@ -478,8 +478,8 @@ def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
     return spent, tokens * plain_s, sorted(chosen[-100:])[50]
 
 
-def test_the_controller_follows_what_pays():
-    """Against the formula's best k; and never much slower than plain steps, whatever the draft."""
+def test_the_controller_finds_the_best_length():
+    """It finds the best k of the formula, and is never much slower than plain steps, whatever the draft."""
     spent, plain, k = drive(lambda step: 0.95, 1.0, 0.3, 1.5)
     assert plain / spent > 1.6 and k >= 5
     spent, plain, k = drive(lambda step: 0.55, 1.0, 0.1, 1.4)
@@ -488,7 +488,7 @@ def test_the_controller_follows_what_pays():
         spent, plain, k = drive(lambda step, a=a: a, 1.0, draft_s, verify_s)
         assert plain / spent > 0.95, (a, draft_s, verify_s)
         assert k == 0
-    spent, plain, _ = drive(lambda step: 0.97 * (step % 1000 > 500), 1.0, 0.2, 1.6)  # now so, now so
+    spent, plain, _ = drive(lambda step: 0.97 * (step % 1000 > 500), 1.0, 0.2, 1.6)  # the acceptance rate changes
     assert plain / spent > 1.05
 
 
@@ -502,7 +502,7 @@ def test_a_fixed_length_is_always_chosen():
 def test_the_report_counts_places():
     report = Report()
     report.note([2, 0, 1], [3, 3, 1])
-    report.note([0, 2], [0, 2])  # nothing was proposed for the first
+    report.note([0, 2], [0, 2])  # nothing was proposed for the first row
     assert report.accepted == [3, 2, 0] and report.judged == [4, 2, 1]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
@@ -523,11 +523,11 @@ def test_the_report_counts_places():
     ],
 )
 def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, monkeypatch):
-    """Steps of any number of tokens, plain ones, one row and all rows, greedy and random: no graph is missing after
-    warm-up, and the tokens are those of eager steps."""
+    """After warm-up, no graph is missing for steps of any number of tokens, plain steps, one row or all rows, greedy or
+    sampled. The tokens are those of eager steps."""
     torch._dynamo.reset()
     model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
-    everything = LookupDraft(random_prompts([40_000]))  # most pairs of tokens are there
+    everything = LookupDraft(random_prompts([40_000]))  # contains most pairs of tokens
     speculation = Speculation(everything if kind == "lookup" else make_draft(kind, tiny, name), k)
     engine = Engine(model, 3, LENGTH, compiled_steps(True, False), 9, speculation)
     for drawn in (False, True):
@@ -560,7 +560,9 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
         about = result["speculation"]
         assert sum(about["share_of_time"].values()) == pytest.approx(1) and "speculation: " in err
         assert result["weight_bytes_per_token"] > 0 and len(about["acceptance_by_place"]) == more[-1]
-    assert result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0  # room ends them
+    assert (
+        result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
+    )  # limited by the room in the cache
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
 
 
@@ -573,7 +575,7 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
         (["--speculate_k", "x", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not x"),
         (["--draft", "lookup:"], "'lookup:' is none of"),
         (["--draft_checkpoint_path", ""], "--draft_checkpoint_path is empty"),
-        (["--draft", "prompt-lookup", "--roofline", "40"], "--roofline runs nothing"),
+        (["--draft", "prompt-lookup", "--roofline", "40"], "--roofline generates nothing"),
         (["--draft_tp", "--draft", "int4-self"], "--draft_tp is about the model of --draft_checkpoint_path"),
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
         (["--draft", "prompt-lookup", "--draft_checkpoint_path", "{}"], "are two drafts; give one of them"),
@@ -619,8 +621,8 @@ def test_another_tokenizer_is_refused_and_the_default_models_is_not(default_chec
 
 @pytest.mark.full
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
-def test_the_default_model_says_the_same(default_checkpoint, tmp_path, format):
-    """In bfloat16, on the kernels, whose bits do not depend on how many tokens there are: 32 prompts, 64 tokens."""
+def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, format):
+    """In bfloat16 with the kernels, whose bits do not depend on the number of tokens: 32 prompts, 64 tokens each."""
     directory = default_checkpoint
     if format != "bf16":
         directory = tmp_path / "q"
@@ -631,8 +633,12 @@ def test_the_default_model_says_the_same(default_checkpoint, tmp_path, format):
         drafts += [ModelDraft(four, True), ModelDraft(copy.deepcopy(four), False)]
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
     requests = [Request(prompt, GREEDY, 64) for prompt in prompts]
-    groups = [requests[start : start + 8] for start in range(0, 32, 8)]  # read together: torch's products of prefill
-    plain = [results(Engine(model, 8, 256), group) for group in groups]  # round by the number of columns in bfloat16
+    groups = [
+        requests[start : start + 8] for start in range(0, 32, 8)
+    ]  # batches as in the speculative run, since torch's prefill products
+    plain = [
+        results(Engine(model, 8, 256), group) for group in groups
+    ]  # round differently for other batches in bfloat16
     for n, draft in enumerate(drafts):
         engine = Engine(model, 8, 256, speculation=Speculation(draft, 3 + 2 * n, automatic=False))
         assert [results(engine, group) for group in groups] == plain

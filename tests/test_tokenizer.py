@@ -1,4 +1,4 @@
-"""Token ids against transformers' on many strings, for every kind of tokenizer file; text that comes piece by piece."""
+"""Token ids against those of transformers for every kind of tokenizer file, and streaming text."""
 
 import json
 import random
@@ -36,7 +36,7 @@ CODE = [
 
 
 def strings(special=(), n=200):
-    """Varied strings: words of many scripts joined by whitespace runs, code, special tokens written out."""
+    """Varied strings: words of many scripts with runs of whitespace, code, and special tokens."""
     chance = random.Random(0)
     out = ["", " ", "a", "\n", *SPACES, *CODE, *WORDS]
     while len(out) < n + 60:
@@ -54,10 +54,10 @@ def default_tokenizer(default_checkpoint):
 
 @pytest.fixture(scope="session")
 def default_oracle():
-    """transformers' tokenizer of the default GGUF file, cutting text as the file says ("smollm": every digit first).
+    """transformers' tokenizer of the default GGUF file, with the pre-tokenizer of the file ("smollm": digits first).
 
-    transformers 5.23 has no entry for "smollm" and cuts as GPT-2 does, so that whitespace before a digit comes out
-    otherwise than from the model's own tokenizer.json, or from llama.cpp.
+    transformers 5.23 does not know "smollm" and splits as GPT-2 does. Whitespace before a digit then gets
+    other ids than with the model's own tokenizer.json or llama.cpp.
     """
     path = default_gguf()
     oracle = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -92,7 +92,7 @@ def write_tokenizer_config(folder, **config):
 
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory):
-    """A small byte-level BPE that puts its beginning token in front, as Llama 3's does."""
+    """A small byte-level BPE that adds a BOS token, like that of Llama 3."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -109,7 +109,7 @@ def byte_level(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sentencepiece_folder(tmp_path_factory):
-    """A small sentencepiece BPE with byte fallback, as Llama 2's is."""
+    """A small sentencepiece BPE with byte fallback, like that of Llama 2."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("sentencepiece")
@@ -129,7 +129,7 @@ def sentencepiece_folder(tmp_path_factory):
     return folder
 
 
-def test_tokenizer_json_with_a_beginning_token(byte_level, tmp_path):
+def test_tokenizer_json_with_a_bos_token(byte_level, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
     write_tokenizer_config(tmp_path, bos_token_id=0, add_bos_token=True)
     ours = Tokenizer(tmp_path)
@@ -140,8 +140,8 @@ def test_tokenizer_json_with_a_beginning_token(byte_level, tmp_path):
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_tokenizer_model_equals_sentencepiece_and_transformers(sentencepiece_folder, tmp_path, legacy):
-    """The library itself is the oracle where there are no special tokens; with them it is transformers, but for text
-    that begins with a space, where transformers 5 leaves out the one that sentencepiece puts in front."""
+    """The library is the oracle for text without special tokens. For text with them it is transformers, unless the text
+    begins with a space, where transformers 5 leaves out the space that sentencepiece adds."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
@@ -163,7 +163,7 @@ def test_tokenizer_model_equals_sentencepiece_and_transformers(sentencepiece_fol
     assert compared > 20
 
 
-# First letters of blocks that between them hold most of the world's scripts, and of some that are none.
+# The first letters of Unicode blocks that cover most scripts, and of some blocks without letters.
 BLOCKS = [
     0x21, 0xC0, 0x100, 0x250, 0x300, 0x370, 0x400, 0x531, 0x5D0, 0x620, 0x710, 0x780, 0x7C0, 0x904, 0x985, 0xA05, 0xA85,
     0xB05, 0xB85, 0xC05, 0xC85, 0xD05, 0xD85, 0xE01, 0xE81, 0xF40, 0x1000, 0x10A0, 0x1100, 0x1200, 0x13A0, 0x1401,
@@ -175,7 +175,7 @@ BLOCKS = [
 
 
 def every_script(n=300):
-    """n texts: runs of letters of one script or several, with spaces, line breaks, marks and emoji between."""
+    """n texts of letters of one or several scripts, with spaces, line breaks, punctuation and emoji between them."""
     chance = random.Random(1)
     texts = []
     for i in range(n):
@@ -191,8 +191,8 @@ def every_script(n=300):
 
 @pytest.fixture(scope="session")
 def every_kind(default_tokenizer, byte_level, sentencepiece_folder, tmp_path_factory):
-    """Each kind of vocabulary with its library's decode: byte-level, sentencepiece, and JSON files of sentencepiece's
-    kind (the decoders of Llama 2, with and without a space in front, and the older Metaspace)."""
+    """Each kind of vocabulary with its library's decode: byte-level, sentencepiece, and tokenizer.json files made from
+    sentencepiece (the decoders of Llama 2, with and without a space in front, and the older Metaspace)."""
     default = default_tokenizer.vocabulary.library
     kinds = {"default": (default_tokenizer, default.decode)}
     for name, source in (("json", byte_level / "tokenizer.json"), ("model", sentencepiece_folder / "tokenizer.model")):
@@ -232,10 +232,10 @@ def test_streams_of_every_script_join_to_the_whole_at_every_split(every_kind, ki
     for text in every_script():
         ids = tokenizer.encode(text)
         whole = tokenizer.decode(ids)
-        if kind != "metaspace" or not text.startswith(" "):  # it drops all spaces in front, not just its own
+        if kind != "metaspace" or not text.startswith(" "):  # Metaspace drops all leading spaces, not only its own
             assert whole == library_decode(ids), repr(text)
         if kind in ("default", "json", "model"):
-            assert whole == text, "these kinds lose nothing"
+            assert whole == text, "these kinds are lossless"
         for cut in range(len(ids) + 1):
             stream = TextStream(tokenizer, ids[:cut])
             pieces = [stream.add([i]) for i in ids[cut:]] + [stream.add([], last=True)]
@@ -246,7 +246,7 @@ def test_streams_of_every_script_join_to_the_whole_at_every_split(every_kind, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_ids_stream_to_what_they_decode_to(every_kind, kind):
-    """Ids that no text has: broken UTF-8, special tokens in the middle of a character, ids outside the vocabulary."""
+    """Random ids: broken UTF-8, special tokens in the middle of a character, ids outside the vocabulary."""
     tokenizer, _ = every_kind[kind]
     chance = random.Random(2)
     for _ in range(200):
@@ -269,12 +269,12 @@ def test_broken_characters_are_shown_once_and_whole_ones_at_once(every_kind, kin
 
     assert stream("日".encode()) == ["", "", "日", ""]
     assert stream("👍é".encode()) == ["", "", "", "👍", "", "é", ""]
-    assert stream(b"\xe6\x97x") == ["", "", "\ufffdx", ""], "half a character that is never completed"
-    assert stream(b"\xff\xe6\x97\xa5") == ["\ufffd", "", "", "日", ""], "what follows a broken byte is whole"
-    assert stream(b"\xf0\x9f") == ["", "", "\ufffd"], "the end of the text cuts a character"
+    assert stream(b"\xe6\x97x") == ["", "", "\ufffdx", ""], "a character that is never completed"
+    assert stream(b"\xff\xe6\x97\xa5") == ["\ufffd", "", "", "日", ""], "the character after a broken byte is complete"
+    assert stream(b"\xf0\x9f") == ["", "", "\ufffd"], "the text ends inside a character"
 
 
-letters = st.sampled_from("a·")  # one of one byte, one of two
+letters = st.sampled_from("a·")  # characters of one byte and of two
 
 
 @settings(max_examples=1000, deadline=None)
@@ -284,7 +284,7 @@ letters = st.sampled_from("a·")  # one of one byte, one of two
     data=st.data(),
 )
 def test_stop_strings_equal_a_plain_search_over_the_whole(every_kind, text, stops, data):
-    """Whatever the pieces: the text ends before the first stop string, and no sooner; nothing of it is ever shown."""
+    """However the text is cut into pieces, it ends just before the first stop string, of which nothing is shown."""
     tokenizer, _ = every_kind["json"]
     ids = tokenizer.encode(text)
     first = min((text.find(stop) for stop in stops if stop in text), default=None)
@@ -314,7 +314,7 @@ def test_text_that_cannot_become_a_stop_is_not_held_back(every_kind):
     ],
     ids=str,
 )
-def test_ids_that_are_none_are_refused(tmp_path, config):
+def test_special_ids_that_are_not_ids_are_refused(tmp_path, config):
     write_tokenizer_config(tmp_path, **config)
     with pytest.raises(UserError, match="is not a token id|is not a list of token ids"):
         Tokenizer(tmp_path)

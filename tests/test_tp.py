@@ -1,6 +1,6 @@
-"""Tensor parallelism: the single process is the oracle of every split, on gloo; what torchrun starts ends together.
+"""Tensor parallelism on gloo: every split equals the single process, and all processes of torchrun end together.
 
-All splits run in one launch of four processes (tp_worker.py), two, three or four of which share a model.
+All splits run in one launch of four processes (tp_worker.py). Two, three or four of them share each model.
 """
 
 import json
@@ -25,7 +25,7 @@ from model import Config
 from quantize import quantize_checkpoint
 from tp import SPLIT, TIMEOUT_S, Shard, check, split_of
 
-LOGITS = 1e-4  # sums of float32 in another order; the logits are of the order of 1 to 10
+LOGITS = 1e-4  # float32 sums in another order, for logits of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -57,20 +57,20 @@ CASES = {
     "4 window, K split": (4, WINDOW, 8, 4, 22, 58, 68, True, None, "torch", False),
 }  # fmt: skip
 
-DRAFTS = {  # the model of this case proposes tokens to itself, whole on every rank or split as well
+DRAFTS = {  # the draft is the model itself, whole on every rank or split
     "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "4 qwen2, K split, int4": "split",
     "4 window, K split": "whole",
 }  # fmt: skip
 
 
 def make(folder: Path, case) -> Path:
-    """The checkpoint of a case, every weight random."""
+    """The checkpoint of a case, with random weights."""
     _, family, H, K, E, D, F, tied, quantization, *_ = case
     config = Config(n_head=H, n_kv_head=K, head_dim=E, dim=D, hidden_dim=F, tied_embeddings=tied, **family)
     chance = torch.Generator().manual_seed(H * 1000 + D)
     with Writer(folder / "whole") as writer:
         for name, tensor in empty_model(config).state_dict().items():
-            small, large = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that it does not repeat itself
+            small, large = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that the text does not repeat itself
             scale = small if tensor.dim() == 1 else large * tensor.shape[-1] ** -0.5
             weight = torch.randn(tensor.shape, generator=chance) * scale + ("norm" in name and "bias" not in name)
             writer.add(name, weight)
@@ -84,7 +84,7 @@ def make(folder: Path, case) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """name -> what the ranks found, and the checkpoint of the case."""
+    """name -> (the results of the ranks, the checkpoint of the case)."""
     folder = tmp_path_factory.mktemp("tp")
     cases = {}
     for i, (name, case) in enumerate(CASES.items()):
@@ -106,7 +106,7 @@ def launched(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_is_the_single_process_s(launched, name):
+def test_every_row_equals_the_single_process(launched, name):
     found, case = launched[name]
     model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"])
     draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
@@ -116,7 +116,7 @@ def test_every_row_is_the_single_process_s(launched, name):
     if "logits" in found:
         apart = [float((a - b).abs().max()) for a, b in zip(found["logits"], expected["logits"])]
         assert len(apart) == len(PROMPTS) and max(apart) < LOGITS
-    assert len({token for tokens in expected["greedy"] for token in tokens}) > 8, "a model that says something"
+    assert len({token for tokens in expected["greedy"] for token in tokens}) > 8, "the model does not repeat one token"
 
 
 # ---------------------------------------------------------------- the split itself, without processes
@@ -128,7 +128,7 @@ DEFAULT |= {"vocab_size": 49152, "max_seq_length": 8192}
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_a_rank_has_its_share_of_the_bytes(mode, tied):
-    """1/ranks of the weights within 2 %, of the default model's shapes; a decode step reads all that a rank has."""
+    """A rank of the default model has 1/ranks of the weights within 2 %, and a decode step reads all of them."""
     config, quantization = Config(tied_embeddings=tied, **DEFAULT), mode and Quantization(mode, 32, "int8")
 
     def size(model):
@@ -139,13 +139,15 @@ def test_a_rank_has_its_share_of_the_bytes(mode, tied):
         model = empty_model(config, quantization)
         slices = Shard(rank, 3).cut(model)
         assert size(model) == pytest.approx(whole / 3, rel=0.02)
-        assert slices.keys() == model.state_dict().keys() and model.config is config, "the caller's Config stays"
+        assert slices.keys() == model.state_dict().keys() and model.config is config, (
+            "the caller's Config does not change"
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_slices_make_up_the_whole(ranks, bits):
-    """Every number of a checkpoint's tensor is in exactly one rank's slice, but for what the table says is on all."""
+    """Every element is in the slice of exactly one rank, except for tensors that the table puts on all ranks."""
     config = Config(2, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     quantization = bits and Quantization(f"int{bits}", 0, f"int{bits}")
     whole = empty_model(config, quantization).state_dict()
@@ -157,12 +159,12 @@ def test_slices_make_up_the_whole(ranks, bits):
                 seen[name][(slice(rows.start, rows.stop), *[columns] * (part.columns is not None))] += 1
     for name, counts in seen.items():
         how = split_of(name.rpartition(".")[0])[0]
-        on_all = how == "whole" or (how == "inputs" and name.endswith(("scales", "mins")))  # one group a row
+        on_all = how == "whole" or (how == "inputs" and name.endswith(("scales", "mins")))  # one group per row
         assert counts.unique().tolist() == [ranks if on_all else 1], name
 
 
 def test_key_and_value_heads_of_a_rank():
-    """Every query head's own group, in the order in which attention shares them out: head h looks at h // (H/K)."""
+    """Each rank has the K/V heads of its query heads, in the order that attention expects: head h uses h // (H/K)."""
     for H, K, ranks in ((12, 4, 2), (16, 2, 8), (12, 6, 4), (6, 3, 2), (9, 3, 3), (8, 1, 4)):
         config = Config(1, H, K, 4, 8, 8 * ranks, 20, 16)
         for rank in range(ranks):
@@ -170,7 +172,7 @@ def test_key_and_value_heads_of_a_rank():
             own, kv = shard.own(H), shard.kv_heads(config)
             local = shard.config(config)
             assert [kv[i // (local.n_head // local.n_kv_head)] for i in range(len(own))] == [h // (H // K) for h in own]
-    assert Shard(5, 8).kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: one each"
+    assert Shard(5, 8).kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: each rank has one"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def torchrun(ranks, *args, program=ROOT / "generate.py", **options):
 
 
 def finish(process, seconds=LAUNCH_S):
-    """(exit code, stdout, stderr)."""
+    """Wait for a process; returns (exit code, stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -218,7 +220,7 @@ def finish(process, seconds=LAUNCH_S):
 
 
 def ours(err: str) -> list[str]:
-    """Of what is on stderr the errors that are not torchrun's."""
+    """The errors on stderr that are not torchrun's."""
     return [line for line in err.splitlines() if re.match(r"\w+\.py: error: ", line)]
 
 
@@ -236,7 +238,7 @@ def arguments(checkpoint, new=20):
 
 @pytest.mark.slow
 def test_the_program_under_torchrun(checkpoint):
-    """The single process's samples, one JSON object on stdout, and a clean end."""
+    """The samples of the single process, one JSON object on stdout, and a clean exit."""
     args = [*arguments(checkpoint), "--prompt_ids", 64, "--top_k", 30, "--repetition_penalty", 1.1, "--json"]
     code, out, err = finish(torchrun(3, *args, **PIPES))
     assert (code, ours(err)) == (0, [])
@@ -261,20 +263,20 @@ def test_a_world_size_that_does_not_fit_is_one_line(checkpoint):
 @pytest.mark.parametrize(
     "rank, how, limit, told",
     [
-        (1, "SIGKILL", 10, None),  # torchrun sees it at once, and says which
+        (1, "SIGKILL", 10, None),  # torchrun notices it at once and names the rank
         (0, "SIGKILL", 10, None),
-        # Which nobody but our own watch sees. torchrun gives what is stopped 30 s more before it kills that.
+        # Only our own watch notices this. torchrun waits 30 s more before it kills a stopped process.
         (2, "SIGSTOP", TIMEOUT_S + 35, "rank 2: ended without an error message"),
         (1, "raise", 10, "rank 1: Traceback"),
     ],
 )
-def test_one_rank_s_end_is_everybody_s(checkpoint, step, rank, how, limit, told):
-    """Within seconds, with its number; after TIMEOUT_S, where it lives but does nothing any more."""
+def test_all_ranks_end_if_one_does(checkpoint, step, rank, how, limit, told):
+    """Within seconds, with the number of the rank, or after TIMEOUT_S if the rank hangs."""
     args = ["sabotage", rank, step, how, *arguments(checkpoint)]
     start = time.monotonic()
     process = torchrun(3, *args, program=ROOT / "tests" / "tp_worker.py", **PIPES)
     out, err = process.communicate(timeout=limit + LAUNCH_S)
-    assert time.monotonic() - start < limit + 15, "besides the launch"
+    assert time.monotonic() - start < limit + 15, "not counting the launch"
     assert process.returncode != 0
     assert (told in err) if told else f"rank      : {rank} (local_rank: {rank})\n  exitcode  : -9" in err, err
     assert len(ours(err)) == (told is not None) and not survivors(process.pid)
@@ -286,7 +288,7 @@ def survivors(agent: int) -> list[str]:
 
 
 def two_machines(program, port, *args):
-    """Two torchrun launches of two ranks each, on the loopback address."""
+    """Two torchrun launches of two ranks each on the loopback address stand for two machines."""
 
     def one(node):
         command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}", "--rdzv_backend=c10d"]
@@ -318,7 +320,7 @@ def test_a_death_on_one_machine_ends_the_other(splits_in_four, rank):
     start = time.monotonic()
     both = two_machines(ROOT / "tests" / "tp_worker.py", 29612 + rank, *args)
     ends = [process.communicate(timeout=LAUNCH_S) for process in both]
-    assert time.monotonic() - start < 45, "30 s besides the launch"
+    assert time.monotonic() - start < 45, "30 s, not counting the launch"
     assert all(process.returncode != 0 for process in both)
     told = "".join(err for _, err in ends)
     assert f"rank      : {rank} (local_rank: {rank % 2})\n  exitcode  : -9" in told
@@ -327,7 +329,7 @@ def test_a_death_on_one_machine_ends_the_other(splits_in_four, rank):
 
 @pytest.mark.full
 def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
-    """Rank 2 works in another directory, and finds another file under the same name."""
+    """Rank 2 works in another directory, with another file of the same name."""
     import shutil
 
     other = tmp_path / "1"
@@ -348,7 +350,7 @@ def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
 @pytest.mark.full
 def test_ctrl_c_ends_all(checkpoint):
     process = torchrun(3, *arguments(checkpoint, 200), "--num_samples", 1000, **PIPES)
-    process.stdout.readline()  # it speaks
+    process.stdout.readline()  # generation has begun
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
     process.communicate(timeout=LAUNCH_S)
@@ -368,7 +370,7 @@ def test_fifty_launches_end_cleanly(checkpoint):
 @pytest.mark.full
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
-    """The same tokens as one process has, in float32 arithmetic, greedy and drawn, eager and compiled."""
+    """The same tokens as in one process, in float32, greedy and sampled, eager and compiled."""
     path = default_checkpoint
     if mode:
         quantize_checkpoint(path, tmp_path / mode, Quantization(mode, 32, "int8"))
@@ -378,7 +380,9 @@ def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
     for more in (["--temperature", 0], ["--seed", 5, "--stop", " the"]):
         command = [sys.executable, str(ROOT / "generate.py"), *map(str, args + more)]
         expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
-        compilations = [["--compile", "--compile_prefill"]] * ("--stop" in more)  # once: it takes three ranks minutes
+        compilations = [["--compile", "--compile_prefill"]] * (
+            "--stop" in more
+        )  # only once, since three ranks take minutes
         for compiled in [[], *compilations]:
             code, out, err = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
             result = json.loads(out)
@@ -388,7 +392,7 @@ def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
 
 @pytest.mark.full
 def test_a_conversation(default_checkpoint):
-    """Rank 0 reads and answers; what the single process says."""
+    """Rank 0 reads lines and prints the answers of the single process."""
     asked = "Name three colours.\nAnd a fourth?\n/stats\n"
     args = ["--interactive", "--checkpoint_path", default_checkpoint, "--dtype", "float32", "--temperature", "0"]
     args += ["--max_new_tokens", "24"]
@@ -402,7 +406,7 @@ def test_a_conversation(default_checkpoint):
 
 @pytest.mark.full
 def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
-    """Its share, and one tensor (the mapped pages of the largest: the embedding) besides."""
+    """The peak is the rank's part plus one tensor (the mapped pages of the largest, the embedding)."""
     script = """if True:
         import sys, torch
         from pathlib import Path

@@ -1,8 +1,8 @@
-"""What runs in the processes of tests/test_tp.py.
+"""The processes of tests/test_tp.py.
 
-`python tp_worker.py cases DIR` with RANK and WORLD_SIZE: all cases of DIR/cases.pt, each over the first `ranks` of the
-processes; rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW ARGUMENTS` is generate.py with one
-rank that, in its prefill or decode, dies, stops or raises.
+`python tp_worker.py cases DIR` with RANK and WORLD_SIZE runs all cases of DIR/cases.pt, each on the first `ranks`
+processes, and rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW ARGUMENTS` is generate.py with
+one rank that dies, stops or raises an exception in its prefill or decode.
 """
 
 import os
@@ -21,9 +21,9 @@ from sampling import SamplingParams
 from speculative import LookupDraft, ModelDraft, Speculation
 from tp import Shard
 
-PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # ragged
+PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths
 NEW, FEW = 20, 6  # new tokens
-ROWS, LENGTH = 2, 64  # fewer rows than prompts: one joins later
+ROWS, LENGTH = 2, 64  # fewer rows than prompts, so that one joins later
 
 GREEDY = [SamplingParams(temperature=0.0)] * 3
 PENALTY = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in (1.3, 1.1, 0.8)]
@@ -33,7 +33,7 @@ DRAWN = [SamplingParams(seed=seed) for seed in (10, 11, 12)]
 
 
 class GroupRanks:
-    """What the engine needs of tp.Ranks, over a process group."""
+    """The part of tp.Ranks that the engine needs, for a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -45,8 +45,8 @@ class GroupRanks:
 
 
 def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -> list | None:
-    """The new tokens of each prompt on the first rank, which the others follow; None there. One request hears its
-    tokens and ends early, which only the first rank can know."""
+    """The new tokens of each prompt on rank 0, and None on the others. One request ends early by on_token, which is
+    called only on rank 0."""
     if engine.ranks is not None and engine.ranks.rank:
         return engine.follow()
     requests = [Request(prompt, how, n) for prompt, how in zip(prompts, params)]
@@ -58,9 +58,9 @@ def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -
 
 
 def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
-    """Everything that is compared, of every request: greedy tokens alone and in a batch, with and without penalty,
-    drawn tokens, those with proposals of a draft (whole or split) and of the text itself, and all logits of a prefill.
-    Also what the cache rows hold in the end, which is the same on every rank."""
+    """Everything that is compared: greedy tokens alone and in a batch, with and without penalty, sampled tokens, tokens
+    with a draft model (whole or split) and with prompt lookup, and all logits of a prefill. Also the tokens that the
+    cache rows hold in the end, which must be the same on every rank."""
     steps = compiled_steps(compiled, False)
     found, kinds = {}, {"greedy": (GREEDY, NEW), "greedy, penalty": (PENALTY, FEW), "drawn, filtered": (FILTERED, FEW)}
     if not compiled:
@@ -108,7 +108,7 @@ def run_cases(folder: Path):
         mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)
-        for other in everyone:  # ranks have parted where this fails
+        for other in everyone:  # this fails if ranks have diverged
             assert all(other[kind] == mine[kind] for kind in mine if kind.endswith(": cache")), name
         found[name] = mine
     if rank == 0:
@@ -139,7 +139,7 @@ def sabotage(rank: int, step: str, how: str):
 
 
 def with_step(load_engine, step: str, function):
-    """load_engine, whose engine has this function in the place of a step."""
+    """A load_engine whose engine has this function instead of one of its steps."""
 
     def load(*arguments):
         engine, seconds = load_engine(*arguments)

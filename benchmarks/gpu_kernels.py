@@ -91,8 +91,15 @@ def seconds(calls: list[Callable]) -> float:
         for call in calls:
             call()
     graph.replay()
-    device = torch.device("cuda")
-    return median(measure.seconds(graph.replay, device=device) for _ in range(10)) / len(calls)
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return median(times)
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
@@ -243,26 +250,32 @@ def random_engine(config: Config, positions: int, device: torch.device, format: 
     return engine
 
 
+def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> tuple:
+    """(seconds, bytes of weights and live keys and values) of one step; None where memory does not suffice."""
+    torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length no size is fixed
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        engine = random_engine(config, -(-(context + steps + 1) // 512) * 512, device, format, who)
+        # The warm-up round compiles, and records a CUDA graph.
+        turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
+        rounds, _ = measure.take_turns(turns, 3)
+        return median(rounds[who]), weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps
+    except (UserError, torch.OutOfMemoryError) as error:
+        print_status(f"left out: {first_line(error)}")
+        return None, None
+
+
 def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
-    steps = sizes["steps"]
     for (name, config), format in ((item, format) for item in sizes["models"].items() for format in FORMATS):
         for context in sizes["contexts"]:
             row = {"name": f"{name} {format} at {context}", "rows": 1}
             for who in ("ours", "eager", "torch"):
                 print_status(f"{row['name']}, {who}")
-                torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length no size is fixed
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                try:
-                    engine = random_engine(config, -(-(context + steps + 1) // 512) * 512, device, format, who)
-                    measure.time_decode(engine, context, steps)  # compiles, and records a CUDA graph
-                    times = [measure.time_decode(engine, context, steps).decode_s / steps for _ in range(3)]
-                except (UserError, torch.OutOfMemoryError) as error:
-                    print_status(f"left out: {first_line(error)}")
-                    continue
-                row["bytes"] = weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps
-                row[f"{who}_s"] = median(times)
+                step_s, size = decode_step(config, device, format, who, context, sizes["steps"])
+                if step_s is not None:
+                    row |= {f"{who}_s": step_s, "bytes": size}
             yield row
 
 

@@ -1,28 +1,30 @@
-"""Each GPU kernel alone: what it reaches of the memory's bandwidth or of arithmetic, beside torch's own.
+"""The GPU kernels alone, and decode of whole models with random weights, beside torch's own.
 
     python benchmarks/gpu_kernels.py [--tune] [--out JSON]     # on a GPU
     python benchmarks/gpu_kernels.py --smoke                   # tiny sizes in Triton's interpreter: does it run?
 
-products    all shapes of Llama-3.1-8B, 1, 4 and 16 rows, each format: the bytes of the weights a second, as a share of
-            the measured copy bandwidth (bytes read plus written). torch: what its compiler makes of the same layer
-decode      attention of one token over 1k to 128k live positions of a cache of 131072, bytes of live keys and values a
-            second. torch: SDPA over just the live positions
-prefill     causal attention of a prompt, TFLOP/s (4 S^2 H E / 2). torch: SDPA
-softmax     what fusing mask, bias and softmax between the two products is worth: the two lines of the BLOOM story with
+products    all shapes of Llama-3.1-8B, 1, 4 and 16 rows, each format, by the bytes of the weights. torch: what its
+            compiler makes of the same layer
+attention   of one token over 1k to 128k live positions of a cache of 131072, by the bytes of live keys and values
+            (torch: SDPA over the live positions only); and of a causal prompt, by 2 S^2 H E operations (torch: SDPA)
+softmax     what fusing mask, bias and softmax between the two products gains: the two lines of the BLOOM story with
             a product before and after, eager and compiled, against the kernel
-packing     seconds to bring the weights of a block into the kernels' order
+decode      steps of whole models, one row, at 0, 8k and 32k positions of context, by the bytes of weights and live keys
+            and values: compiled, eager, and compiled without our kernels (torch). A model that memory does not suffice
+            for is left out; a context beyond the model's own costs what any other costs
 
-Time is a CUDA graph's of several calls in turn on different copies of the weights or caches, four times as large as the
-cache that the multiprocessors share, so that everything comes from memory; the median of several replays. --tune tries
-the tiles of SPACE for each product first, and keeps the fastest where the kernels look for them. It is never done in a
-timed region: without it they take their fixed choice.
+Shares are of the copy bandwidth (bytes read plus written) that is measured first. The time of an operation is that of a
+CUDA graph of several calls in turn on different copies of the weights or caches, four times as large as the L2 cache,
+so that everything comes from memory; the median of several replays. --tune first tries the tiles of SPACE for each
+product, and keeps the fastest where the kernels look for them. It is never done in a timed region: without it they take
+their fixed choice.
 """
 
+import gc
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 
@@ -31,17 +33,21 @@ if "--smoke" in sys.argv:
 
 import measure
 import torch
-from measure import BF16
+from measure import BF16, FORMATS
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
 
 import kernels_triton as kt
-from cli import UserError, print_status, run_command
-from linear import LINEAR
-from model import alibi_slopes
-from report import synchronize
+from checkpoint import check_memory, empty_model
+from cli import UserError, first_line, print_status, run_command
+from engine import Engine
+from linear import LINEAR, Quantization
+from load import compiled_steps
+from model import SCRATCH_SLOTS, Config, RopeScaling, alibi_slopes
+from report import weight_bytes
 
-FORMATS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
+BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
+LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
 FULL = {
     "products": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "rows": (1, 4, 16),
@@ -51,10 +57,18 @@ FULL = {
     "prefill": (2048, 8192, 32768),
     "softmax": 2048,
     "copy": 2**31,
+    "models": {  # layers  H  K   E    D     F      V      context
+        "Llama-3.2-1B": Config(16, 32, 8, 64, 2048, 8192, 128256, 131072, 1e-5, 5e5, LLAMA32, tied_embeddings=True),
+        "Llama-3.1-8B": Config(32, 32, 8, 128, 4096, 14336, 128256, 131072, 1e-5, 5e5, LLAMA31),
+        "Llama-2-7B": Config(32, 32, 32, 128, 4096, 11008, 32000, 4096, 1e-5),
+    },
+    "contexts": (0, 8192, 32768),
+    "steps": 100,
 }
 FULL["products"]["head"] = (128256, 4096)
 SMOKE = {"products": {"gate_up": (48, 64)}, "rows": (1, 3), "heads": (4, 2, 16), "cache": 136, "decode": (70,)}
-SMOKE |= {"prefill": (40,), "softmax": 20, "copy": 2**20}
+SMOKE |= {"prefill": (40,), "softmax": 20, "copy": 2**20, "contexts": (0, 40), "steps": 3}
+SMOKE["models"] = {"tiny": Config(2, 6, 3, 10, 44, 76, 131, 32, 1e-5, 5e5, LLAMA31)}
 SPACE = [
     {"BLOCK_N": block, "SPLIT_K": cuts, "num_warps": block // rows, "num_stages": stages}
     for block in (16, 32, 64, 128)
@@ -79,17 +93,23 @@ def seconds(calls: list[Callable]) -> float:
     graph.replay()
     times = []
     for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
     return median(times)
 
 
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second, read plus written, of the best of 10 copies of `size` bytes within the device's memory."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / min(measure.seconds(lambda: target.copy_(source), device=device) for _ in range(10))
+
+
 def copies(size: int, device: torch.device) -> int:
-    """How many things of `size` bytes are too much for the shared cache to hold."""
+    """How many things of `size` bytes are too much for the L2 cache to hold."""
     if device.type != "cuda":
         return 1
     return max(2, -(-4 * torch.cuda.get_device_properties(device).L2_cache_size // size))
@@ -105,6 +125,17 @@ def compiled(function: Callable, device: torch.device) -> Callable:
     return torch.compile(function, dynamic=False) if device.type == "cuda" else function
 
 
+def fill(tensors):
+    """With random numbers of a size that does not overflow; vectors of weights, which are the norms', with 1."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            tensor.random_(-128 if tensor.dtype == torch.int8 else 0, 128 if tensor.dtype == torch.int8 else 256)
+        elif tensor.dim() == 1:
+            tensor.fill_(1)
+        else:
+            tensor.normal_(0, 0.002 if tensor.dtype == torch.float16 else 0.02)  # float16: scales and mins
+
+
 # ---------------------------------------------------------------- products
 
 
@@ -113,14 +144,12 @@ def random_layer(format: str, N: int, K: int, device: torch.device) -> nn.Module
     if format == "bf16":
         return nn.Linear(K, N, False, device=device, dtype=BF16).requires_grad_(False)
     with torch.device(device):
-        layer = LINEAR[format](K, N, False, FORMATS[format][1])
-    for tensor in layer.buffers():
-        tensor.normal_(0, 0.01) if tensor.is_floating_point() else tensor.random_(-128 if format == "int8" else 0, 127)
+        layer = LINEAR[format](K, N, False, BITS[format][1])
+    fill(layer.buffers())
     return layer
 
 
-def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
-    found = []
+def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
     for format, (name, (N, K)) in ((format, item) for format in FORMATS for item in sizes["products"].items()):
         print_status(f"{format} {name}")
         plain = random_layer(format, N, K, device)
@@ -134,8 +163,7 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> list[dict]:
             x, call = randn(M, K, device=device), compiled(lambda layer, x: layer(x), device)
             row = {"name": f"{format} {name} {K}x{N}", "rows": M, "bytes": size}
             row["ours_s"] = seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in ours])
-            found.append(row | {"torch_s": seconds([partial(call, layer, x) for layer in plains])})
-    return found
+            yield row | {"torch_s": seconds([partial(call, layer, x) for layer in plains])}
 
 
 def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.device):
@@ -152,32 +180,17 @@ def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.d
             times.append(float("inf"))
     kt.choose_tiles = choose
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[kt.tile_key(*FORMATS[format], N // 2 if gated else N, K, gated)] = space[times.index(min(times))]
+    known[kt.tile_key(*BITS[format], N // 2 if gated else N, K, gated)] = space[times.index(min(times))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1))
     kt.tuned_tiles.cache_clear()
 
 
-def packing(sizes: dict, device: torch.device) -> list[dict]:
-    found = []
-    for format in ("int8", "int4"):
-        layers = [random_layer(format, N, K, device) for N, K in sizes["products"].values()]
-        kt.PackedLinear(layers[0])  # the first call loads what it needs
-        synchronize(device)
-        start = time.perf_counter()
-        for layer in layers:
-            kt.PackedLinear(layer)
-        synchronize(device)
-        names = ", ".join(sizes["products"])
-        found.append({"name": f"packing {format}: {names}", "rows": 0, "ours_s": time.perf_counter() - start})
-    return found
-
-
 # ---------------------------------------------------------------- attention
 
 
-def decoding(sizes: dict, device: torch.device) -> list[dict]:
-    (H, K, E), found = sizes["heads"], []
+def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
+    H, K, E = sizes["heads"]
     for length in sizes["decode"]:
         print_status(f"decode at {length}")
         q, at, size = randn(1, 1, H, E, device=device), torch.tensor([[length - 1]], device=device), 4 * length * K * E
@@ -186,13 +199,7 @@ def decoding(sizes: dict, device: torch.device) -> list[dict]:
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
         row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None) for k, v in pairs])
         live = [(k[:, :, :length], v[:, :, :length]) for k, v in pairs]
-        row["torch_s"] = seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])
-        found.append(row)
-    return found
-
-
-def prefilling(sizes: dict, device: torch.device) -> list[dict]:
-    (H, K, E), found = sizes["heads"], []
+        yield row | {"torch_s": seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])}
     for S in sizes["prefill"]:
         print_status(f"prefill of {S}")
         q, at = randn(1, S, H, E, device=device), torch.arange(S, device=device)[None]
@@ -200,11 +207,10 @@ def prefilling(sizes: dict, device: torch.device) -> list[dict]:
         row = {"name": f"attention, prefill of {S}", "rows": S, "flops": 2 * S * S * H * E}
         row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None)] * 2)
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
-        found.append(row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)})
-    return found
+        yield row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)}
 
 
-def fusing(sizes: dict, device: torch.device) -> list[dict]:
+def softmax(sizes: dict, device: torch.device) -> dict:
     """BLOOM's attention of S tokens with ALiBi: the two lines as they stand, and in the kernel."""
     S, (H, _, E) = sizes["softmax"], sizes["heads"]
     print_status(f"softmax of {S}")
@@ -220,24 +226,71 @@ def fusing(sizes: dict, device: torch.device) -> list[dict]:
     row = {"name": f"mask, ALiBi, softmax of {S}", "rows": S, "flops": 4 * S * S * H * E}
     tokens = q.transpose(1, 2).contiguous()
     row["ours_s"] = seconds([partial(kt.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
-    row["torch_s"] = seconds([partial(unfused, q, k, v)] * 2)
-    row["compiled_s"] = seconds([partial(compiled(unfused, device), q, k, v)] * 2)
-    return [row]
+    row["eager_s"] = seconds([partial(unfused, q, k, v)] * 2)
+    row["torch_s"] = seconds([partial(compiled(unfused, device), q, k, v)] * 2)
+    return row
 
 
-def print_row(row: dict, copy_rate: float):
-    cells = [f"{row['name']:34}{row['rows'] or '':>7}{row['ours_s'] * 1e6:12.1f} us"]
-    for who in (who for who in ("ours", "torch", "compiled") if f"{who}_s" in row):
+# ---------------------------------------------------------------- whole models
+
+
+def random_engine(config: Config, positions: int, device: torch.device, format: str, who: str) -> Engine:
+    """Of a model of random weights, bf16 or quantized in groups of 32 with an int8 head."""
+    quantization = None if format == "bf16" else Quantization(format, 32, "int8")
+    check_memory(config, device, BF16, positions + SCRATCH_SLOTS, quantization)
+    model = empty_model(config, quantization)
+    for tensor in (*model.parameters(), *model.buffers()):  # scales of quantized weights stay float16
+        tensor.data = tensor.data.to(BF16 if tensor.dtype == torch.float32 else tensor.dtype)
+    model = model.to_empty(device=device).eval()
+    fill(model.state_dict().values())
+    if who != "torch" and device.type == "cuda":  # a whole step would take minutes in the interpreter
+        kt.install(model)
+    engine = Engine(model, 1, positions, compiled_steps(who != "eager" and device.type == "cuda", False))
+    measure.random_caches(engine)
+    return engine
+
+
+def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> tuple:
+    """(seconds, bytes of weights and live keys and values) of one step; None where memory does not suffice."""
+    torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length no size is fixed
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        engine = random_engine(config, -(-(context + steps + 1) // 512) * 512, device, format, who)
+        # The warm-up round compiles, and records a CUDA graph.
+        turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
+        rounds, _ = measure.take_turns(turns, 3)
+        return median(rounds[who]), weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps
+    except (UserError, torch.OutOfMemoryError) as error:
+        print_status(f"left out: {first_line(error)}")
+        return None, None
+
+
+def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
+    for (name, config), format in ((item, format) for item in sizes["models"].items() for format in FORMATS):
+        for context in sizes["contexts"]:
+            row = {"name": f"{name} {format} at {context}", "rows": 1}
+            for who in ("ours", "eager", "torch"):
+                print_status(f"{row['name']}, {who}")
+                step_s, size = decode_step(config, device, format, who, context, sizes["steps"])
+                if step_s is not None:
+                    row |= {f"{who}_s": step_s, "bytes": size}
+            yield row
+
+
+def add_shares(row: dict, copy_rate: float) -> dict:
+    """Of each contestant, the share of the copy bandwidth, or operations per second."""
+    for who in (who for who in ("ours", "torch", "eager") if f"{who}_s" in row):
         if "bytes" in row:
-            rate = row["bytes"] / row[f"{who}_s"]
-            cells.append(f"{who} {rate / 1e9:.0f} GB/s, {rate / copy_rate:.0%}")
-        elif "flops" in row:
-            cells.append(f"{who} {row['flops'] / row[f'{who}_s'] / 1e12:.1f} TFLOP/s")
-    print("   ".join(cells))
+            row[f"{who}_share"] = row["bytes"] / row[f"{who}_s"] / copy_rate
+        else:
+            row[f"{who}_tflops"] = row["flops"] / row[f"{who}_s"] / 1e12
+    return row
 
 
 def main():
-    parser = measure.make_parser(__doc__, rounds=None, checkpoint=False)
+    parser = measure.make_parser(__doc__, checkpoint=False)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, in the interpreter, on the CPU")
     parser.add_argument("--tune", action="store_true", help="first find the tiles of the products")
     args = parser.parse_args()
@@ -248,13 +301,13 @@ def main():
         kt.register(kt.LIBRARY, "CPU")
     torch.manual_seed(0)
     with torch.no_grad():
-        copy_rate = measure.copy_bandwidth(device, sizes["copy"])
-        print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s")
-        rows = products(sizes, device, args.tune)
-        for part in (decoding, prefilling, fusing, packing):
-            rows += part(sizes, device)
-    for row in rows:
-        print_row(row, copy_rate)
+        copy_rate = copy_bandwidth(device, sizes["copy"])
+        rows = [*products(sizes, device, args.tune), *attention(sizes, device), softmax(sizes, device)]
+        rows = [add_shares(row, copy_rate) for row in rows + list(decode(sizes, device))]
+    columns = {"name": "", "rows": ""} | {f"{who}_s": ".3g" for who in ("ours", "torch", "eager")}
+    columns |= {f"{who}_share": ".0%" for who in ("ours", "torch", "eager")}
+    measure.print_table(rows, columns | {f"{who}_tflops": ".1f" for who in ("ours", "torch", "eager")})
+    print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s")
     if args.out or not args.smoke:
         about = measure.about_run(device) | {"copy_bytes_per_s": copy_rate}
         measure.save(about | {"rows": rows}, args.out, "gpu_kernels", device)

@@ -1,145 +1,89 @@
-"""The ladder: the same model, one idea after another, each step a command line of generate.py that anybody can run.
+"""The ladder: one optimization after another, each a command line of generate.py that anybody can run.
 
-The steps are the table below; each has everything that the one above it has. A step is measured by two runs of
-generate.py, greedy and in one row, because prefill and decode must never be mixed:
-  decode   tokens/s of --new_tokens steps after 5 tokens of prompt, over all samples (--num_samples)
-  prefill  tokens/s of a prompt of --prompt_tokens, up to the first new token, over all samples but the first, which
-           also pays for memory that is touched for the first time
+STEPS lists them; each has everything that the one above it has. In a round, every step takes its turn with two runs of
+generate.py, greedy and in one row, so that prefill and decode are never mixed:
+  decode   tokens/s of --new_tokens steps after 5 tokens of prompt
+  prefill  tokens/s of a prompt of --prompt_tokens, up to the first new token
 
-Steps run in turns; rates are medians over rounds, a gain is the median of the rounds' own ratios. Nothing else may be
-running on the machine. Compilation is in no rate: `compile s` is what both runs together took to compile in the last
-round (in the first it was whatever torch had in its cache on disk, up to minutes). `peak MB` is the larger of the two
-runs'. A step that fails is left out, with the line it said.
+A run takes 4 samples, the first of which does not count for prefill. Rates are medians over the rounds, gains over the
+step before medians of the ratios within the rounds. Compilation is in no rate: compile_s is what both runs together
+took to compile. Nothing else may be running on the machine. charts.py draws the result.
 """
 
-import re
 import shlex
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import measure
-from measure import BLUE, ORANGE, ROOT, Panel, Ratio, count
+from measure import DECODE, PREFILL, RATES, ROOT, SHORT_PROMPT, column, ratio
 
 from cli import print_status, run_command
 from convert_hf_checkpoint import DEFAULT_NAME, ensure_checkpoint
 from load import choose_device
 
-STEPS = {  # name: (what it changes, the flags of generate.py); {} is the checkpoint
-    "float32 eager": ("plain PyTorch, 4 bytes a weight", "--kernels torch --dtype float32"),
-    "bf16 eager": ("2 bytes a weight: half as many to read", "--dtype bfloat16 --kernels torch"),
-    "compiled decode": ("the whole decode step is one graph", "--dtype bfloat16 --kernels torch --compile"),
-    "compiled prefill": ("and prefill another", "--dtype bfloat16 --kernels torch --compile --compile_prefill"),
-    "C++ kernels": ("products of one row at the speed of memory", "--dtype bfloat16 --compile --compile_prefill"),
-    "int8": ("1 byte a weight", "--checkpoint_path {}-int8-g32 --compile --compile_prefill"),
-    "int4": ("half a byte a weight, 1 in the head", "--checkpoint_path {}-int4-g32 --compile --compile_prefill"),
-    "prompt lookup": (
-        "several tokens per pass over the weights, where the text repeats itself",
-        "--checkpoint_path {}-int4-g32 --compile --compile_prefill --draft prompt-lookup",
-    ),
+BOTH = "--compile --compile_prefill"
+STEPS = {  # name: (what it changes, format of the weights, flags of generate.py)
+    "float32 eager": ("plain PyTorch, 4 bytes a weight", "bf16", "--kernels torch --dtype float32"),
+    "bf16 eager": ("2 bytes a weight: half as many to read", "bf16", "--kernels torch"),
+    "compiled decode": ("the whole decode step is one graph", "bf16", "--kernels torch --compile"),
+    "compiled prefill": ("and prefill another", "bf16", f"--kernels torch {BOTH}"),
+    "C++ kernels": ("products of one row at the speed of memory", "bf16", BOTH),
+    "int8": ("1 byte a weight", "int8", BOTH),
+    "int4": ("half a byte a weight, 1 in the head", "int4", BOTH),
+    "prompt lookup": ("several tokens per pass, where the text repeats", "int4", f"{BOTH} --draft prompt-lookup"),
 }
-SHORT_PROMPT, SAMPLES = 5, 4  # tokens before decode; samples in each run of generate.py
-RATES = {"decode": "decode_tokens_per_s", "prefill": "prefill_tokens_per_s"}
-
-# ---------------------------------------------------------------- measuring
+SAMPLES = 4  # in each run of generate.py
 
 
 def run_step(args, name: str) -> dict:
     """One round of a step: both of its runs."""
     print_status(name)
-    _, flags = STEPS[name]
-    if "{}" in flags:
-        source = ensure_checkpoint(args.checkpoint_path)
-        measure.quantized(source, re.search(r"\{\}-(\w+)-g32", flags)[1])
-        flags = flags.format(shlex.quote(str(source)))
-    elif args.checkpoint_path is not None:
-        flags += f" --checkpoint_path {shlex.quote(args.checkpoint_path)}"
-    flags += f" --device {args.device}" * (args.device is not None)
+    _, format, flags = STEPS[name]
+    path = args.checkpoint_path
+    if format != "bf16":
+        path = measure.quantized(ensure_checkpoint(path), format)
+    if path is not None:
+        flags += f" --checkpoint_path {shlex.quote(str(path))}"
     decode = measure.run_generate(ROOT, flags, SHORT_PROMPT, args.new_tokens + 1, SAMPLES)  # prefill makes one of them
     prefill = measure.run_generate(ROOT, flags, args.prompt_tokens, 1, SAMPLES)
-    keys = ("decode_tokens_per_s", "weight_bytes_per_token", "kv_bytes_per_token")
-    keys += ("bandwidth_bytes_per_s", "read_bandwidth_bytes_per_s")
+    keys = (DECODE, "weight_bytes_per_token", "kv_bytes_per_token", "bandwidth_bytes_per_s")
     return {key: decode[key] for key in keys} | {
-        "prefill_tokens_per_s": prefill["warm_prefill_tokens_per_s"],
+        PREFILL: prefill[PREFILL],
         "compile_s": decode["compile_s"] + prefill["compile_s"],
         "peak_memory_bytes": max(decode["peak_memory_bytes"], prefill["peak_memory_bytes"]),
     }
 
 
 def summary(rounds: dict[str, list[dict]]) -> list[dict]:
-    """A row a step: medians over its rounds, gains over the step before and over the first, and the rounds."""
-    rows, names = [], list(rounds)
-    for i, name in enumerate(names):
-        change, flags = STEPS[name]
-        mine = rounds[name]
-        row = {"name": name, "change": change, "flags": flags}
-        row |= {key: median(one[key] for one in mine) for key in mine[0]} | {"compile_s": mine[-1]["compile_s"]}
-        for kind, rate in RATES.items():
-            for over, other in (("before", names[max(0, i - 1)]), ("first", names[0])):
-                ratio = Ratio.of([one[rate] for one in mine], [one[rate] for one in rounds[other]])
-                row |= ratio.fields(f"{kind}_over_{over}") if i else {f"{kind}_over_{over}": None}
-        rows.append(row | {"rounds": mine})
+    """A row for each step: medians over its rounds, gains over the step before, and the rounds."""
+    rows, before = [], None
+    for name, mine in rounds.items():
+        change, format, flags = STEPS[name]
+        row = {"name": name, "change": change, "format": format, "flags": flags} | measure.medians(mine)
+        for rate in RATES:
+            gain = rate.replace("tokens_per_s", "over_before")
+            row |= {gain: None} if before is None else ratio(gain, column(mine, rate), column(before, rate))
+        rows.append(row)
+        before = mine
     return rows
 
 
-# ---------------------------------------------------------------- the report
-
-
-def gain(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
-
-
-def print_table(result: dict):
-    def line(name, change, *cells):
-        print(f"{name:{wide}}  {change:{wider}}" + "".join(f"{cell:>9}" for cell in cells))
-
-    wide, wider = (max(len(row[key]) for row in result["steps"]) for key in ("name", "change"))
-    line("", "", "decode", "", "", "prefill", "", "", "compile", "peak")
-    line("step", "what it changes", *("tok/s", "gain", "in all") * 2, "s", "MB")
-    for row in result["steps"]:
-        cells = []
-        for kind, rate in RATES.items():
-            cells += [f"{row[rate]:.1f}", gain(row[f"{kind}_over_before"]), gain(row[f"{kind}_over_first"])]
-        line(row["name"], row["change"], *cells, f"{row['compile_s']:.1f}", f"{row['peak_memory_bytes'] / 1e6:.0f}")
-    for name, reason in result["left_out"].items():
-        print(f"{name} is left out: {reason}")
-
-
-def draw(result: dict, path: Path):
-    """The rates as horizontal bars, decode beside prefill."""
-    rows, machine = result["steps"], result["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
-    titles, panels = ("decode, tokens/s", f"prefill of {result['prompt_tokens']}, tokens/s"), []
-    for kind, title, colour in zip(RATES, titles, (BLUE, ORANGE)):
-        rates = [row[RATES[kind]] for row in rows]
-        gains = [gain(row[f"{kind}_over_before"]) for row in rows]
-        labels = [f"{rate:.{1 if rate < 100 else 0}f}  {times}" for rate, times in zip(rates, gains)]
-        panels.append(Panel(title, rates, labels, [colour] * len(rows)))
-    footnote = "x: times the step before, the median of the rounds' own ratios"
-    title, names = f"{result['model']}\n{where}, {result['date']}", [row["name"] for row in rows]
-    measure.draw_bars(path, title, names, panels, footnote)
-
-
 def main():
-    parser = measure.make_parser(__doc__, rounds=3)
-    add = parser.add_argument
-    add("--prompt_tokens", type=count, default=512, help="of prefill (512)")
-    add("--new_tokens", type=count, default=64, help="of decode (64)")
-    add("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME", help=f"of: {', '.join(STEPS)} (all)")
-    add("--device", help="cpu, cuda ...; without it the fastest there is")
-    add("--draw", type=Path, metavar="JSON", help="only draw what was measured, beside it")
+    parser = measure.make_parser(__doc__, rounds=3, prompt_tokens=512, new_tokens=64)
+    names = list(STEPS)
+    parser.add_argument("--steps", nargs="+", choices=names, default=names, metavar="NAME", help="names of STEPS")
     args = parser.parse_args()
-    if args.draw:
-        return measure.draw_again(args.draw, "steps", draw)
-    device = choose_device(args.device)
     # No warm-up round: each run is a process of its own, and warms up by itself.
     turns = {name: partial(run_step, args, name) for name in STEPS if name in args.steps}
     rounds, left_out = measure.take_turns(turns, args.rounds, warm_up=0)
+    device = choose_device(None)
     result = measure.about_run(device) | {"model": Path(args.checkpoint_path or DEFAULT_NAME).resolve().name}
     result |= {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
     result |= {"steps": summary(rounds), "left_out": left_out}
-    print_table(result)
-    measure.save(result, args.out, "ladder", device, draw)
+    columns = {"name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f", PREFILL: ".1f"}
+    columns |= {"prefill_over_before": ".2f", "compile_s": ".1f", "peak_memory_bytes": ".2e"}
+    measure.print_table(result["steps"], columns)
+    measure.save(result, args.out, "ladder", device)
 
 
 if __name__ == "__main__":

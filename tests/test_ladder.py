@@ -1,4 +1,4 @@
-"""The ladder runs to its end and writes correct files and charts. The rates measured here mean nothing."""
+"""The ladder runs to its end and writes what it says; what it measures here means nothing."""
 
 import json
 import os
@@ -8,8 +8,6 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -22,13 +20,13 @@ import ladder
 from cli import run_command
 
 PROGRAM = str(ROOT / "benchmarks" / "ladder.py")
-PNG = b"\x89PNG\r\n\x1a\n"
 RATES = ("decode_tokens_per_s", "prefill_tokens_per_s")
 
 
 def main(monkeypatch, *arguments):
-    """Run the command in this process; returns its exit code. Its child processes have one thread."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads would starve beside another busy process
+    """The exit code of the command, in this process; what it starts runs on the CPU in one thread."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several would starve beside another busy process
     monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest needs its own handlers
     with pytest.raises(SystemExit) as end:
@@ -42,11 +40,11 @@ def one_round(decode, prefill, compile_s=0.0):
 
 @pytest.mark.slow
 def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(ladder.STEPS, "broken", ("nothing", "--dtype int3"))
-    monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "--checkpoint_path {}-int8-g32"))
+    monkeypatch.setitem(ladder.STEPS, "broken", ("nothing", "bf16", "--dtype int3"))
+    monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "int8", ""))
     checkpoint, out = tiny("llama-mha")[2], tmp_path / "new" / "out.json"
-    arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4, "--device", "cpu"]
-    arguments += ["--steps", "broken", "eager int8", "bf16 eager", "float32 eager"]  # not in the table's order
+    arguments = ["--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4]
+    arguments += ["--steps", "broken", "eager int8", "bf16 eager", "float32 eager"]  # not the table's order
     assert main(monkeypatch, f"--checkpoint_path={checkpoint}", "--out", out, *arguments) == 0
     stdout, stderr = capsys.readouterr()
     result = json.loads(out.read_text())
@@ -64,23 +62,18 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     # Keys and values of 2 layers, 6 heads of width 10; after 5 tokens come 4 steps that read 6, 7, 8 and 9 positions.
     assert first["kv_bytes_per_token"] == 2 * 2 * 6 * 10 * 4 * 7.5
     for kind, rate in zip(("decode", "prefill"), RATES):
-        assert first[f"{kind}_over_before"] is None is first[f"{kind}_over_first"]
-        for over in ("before", "first"):
-            assert second[f"{kind}_over_{over}"] == pytest.approx(second[rate] / first[rate])
-        assert f"{second[rate]:.1f}" in stdout and f"{second[f'{kind}_over_before']:.2f}x" in stdout
+        assert first[f"{kind}_over_before"] is None
+        assert second[f"{kind}_over_before"] == pytest.approx(second[rate] / first[rate])
+        assert f"{second[rate]:.1f}" in stdout and f"{second[f'{kind}_over_before']:.2f}" in stdout
 
     [line] = result["left_out"].values()
     assert "--dtype: invalid choice: 'int3'" in line and "error:" not in line
-    assert f"broken is left out: {line}" in stdout and f"broken is left out: {line}" in stderr
+    assert f"broken is left out: {line}" in stderr
 
     assert result["machine"].keys() == {"cpu", "cores", "threads", "gpu", "memory_bytes"}
     assert (result["model"], result["prompt_tokens"], result["new_tokens"]) == ("ours", 19, 4)
     assert "torch" in result["versions"] and len(result["date"]) == len("2026-11-21")
     assert result["command"].startswith("python benchmarks/ladder.py --checkpoint_path=ours --out out.json --rounds 1 ")
-    if find_spec("matplotlib"):
-        assert out.with_suffix(".png").read_bytes().startswith(PNG)
-    else:
-        assert ladder.measure.NO_CHART in stderr
 
 
 @pytest.mark.slow
@@ -92,7 +85,7 @@ def test_two_eager_steps_and_one_that_fails(tiny, tmp_path, monkeypatch, capsys)
     ],
 )
 def test_no_step_left(prompt, new, said, tiny, tmp_path, monkeypatch, capsys):
-    arguments = ["--prompt_tokens", prompt, "--new_tokens", new, "--steps", "bf16 eager", "--device", "cpu"]
+    arguments = ["--prompt_tokens", prompt, "--new_tokens", new, "--steps", "bf16 eager"]
     out = tmp_path / "out.json"
     assert main(monkeypatch, "--checkpoint_path", tiny("llama-mha")[2], "--out", out, *arguments) == 2
     line = capsys.readouterr().err.splitlines()[-1]
@@ -102,8 +95,8 @@ def test_no_step_left(prompt, new, said, tiny, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_child_too(tmp_path):
-    os.mkfifo(tmp_path / "config.json")  # a checkpoint that the child never finishes reading
-    command = [sys.executable, PROGRAM, "--checkpoint_path", str(tmp_path), "--device", "cpu"]
+    os.mkfifo(tmp_path / "config.json")  # a checkpoint that the child reads for ever
+    command = [sys.executable, PROGRAM, "--checkpoint_path", str(tmp_path)]
     command += ["--out", str(tmp_path / "out.json")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
         try:
@@ -130,42 +123,23 @@ def test_gains_are_medians_of_the_rounds_own_ratios():
     first, second, third = ladder.summary(rounds)
     assert [row["name"] for row in (first, second, third)] == [a, b, c]
     assert [row["decode_tokens_per_s"] for row in (first, second, third)] == [20, 20, 45]
-    assert second["decode_over_before"] == second["decode_over_first"] == median((20 / 10, 20 / 20, 90 / 30))
+    assert second["decode_over_before"] == median((20 / 10, 20 / 20, 90 / 30))
     assert third["decode_over_before"] == median((30 / 20, 60 / 20, 45 / 90))
-    assert third["decode_over_first"] == median((30 / 10, 60 / 20, 45 / 30))
     assert third["prefill_over_before"] == median((200 / 50, 450 / 150, 200 / 50))
     assert third["compile_s"] == 7 and third["rounds"] == rounds[c]
 
 
 def test_the_two_runs_of_a_step_are_kept_apart(monkeypatch):
     common = {"compile_s": 3.0, "weight_bytes_per_token": 1, "kv_bytes_per_token": 1, "peak_memory_bytes": 7}
-    common |= {"bandwidth_bytes_per_s": 1, "read_bandwidth_bytes_per_s": 1}
-    decode = common | {"decode_tokens_per_s": 11.0, "warm_prefill_tokens_per_s": 1.0}
-    prefill = common | {"decode_tokens_per_s": None, "warm_prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
-    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens); prefill makes the first new token
+    common |= {"bandwidth_bytes_per_s": 1}
+    decode = common | {"decode_tokens_per_s": 11.0, "prefill_tokens_per_s": 1.0}
+    prefill = common | {"decode_tokens_per_s": None, "prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
+    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
     monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new, samples: runs[prompt, new])
-    args = Namespace(prompt_tokens=100, new_tokens=3, checkpoint_path=None, device=None)
+    args = Namespace(prompt_tokens=100, new_tokens=3, checkpoint_path=None)
     found = ladder.run_step(args, "bf16 eager")
     assert found["prefill_tokens_per_s"] == 100 and found["decode_tokens_per_s"] == 11
     assert found["compile_s"] == 6 and found["peak_memory_bytes"] == 8
-
-
-def measured(tmp_path) -> Path:
-    """A JSON file as the program writes it."""
-    rows = ladder.summary({name: [one_round(i + 1.0, 12345.0 * i + 1)] for i, name in enumerate(ladder.STEPS)})
-    machine = {"cpu": "a CPU", "gpu": None, "threads": 2}
-    result = {"model": "m", "date": "2026-11-21", "machine": machine, "prompt_tokens": 512, "steps": rows}
-    (tmp_path / "ladder.json").write_text(json.dumps(result))
-    return tmp_path / "ladder.json"
-
-
-def test_draw_from_the_json(tmp_path, monkeypatch, capsys):
-    path, png = measured(tmp_path), tmp_path / "ladder.png"
-    code = main(monkeypatch, "--draw", path)
-    if find_spec("matplotlib"):
-        assert code == 0 and png.read_bytes().startswith(PNG)
-    else:
-        assert code == 2 and capsys.readouterr().err == f"ladder.py: error: {ladder.measure.NO_CHART}\n"
 
 
 @pytest.mark.parametrize(
@@ -173,18 +147,14 @@ def test_draw_from_the_json(tmp_path, monkeypatch, capsys):
     [
         (["--rounds", "0"], "argument --rounds: must be at least 1, not 0"),
         (["--steps", "warp drive"], "invalid choice: 'warp drive'"),
-        (["--device", "abacus"], "--device abacus cannot be used here"),
         (["--out", "chart.png"], "chart.png must be a file that ends in .json"),
         (["--out", "."], "must be a file that ends in .json"),
-        (["--draw", "missing.json"], "missing.json"),
-        (["--draw", "other.json"], "other.json was not written by this program"),
         (["--laps", "3"], "unrecognized arguments: --laps 3"),
     ],
 )
 def test_bad_arguments_in_one_line(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder.measure, "take_turns", lambda *_: pytest.fail("it began to measure"))
-    (tmp_path / "other.json").write_text("{}")
     assert main(monkeypatch, *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ladder.py: error: ") and said in err and err.count("\n") == 1

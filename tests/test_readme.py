@@ -80,9 +80,10 @@ def commands() -> list[str]:
 
 
 def offered_options(program: str, capsys, monkeypatch) -> set[str]:
-    """The options of a program, from its --help, or for a benchmark, which is slow to import, from its source."""
+    """The options of a program: from its --help, or of a benchmark, which would be slow to import, from the sources."""
     if "/" in program:
-        return set(re.findall(r'"(--\w+)"', (ROOT / program).read_text(encoding="utf-8")))
+        sources = [(ROOT / path).read_text(encoding="utf-8") for path in (program, "benchmarks/measure.py")]
+        return set(re.findall(r'"(--\w+)"', "".join(sources)))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit):
         importlib.import_module(program.removesuffix(".py")).main()

@@ -86,7 +86,7 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
     """A token for each row by logits (B,V), for position (B,). Several ranks go by the tokens of the first."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without ids that only pad the table
     ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted: (B,0), nothing
-    return ids if model.split is None else model.split.decided(ids), logprobs, logits
+    return ids if model.split is None else model.split.broadcast(ids), logprobs, logits
 
 
 @dataclass

@@ -1,28 +1,28 @@
 """Speculative decoding: several tokens per pass over the weights, with the same output distribution as plain decoding.
 
-A draft proposes k tokens for each row; the model looks at all of them in one pass, which costs little more than that of
-one token, for both are bound by reading the weights. Of each proposal the model keeps the longest prefix that its own
-distribution allows and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
+A draft proposes k tokens for each row, and the target model reads all of them in one pass. That pass costs little more
+than a pass over one token, because both are bound by reading the weights. The target model accepts a prefix of each
+proposal and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept (exactness is decided there), the drafts, DraftLengthController (how many tokens to
-propose), Speculation (a step, as the engine calls it). Knows models and sampling, nothing of text.
+Read down: verify and accept, which decide exactness; the drafts; DraftLengthController, which decides how many tokens
+to propose; Speculation, the step that the engine calls. Knows models and sampling, nothing of text.
 
-Why it is exact. A token x was drawn from p_draft and is kept with probability min(1, p_target(x) / p_draft(x)); if not,
-one is drawn from max(0, p_target - p_draft), normalized. Then x comes out with probability
+Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
+it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
+probability
   p_draft(x) min(1, p_target(x) / p_draft(x)) + P(rejected) max(0, p_target(x) - p_draft(x)) / sum = p_target(x),
-because the first term is min(p_draft, p_target)(x), and P(rejected) is just the sum that the second is divided by.
-A draft that is deterministic (a token found in a text, or the likeliest) is p_draft = 1 at its token. Then the rule is:
-draw the model's own token, with the noise of plain decoding, and keep the proposed one if it is the same. So with such
-drafts the tokens themselves, not only their distribution, are those of plain decoding.
+because the first term is min(p_draft, p_target)(x), and P(rejected) equals the sum by which the residual is normalized.
+For a deterministic draft (prompt lookup, or a greedy draft model), p_draft is 1 at its token. Then the rule is: sample
+from the target model, with the same noise as plain decoding, and accept the proposed token if it is the sampled one. So
+with a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
 
-What it is worth. If each proposed token is kept with probability a, a step gives 1 + a + ... + a^k =
-(1 - a^(k+1)) / (1 - a) tokens, and takes k c + v times as long as a plain one: c is the cost of a drafted token, v that
-of the pass over k + 1 tokens. The controller measures a, c and v while it runs.
+What it gains. If each proposed token is accepted with probability a, a step yields 1 + a + ... + a^k =
+(1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the cost of one drafted token
+and v that of the target's pass over k + 1 tokens. The controller measures a, c and v while it runs.
 """
 
 import os
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -31,115 +31,120 @@ from torch import Tensor
 
 from kernels import exponential_noise
 from model import Transformer
-from report import kv_bytes, weight_bytes
+from report import kv_bytes, synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 
-MAX_K = 15  # with the token before them 16, up to which a pass is bound by reading weights
-AUTO_K = 7  # the most that --speculate_k auto proposes
-WIDTHS = (2, 4, 8, 16)  # tokens of a pass, where shapes are fixed
-MIN_GAIN = 1.05  # over plain steps, by the formula: less may be noise
-CATCH_UP_TOKENS = 512  # that a draft model reads of each row in a step, where it lags behind
-DRAFT_SEED = 0x5851F42D4C957F2D  # makes the draft's noise another one than the model's
-ACCEPT = 1  # the stream of noise that decides what is kept; the model's own draws have stream 0
+MAX_K = 15  # a pass then has 16 tokens; up to that it is bound by reading weights
+AUTO_K = 7  # the largest k that --speculate_k auto uses
+WIDTHS = (2, 4, 8, 16)  # tokens per row of a verifying pass with fixed shapes: k + 1 is rounded up to one of these
+CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
+DRAFT_SEED = 0x5851F42D4C957F2D  # is mixed into the seeds, so that the draft's noise is independent of the target's
+ACCEPT = 1  # the noise stream that decides what is accepted; tokens are drawn with stream 0
 
-# ---------------------------------------------------------------- the one verification
+# ---------------------------------------------------------------- verification
 
 
 def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Tensor | None, sampling: Sampling):
-    """The model's pass over each row's last token and the tokens drafted after it.
+    """Run the target model over the last token and the drafted tokens of each row, and accept what `accept` allows.
 
-    inputs (3,B) as engine.decode takes them; drafted (B,k) int64, of which the first lengths (B,) count; p_draft
-    (B,k,V) float32, the distributions they were drawn from, or None: the draft is deterministic.
-    Returns tokens (B,k+1), of which the first count (B,) are found: those kept and one of the model's own; their
-    log-probabilities (B,k+1), the logits (B,k+1,V).
+    inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64 holds a proposal in the first lengths (B,) places
+    of each row, then padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or None if
+    the draft is deterministic.
+
+    Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1) and logits (B,k+1,V). The first `count` tokens of a
+    row are its new tokens: the accepted ones and one of the target model.
     """
     token, position, rows = inputs.unbind(0)
-    ahead = torch.arange(drafted.shape[1] + 1, device=token.device)
-    there = (position >= 0)[:, None] & (ahead <= lengths[:, None])
-    x = model.hidden(torch.cat([token[:, None], drafted], 1), torch.where(there, position[:, None] + ahead, -1), rows)
+    offsets = torch.arange(drafted.shape[1] + 1, device=token.device)
+    is_real = (position >= 0)[:, None] & (offsets <= lengths[:, None])  # (B,k+1); the rest is padding
+    input_pos = torch.where(is_real, position[:, None] + offsets, -1)
+    x = model.hidden(torch.cat([token[:, None], drafted], 1), input_pos, rows)
     logits = model.head(x)[..., : model.config.n_token]  # (B,k+1,V)
     if p_draft is None:
         tokens, logprobs = sample(logits, rows, position + 1, drafted, sampling)
-        tokens = tokens if model.split is None else model.split.decided(tokens)
-        return tokens, leading(drafted == tokens[:, :-1], lengths) + 1, logprobs, logits
+        tokens = tokens if model.split is None else model.split.broadcast(tokens)
+        return tokens, count_leading(drafted == tokens[:, :-1], lengths) + 1, logprobs, logits
     p_target = probabilities(logits, rows, position + 1, drafted, sampling)
     tokens, count = accept(p_target, p_draft, drafted, lengths, position + 1, sampling.seed[rows])
     if model.split is not None:
-        tokens, count = model.split.decided(tokens), model.split.decided(count)
+        tokens, count = model.split.broadcast(tokens), model.split.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
     return tokens, count, logprobs, logits
 
 
 def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, position: Tensor, seed: Tensor):
-    """The rule above. p_target (B,k+1,V) and p_draft (B,k,V) float32 are the distributions at the k + 1 places, drafted
-    (B,k) was drawn from p_draft, of which lengths (B,) count; position (B,) is that of the first of them, seed (B,).
+    """Accept or resample (arXiv:2211.17192, algorithm 1), with the arguments and results of `verify`.
 
-    Returns tokens (B,k+1) and count (B,), as verify does; -1 where p_target is not finite.
+    p_target (B,k+1,V) float32 are the target's distributions. position (B,) int64 is that of the first drafted token,
+    seed (B,) int64 that of the row. Where p_target is not finite the row's last new token is -1.
     """
     B, k = drafted.shape
-    ahead = torch.arange(k + 1, device=drafted.device)
-    p, q = (probs[:, :k].gather(2, drafted[..., None])[..., 0] for probs in (p_target, p_draft))  # (B,k)
+    offsets = torch.arange(k + 1, device=drafted.device)
+    target, draft = (p[:, :k].gather(2, drafted[..., None])[..., 0] for p in (p_target, p_draft))  # (B,k)
     zero = torch.zeros_like(drafted)
-    uniform = torch.exp(-exponential_noise(seed[:, None], position[:, None] + ahead[:k], zero, ACCEPT))  # (B,k)
-    kept = leading(uniform * q < p, lengths)  # (B,)
-    p_draft = F.pad(p_draft, (0, 0, 0, 1)) * (ahead < lengths[:, None])[..., None]  # 0 where nothing was proposed
+    uniform = torch.exp(-exponential_noise(seed[:, None], position[:, None] + offsets[:k], zero, ACCEPT))  # (B,k)
+    accepted = count_leading(uniform * draft < target, lengths)  # (B,)
+    p_draft = F.pad(p_draft, (0, 0, 0, 1)) * (offsets < lengths[:, None])[..., None]  # 0 where nothing was proposed
     row = torch.arange(B, device=drafted.device)
-    p, q = p_target[row, kept], p_draft[row, kept]  # (B,V)
-    rest = (p - q).clamp(min=0)
-    rest = torch.where(rest.amax(1, keepdim=True) > 0, rest, p)  # the two are equal but for rounding
-    ids = torch.arange(p.shape[1], device=drafted.device)
-    last = (rest / exponential_noise(seed[:, None], (position + kept)[:, None], ids)).argmax(1)  # (B,)
-    last = torch.where(p.sum(1).isfinite(), last, -1)
-    return torch.where(ahead == kept[:, None], last[:, None], F.pad(drafted, (0, 1))), kept + 1
+    target, draft = p_target[row, accepted], p_draft[row, accepted]  # (B,V), at the first token that is not accepted
+    residual = (target - draft).clamp(min=0)
+    residual = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)  # if all zero, they differ by rounding
+    ids = torch.arange(target.shape[1], device=drafted.device)
+    last = (residual / exponential_noise(seed[:, None], (position + accepted)[:, None], ids)).argmax(1)  # (B,)
+    last = torch.where(target.sum(1).isfinite(), last, -1)
+    return torch.where(offsets == accepted[:, None], last[:, None], F.pad(drafted, (0, 1))), accepted + 1
 
 
-def leading(right: Tensor, lengths: Tensor) -> Tensor:
-    """How many of the first lengths (B,) are right (B,k) before the first that is not, (B,)."""
-    ahead = torch.arange(right.shape[1], device=right.device)
-    return (right & (ahead < lengths[:, None])).long().cumprod(1).sum(1)
+def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
+    """How many of the first lengths (B,) values in each row of is_right (B,k) are True before the first False, (B,)."""
+    offsets = torch.arange(is_right.shape[1], device=is_right.device)
+    return (is_right & (offsets < lengths[:, None])).long().cumprod(1).sum(1)
 
 
 # ---------------------------------------------------------------- drafts
 #
-# A draft's rows live and die with the engine's:
-#   begin(engine)          once
-#   add(row, tokens)       a request has begun in this row: its prompt and the first new token
-#   propose(batch, k)      Proposal for the rows of a Batch, or None where there is nothing to propose
-#   accepted(row, tokens)  a step has found these, the last one by the model itself
-#   remove(row)
-#   reads(k, lengths)      bytes of (weights, KV cache) read for k tokens after texts of these lengths
+# A draft is an object with these functions:
+#   begin(engine)            is called once, by Speculation.begin
+#   add(row, tokens)         a request has started in this cache row; tokens are its prompt and its first new token
+#   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
+#   accepted(row, tokens)    these are a step's new tokens, the last of which is the target model's own
+#   remove(row)              the request has ended
+#   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows that
+#                            have so many tokens
 
 
 @dataclass
 class Batch:
-    """The rows of a decode step (engine.Row), and its input (3,B) as engine.decode takes it, perhaps with padding."""
+    """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode; B may include padding rows."""
 
     rows: list
     inputs: Tensor
 
     @property
     def random(self) -> bool:
-        """Whether any row is drawn at random, not greedily."""
+        """Whether any row samples at random instead of greedily."""
         return any(row.request.params.temperature > 0 for row in self.rows)
 
 
 @dataclass
 class Proposal:
     drafted: Tensor  # (B,k) int64
-    lengths: Tensor  # (B,) int64: how many of them count
-    p_draft: Tensor | None = None  # (B,k,V) float32; None: the draft is deterministic
+    lengths: Tensor  # (B,) int64: how many of them are proposed; the rest is padding
+    p_draft: Tensor | None = None  # (B,k,V) float32: what they were drawn from; None if the draft is deterministic
 
 
 class ModelDraft:
-    """A smaller model with the same vocabulary, and KV caches of its own. Or, with shares_caches, the same model in
-    fewer bits, which works in the model's own caches: it has no prompts to read, and the model's pass overwrites what
-    it writes."""
+    """A draft model with the target's vocabulary.
+
+    It is either a smaller model with KV caches of its own, or with `shares_caches` the target model in fewer bits. The
+    latter uses the target's KV caches: it need not read prompts, and the verifying pass overwrites what it writes.
+    """
 
     def __init__(self, draft: Transformer, shares_caches: bool):
         self.draft, self.shares_caches = draft, shares_caches
         self.weight_bytes = weight_bytes(draft, 1)
-        self.held: list[list[int]] = []  # the tokens that each of its own cache rows holds
-        self.fed: dict[int, int] = {}  # of each row, how many proposed tokens it has read itself
+        self.cached: list[list[int]] = []  # for each of its own cache rows, the tokens whose keys and values it holds
+        self.drafted_in_cache: dict[int, int] = {}  # how many tokens of a row's last proposal are in its cache
 
     def begin(self, engine):
         self.engine, self.sampling = engine, engine.sampling
@@ -147,99 +152,110 @@ class ModelDraft:
         if self.shares_caches:
             return share_caches(engine.model, self.draft)
         self.draft.setup_caches(len(engine.rows), engine.length)
-        self.held = [[] for _ in engine.rows]
+        self.cached = [[] for _ in engine.rows]
 
     def add(self, row: int, tokens: list[int]):
         if not self.shares_caches:
-            self.held[row] = os.path.commonprefix([self.held[row], tokens[:-1]])
+            # Reuse a prefix, but no more of it than the engine does, which is nothing after Engine.clear.
+            reused = tokens[: self.engine.rows[row].request.cached_tokens]
+            self.cached[row] = os.path.commonprefix([self.cached[row], reused])
 
     def remove(self, row: int):
-        self.fed.pop(row, None)
+        self.drafted_in_cache.pop(row, None)
 
     def accepted(self, row: int, tokens: list[int]):
         if not self.shares_caches:
-            self.held[row] = self.held[row] + tokens[:-1][: self.fed.pop(row, 0)]
+            self.cached[row] = self.cached[row] + tokens[:-1][: self.drafted_in_cache.pop(row, 0)]
 
     def propose(self, batch, k: int) -> Proposal | None:
-        """k tokens a row, each from the draft's distribution after those before it.
+        """k tokens for each row, each drawn from the draft's distribution after those before it.
 
-        In caches of its own the first pass reads two tokens: of what the last step found it has read all but the last
-        token, or where all were accepted all but the last two, and to read one again changes nothing.
+        With caches of its own, the draft's first pass reads two tokens. The draft has not read the last new token, and
+        if the target accepted its whole proposal, not the one before either. Reading a token again changes nothing.
         """
         token, position, rows = batch.inputs.unbind(0)
-        tokens, places = token[:, None], position[:, None]  # (B,1)
-        ready = position >= 0
+        tokens, input_pos = token[:, None], position[:, None]  # (B,1)
+        is_ready = position >= 0
         if not self.shares_caches:
             self.catch_up(batch.rows)
-            late = [len(self.held[row.index]) < len(row.tokens) - 1 for row in batch.rows]
-            late += [True] * (len(token) - len(late))
-            ready = ~torch.tensor(late, device=token.device)
+            behind = [len(self.cached[row.index]) < len(row.tokens) - 1 for row in batch.rows]
+            behind += [True] * (len(token) - len(behind))
+            is_ready = ~torch.tensor(behind, device=token.device)
             before = [row.tokens[-1] for row in batch.rows] + [0] * (len(token) - len(batch.rows))
             tokens = torch.stack([torch.tensor(before, device=token.device), token], 1)  # (B,2)
-            tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # ids that its table does not have
-            places = torch.where(ready[:, None], torch.stack([position - 1, position], 1), -1)
-        lengths = torch.where(ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # as far as the cache goes
-        V = self.engine.model.config.n_token or self.engine.model.config.vocab_size
-        random = batch.random
-        drafted, probs = [], []
-        for i in range(k):
-            at = position + 1 + i  # of the token to be drawn
-            new, p = self.next_token(self.draft, tokens, places, rows, self.sampling, V, random)
-            drafted.append(new.clone())  # a CUDA graph reuses its outputs
-            probs.append(p.clone() if random else None)
-            tokens, places = drafted[-1][:, None], torch.where(i + 1 < lengths, at, -1)[:, None]
+            tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # the target's table may have more padding ids
+            input_pos = torch.where(is_ready[:, None], torch.stack([position - 1, position], 1), -1)
+        lengths = torch.where(is_ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # within the cache row
+        drafted, p_draft = self._draw(tokens, input_pos, rows, lengths, k, batch.random)
         if not self.shares_caches:
             for row, length in zip(batch.rows, lengths.tolist()):
                 if length:
-                    self.held[row.index] = (
-                        self.held[row.index] + [*row.tokens, row.request.new_tokens[-1]][len(self.held[row.index]) :]
-                    )
-                    self.fed[row.index] = length - 1
-        drafted = torch.stack(drafted, 1)
+                    n = len(self.cached[row.index])
+                    self.cached[row.index] = self.cached[row.index] + [*row.tokens, row.request.new_tokens[-1]][n:]
+                    self.drafted_in_cache[row.index] = length - 1
         if self.engine.model.split is not None:
-            drafted = self.engine.model.split.decided(drafted)
-        return Proposal(drafted, lengths, torch.stack(probs, 1) if random else None)
+            drafted = self.engine.model.split.broadcast(drafted)
+        return Proposal(drafted, lengths, p_draft)
+
+    def _draw(self, tokens: Tensor, input_pos: Tensor, rows: Tensor, lengths: Tensor, k: int, random: bool):
+        """k tokens (B,k) after tokens (B,S), one pass for each, and if random their distributions (B,k,V)."""
+        V = self.engine.model.config.n_token or self.engine.model.config.vocab_size
+        position = input_pos[:, -1]
+        drafted, probs = [], []
+        for i in range(k):
+            new, p = self.next_token(self.draft, tokens, input_pos, rows, self.sampling, V, random)
+            drafted.append(new.clone())  # a CUDA graph reuses its outputs
+            probs.append(p.clone() if random else None)
+            tokens = drafted[-1][:, None]  # (B,1)
+            input_pos = torch.where(i + 1 < lengths, position + 1 + i, -1)[:, None]
+        return torch.stack(drafted, 1), torch.stack(probs, 1) if random else None
 
     def catch_up(self, rows: list):
-        """Read some of what its own caches lack, where that is more than the last two tokens."""
-        late = [row for row in rows if len(self.held[row.index]) < len(row.tokens) - 1]
-        parts = [row.tokens[len(self.held[row.index]) :][:CATCH_UP_TOKENS] for row in late]
-        if not late:
+        """Read a chunk of each row of which the draft's cache lacks more than the last two tokens.
+
+        The time counts as prefill, although it passes in the middle of a decode step.
+        """
+        behind = [row for row in rows if len(self.cached[row.index]) < len(row.tokens) - 1]
+        chunks = [row.tokens[len(self.cached[row.index]) :][:CATCH_UP_TOKENS] for row in behind]
+        if not behind:
             return
         start = time.perf_counter()
-        width, device = max(map(len, parts)), self.draft.device
-        tokens, input_pos = torch.zeros(len(late), width, dtype=torch.int64), torch.full((len(late), width), -1)
-        for i, (row, part) in enumerate(zip(late, parts)):
-            held = self.held[row.index]
-            tokens[i, : len(part)] = torch.tensor(part).clamp(max=self.draft.config.vocab_size - 1)
-            input_pos[i, : len(part)] = torch.arange(len(held), len(held) + len(part))
-            self.held[row.index] = held + part
-        index = torch.tensor([row.index for row in late], device=device)
+        width, device = max(map(len, chunks)), self.draft.device
+        tokens, input_pos = torch.zeros(len(behind), width, dtype=torch.int64), torch.full((len(behind), width), -1)
+        for i, (row, chunk) in enumerate(zip(behind, chunks)):
+            cached = self.cached[row.index]
+            tokens[i, : len(chunk)] = torch.tensor(chunk).clamp(max=self.draft.config.vocab_size - 1)
+            input_pos[i, : len(chunk)] = torch.arange(len(cached), len(cached) + len(chunk))
+            self.cached[row.index] = cached + chunk
+        index = torch.tensor([row.index for row in behind], device=device)
         self.draft(tokens.to(device), input_pos.to(device), index)
-        seconds = time.perf_counter() - start  # is prefill, in the middle of a decode step
+        synchronize(device)
+        seconds = time.perf_counter() - start
         self.engine.timing.prefill_s += seconds
         self.engine.timing.decode_s -= seconds
 
-    def reads(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
 
 
 def share_caches(model: Transformer, draft: Transformer):
+    """Let the draft use the KV caches and the tables of positions of the target model."""
     for name in ("rope_cos", "rope_sin"):
         draft.register_buffer(name, getattr(model, name), persistent=False)
-    for mine, theirs in zip(draft.blocks, model.blocks):
+    for block, target_block in zip(draft.blocks, model.blocks):
         for name in ("k_cache", "v_cache", "slopes"):
-            mine.attention.register_buffer(name, getattr(theirs.attention, name), persistent=False)
+            block.attention.register_buffer(name, getattr(target_block.attention, name), persistent=False)
 
 
-def next_token(draft, tokens, places, rows, sampling: Sampling, V: int, random: bool):
-    """One token (B,) after tokens (B,S) at places (B,S) of cache rows (B,), among the V that the model has; and if it
-    is drawn at random, the distribution (B,V) that it was drawn from."""
-    logits = draft(tokens, places, rows)[:, None, : draft.config.n_token][
-        ..., :V
-    ]  # (B,1,V), or less of a shorter table
+def next_token(draft, tokens: Tensor, input_pos: Tensor, rows: Tensor, sampling: Sampling, V: int, random: bool):
+    """The draft's next token (B,) after tokens (B,S) at positions (B,S) of cache rows (B,), one of the target's V ids.
+
+    Also returns, if random, the distribution (B,V) that it was drawn from, else None.
+    """
+    logits = draft(tokens, input_pos, rows)[:, None, : draft.config.n_token]
+    logits = logits[..., :V]  # (B,1,V), or narrower if the draft has fewer ids
     sampling = sampling._replace(seed=sampling.seed ^ DRAFT_SEED)
-    arguments = (logits, rows, places[:, -1] + 1, tokens[:, :0], sampling)
+    arguments = (logits, rows, input_pos[:, -1] + 1, tokens[:, :0], sampling)
     token = sample(*arguments)[0][:, 0].clamp(min=0)
     if not random:
         return token, None
@@ -248,8 +264,11 @@ def next_token(draft, tokens, places, rows, sampling: Sampling, V: int, random: 
 
 
 class LookupDraft:
-    """What followed when the newest tokens stood somewhere before: in the row itself, prompt included, or in other
-    texts (retrieval). The longest match counts, of equals the latest. There is no second model."""
+    """Prompt lookup: finds where the newest tokens occurred before, and proposes what followed there.
+
+    It searches the row's own tokens, prompt included, and other texts if there are any (retrieval). The longest match
+    wins, of equally long ones the latest. There is no second model.
+    """
 
     def __init__(self, texts: list[list[int]] = ()):
         self.texts = [StaticIndex(tokens) for tokens in texts]
@@ -269,50 +288,53 @@ class LookupDraft:
         self.rows[row].tokens += tokens
 
     def propose(self, batch, k: int) -> Proposal | None:
-        found = []
+        proposals = []
         for row in batch.rows:
             index = self.rows[row.index]
             room = min(k, self.length - len(index.tokens))
             matches = [other.match(index.tokens, room) for other in (index, *self.texts)]
             tokens = max(matches, key=lambda match: match[0])[1]
+            # A prompt may contain ids that only pad the vocabulary: the model never samples them.
             padding = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), None)
-            found.append(tokens[:padding])  # a prompt may hold ids that only pad the table; the model never says them
-        if not any(found):
+            proposals.append(tokens[:padding])
+        if not any(proposals):
             return None
         device = batch.inputs.device
-        found += [[]] * (batch.inputs.shape[1] - len(found))
-        drafted = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found], device=device)
-        return Proposal(drafted, torch.tensor([len(tokens) for tokens in found], device=device))
+        proposals += [[]] * (batch.inputs.shape[1] - len(proposals))
+        drafted = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in proposals], device=device)
+        return Proposal(drafted, torch.tensor([len(tokens) for tokens in proposals], device=device))
 
-    def reads(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 class BigramIndex:
-    """Where each pair of neighbouring tokens of a growing text stands."""
+    """An index of a growing text: for each pair of neighbouring tokens (bigram), the positions where it ends."""
 
-    MAX_MATCH, MAX_PLACES = 8, 32  # tokens that may match, of which two have to; places that are looked at
+    MAX_MATCH = 8  # tokens that are compared; at least two have to match
+    MAX_PLACES = 32  # the latest occurrences of a bigram that are compared
 
     def __init__(self, tokens: list[int]):
-        self.tokens, self.indexed = tokens, 1  # tokens that are in the index
+        self.tokens, self.indexed = tokens, 1  # bigrams that end within the first `indexed` tokens are in the index
         self.ends: dict[tuple[int, int], list[int]] = {}
 
     def end_positions(self, pair: tuple[int, int]) -> list[int]:
-        """The latest end positions of this bigram, ascending, of those that something follows."""
+        """The latest end positions of this bigram, ascending, without one at the very end of the text."""
         for end in range(self.indexed + 1, len(self.tokens)):
             self.ends.setdefault((self.tokens[end - 2], self.tokens[end - 1]), []).append(end)
         self.indexed = max(self.indexed, len(self.tokens) - 1)
         return self.ends.get(pair, [])[-self.MAX_PLACES :]
 
     def following(self, end: int, n: int) -> list[int]:
-        """The n tokens from a position on; beyond the end of the text they repeat, as a loop does."""
-        found = self.tokens[end : end + n]
-        while len(found) < n:
-            found.append(found[len(found) - (len(self.tokens) - end)])
-        return found
+        """The n tokens from position `end` on. If the text ends before, they are repeated: a loop is continued."""
+        tokens = self.tokens[end : end + n]
+        while len(tokens) < n:
+            tokens.append(tokens[len(tokens) - (len(self.tokens) - end)])
+        return tokens
 
     def match(self, tail: list[int], n: int) -> tuple[int, list[int]]:
-        """(how many tokens match the end of tail, at most n that follow them): (0, []) where fewer than two match."""
+        """The length of the best match with the end of `tail`, and the up to n tokens that follow it; (0, []) if fewer
+        than two tokens match."""
         best, best_end = 0, 0
         for end in reversed(self.end_positions(tuple(tail[-2:]))) if n > 0 and len(tail) > 1 else ():
             limit, size = min(self.MAX_MATCH, end, len(tail)), 2
@@ -324,18 +346,18 @@ class BigramIndex:
 
 
 class StaticIndex(BigramIndex):
-    """The same of a text that does not grow, in 16 bytes a token."""
+    """The same for a text that does not grow, as sorted tensors: 16 bytes per token."""
 
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
         ids = torch.tensor(tokens, dtype=torch.int64)
-        self.pairs, order = (ids[:-2] << 32 | ids[1:-1]).sort(stable=True)  # nothing follows the last pair
-        self.order = order + 2
+        self.pairs, order = (ids[:-2] << 32 | ids[1:-1]).sort(stable=True)  # no token follows the last bigram
+        self.sorted_ends = order + 2
 
     def end_positions(self, pair: tuple[int, int]) -> list[int]:
         key = torch.tensor(pair[0] << 32 | pair[1])
         first, stop = (int(torch.searchsorted(self.pairs, key, right=right)) for right in (False, True))
-        return self.order[max(first, stop - self.MAX_PLACES) : stop].tolist()
+        return self.sorted_ends[max(first, stop - self.MAX_PLACES) : stop].tolist()
 
     def following(self, end: int, n: int) -> list[int]:
         return self.tokens[end : end + n]
@@ -343,90 +365,64 @@ class StaticIndex(BigramIndex):
 
 # ---------------------------------------------------------------- how many tokens to propose
 
-
-def typical(seconds) -> float:
-    """The lower quartile: what a step takes when nothing else disturbs it."""
-    return sorted(seconds)[len(seconds) // 4]
+CURIOSITY = 1.005  # what was not tried in a step counts as this much faster in the next, so that it is tried again
 
 
-def recent():
-    return field(default_factory=lambda: deque(maxlen=8))
+def expected_tokens(a: float, k: int) -> float:
+    """The mean number of new tokens of a step with k proposed tokens, each accepted with probability a < 1."""
+    return (1 - a ** (k + 1)) / (1 - a)
+
+
+def update_estimate(estimate: float, seconds: float) -> float:
+    """A running minimum that may rise by an eighth at each measurement: one slow step hardly changes it."""
+    return min(seconds, 1.125 * estimate) if estimate else seconds
 
 
 @dataclass
 class DraftLengthController:
-    """How many tokens to propose: always k, or what pays best by what has been measured, up to k.
+    """Decides how many tokens to propose: always k, or if `automatic` the number from 0 to k that is fastest.
 
-    A step with k tokens gives (1 - a^(k+1)) / (1 - a) tokens and takes k draft_s + verify_s. Where no k gives MIN_GAIN
-    times the tokens a second of plain steps, it tries 1, 2 and 4 in turn, and stops trying while the time lost that way
-    is more than two plain steps and 1 % of all time.
+    A step with k proposed tokens yields expected_tokens(a, k) tokens and takes k * draft_s + verify_s seconds. Plain
+    steps and steps with proposals are measured when they are chosen; the longer one kind was not, the faster it is
+    assumed to be. So useless drafts are tried again rarely: it costs about 1 % of the time, and more if they are slow.
     """
 
     k: int
     automatic: bool
-    accepted: float = 0.0  # tokens proposed and accepted, and proposed and judged; older steps count less
-    judged: float = 0.0
-    lost_s: float = 0.0  # compared with plain steps, less what was won; and all time, in the last hundred steps or so
-    total_s: float = 0.0
-    plain_s: deque = recent()  # of the latest plain steps
-    draft_s: deque = recent()  # of a drafted token
-    verify_s: deque = recent()  # of the rest of a step: the pass over k + 1 tokens, and what happens between steps
-    lengths: deque = recent()  # their k
-    tries: int = 0
-    since_plain: int = 0  # steps: what a plain one takes changes with the length of the texts, and with the machine
+    plain_s: float = 0.0  # estimated seconds of a plain step
+    draft_s: float = 0.0  # of the draft, for each proposed token
+    verify_s: float = 0.0  # of the rest of a step with a proposal
+    accepted: float = 0.0  # tokens; older steps count less
+    judged: float = 0.0  # tokens that were accepted or rejected
+    plain_bonus: float = 1.0  # assumed speedup since the last plain step, and since the last step with a proposal
+    proposal_bonus: float = 1.0
+    steps: int = 0
 
     def choose(self) -> int:
-        """The number of tokens to propose in the next step; 0: none."""
+        """The number of tokens to propose in the next step; 0 means a plain step."""
         if not self.automatic:
             return self.k
-        if len(self.plain_s) < 4 or self.since_plain >= 64:
-            return 0
-        if self.lost_s > 2 * typical(self.plain_s) + 0.01 * self.total_s:
-            return 0
-        if len(self.verify_s) >= 2:
-            rates = [expected_tokens(self.acceptance, k) / seconds for k, seconds in enumerate(self.step_seconds())]
-            best = max(range(1, self.k + 1), key=rates.__getitem__)
-            if rates[best] > MIN_GAIN * rates[0]:
-                return best
-        self.tries += 1
-        return min(self.k, 1 << (self.tries - 1) % 3)
+        if self.steps < 6:  # measure plain steps first, then proposals of one token
+            return int(self.steps >= 4)
+        k = max(range(1, self.k + 1), key=self.tokens_per_s)
+        return k if self.tokens_per_s(k) * self.proposal_bonus > self.tokens_per_s(0) * self.plain_bonus else 0
 
-    @property
-    def acceptance(self) -> float:
-        return min(0.99, (self.accepted + 1) / (self.judged + 1.5))
+    def tokens_per_s(self, k: int) -> float:
+        a = (self.accepted + 1) / (self.judged + 2)  # Laplace's rule of succession
+        return expected_tokens(a, k) / max(1e-9, k * self.draft_s + self.verify_s if k else self.plain_s)
 
-    def step_seconds(self) -> list[float]:
-        """What a step takes by what has been measured: a plain one, and with 1 to self.k tokens proposed."""
-        plain_s, draft_s, verify_s = map(typical, (self.plain_s, self.draft_s, self.verify_s))
-        extra_s = max(0.0, verify_s - plain_s)
-        measured_k = sorted(self.lengths)[len(self.lengths) // 2]  # the extra time is in proportion to k
-        return [plain_s] + [k * draft_s + plain_s + extra_s * k / measured_k for k in range(1, self.k + 1)]
-
-    def note(self, seconds: float, k: int = 0, draft_s: float = 0.0, kept: list[int] = (), lengths: list[int] = ()):
-        """A step's time, and of it the draft's; how many tokens of each row were kept of how many. k = 0: plain."""
+    def update(self, seconds: float, k: int = 0, draft_s: float = 0.0, accepted: list[int] = ()):
+        """Learn from a step: its time, the draft's part of it, and how many of k tokens each row accepted."""
+        self.steps += 1
         if k == 0:
-            self.plain_s.append(seconds)
-            self.since_plain = 0
-            return self.pass_time(seconds, 0.0)
-        self.since_plain += 1
-        judged = sum(min(n + 1, length) for n, length in zip(kept, lengths))
-        self.accepted, self.judged = 0.9 * self.accepted + sum(kept), 0.9 * self.judged + judged
-        self.draft_s.append(draft_s / k)
-        self.verify_s.append(seconds - draft_s)
-        self.lengths.append(k)
-        if self.plain_s:
-            tokens = sum(n + 1 for n in kept) / len(kept)
-            took = min(seconds, 4 * self.step_seconds()[k])  # a draft may have had to catch up, or the machine hung
-            self.pass_time(took, took - tokens * typical(self.plain_s))
-
-    def pass_time(self, seconds: float, lost_s: float):
-        self.total_s = 0.99 * self.total_s + seconds
-        self.lost_s = max(-0.1 * self.total_s, 0.99 * self.lost_s + lost_s)
-
-
-def expected_tokens(a: float, k: int) -> float:
-    """Of a step, where each proposed token is kept with probability a < 1."""
-    return (1 - a ** (k + 1)) / (1 - a)
+            self.plain_s = update_estimate(self.plain_s, seconds)
+            self.plain_bonus, self.proposal_bonus = 1.0, self.proposal_bonus * CURIOSITY
+            return
+        self.plain_bonus, self.proposal_bonus = self.plain_bonus * CURIOSITY, 1.0
+        self.draft_s = update_estimate(self.draft_s, draft_s / k)
+        self.verify_s = update_estimate(self.verify_s, seconds - draft_s)
+        self.accepted = 0.9 * self.accepted + sum(accepted)
+        self.judged = 0.9 * self.judged + sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
 
 
 # ---------------------------------------------------------------- a step
@@ -434,56 +430,50 @@ def expected_tokens(a: float, k: int) -> float:
 
 @dataclass
 class Report:
-    """Counts and seconds over all steps."""
+    """Counts and seconds, summed over all steps."""
 
     steps: int = 0  # with a proposal
     plain_steps: int = 0
-    draft_s: float = 0.0
-    step_s: float = 0.0  # of the model's passes
-    accepted: list[int] = field(default_factory=list)  # by place in the proposal
-    judged: list[int] = field(default_factory=list)
-    rows: int = 0  # with a proposal, over all steps
     proposed: int = 0  # tokens
+    draft_s: float = 0.0
+    target_s: float = 0.0  # of the target model's passes, those of plain steps included
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens by their place in the proposal
+    judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted, or the first of its row that was not
 
-    def note(self, kept: list[int], lengths: list[int]):
+    def add(self, accepted: list[int], lengths: list[int]):
+        """Count a step: how many tokens each row accepted, and of how many."""
         self.steps += 1
-        for counts in (self.accepted, self.judged):
-            counts += [0] * (max(lengths) - len(counts))
-        for n, length in zip(kept, lengths):
-            self.rows += length > 0
-            self.proposed += length
-            for i in range(min(n + 1, length)):
-                self.judged[i] += 1
-                self.accepted[i] += i < n
+        self.proposed += sum(lengths)
+        for n, length in zip(accepted, lengths):
+            for place in range(min(n + 1, length)):
+                self.accepted[place] += place < n
+                self.judged[place] += 1
 
     def numbers(self, decode_s: float) -> dict:
-        """For --json: tokens accepted a proposal, the share accepted at each place of those judged, shares of time."""
-        rows = max(1, self.rows)
-        seconds = {"draft": self.draft_s, "verify": self.step_s}
-        shares = {name: s / decode_s for name, s in seconds.items()} if decode_s else {}
-        return {
-            "mean_accepted_tokens": sum(self.accepted) / rows,
-            "speculation": {
-                "steps": self.steps,
-                "plain_steps": self.plain_steps,
-                "mean_proposed_tokens": self.proposed / rows,
-                "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.judged) if b],
-                "share_of_time": shares | ({"rest": 1 - sum(shares.values())} if shares else {}),
-            },
+        """The fields of --json: means over proposals, shares of the judged tokens, shares of decode_s seconds."""
+        proposals = max(1, self.judged[0])  # the first token of each proposal is always judged
+        shares = {"draft": self.draft_s / decode_s, "verify": self.target_s / decode_s} if decode_s else {}
+        speculation = {
+            "steps": self.steps,
+            "plain_steps": self.plain_steps,
+            "mean_proposed_tokens": self.proposed / proposals,
+            "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.judged) if b],
+            "share_of_time": shares and shares | {"rest": 1 - sum(shares.values())},
         }
+        return {"mean_accepted_tokens": sum(self.accepted) / proposals, "speculation": speculation}
 
 
 class Speculation:
-    """A draft, how many tokens it proposes, and the verification: what the engine calls in place of a plain step.
+    """A draft, the number of tokens that it proposes, and the verification: the engine calls it for a decode step.
 
-    k: tokens to propose, or with automatic the most. rehearsing: every graph is run, so that all are compiled.
+    k is the number of tokens to propose, or if `automatic` the largest. While `rehearsing` is True, every step runs all
+    graphs that a later step may need, so that they are compiled.
     """
 
     def __init__(self, draft, k: int = AUTO_K, automatic: bool = True):
         assert 1 <= k <= MAX_K, k
         self.draft, self.controller = draft, DraftLengthController(k, automatic)
         self.report, self.rehearsing = Report(), False
-        self.last: tuple | None = None  # when the last step began, and what the controller is to be told about it
 
     def begin(self, engine):
         self.engine, self.model, self.steps = engine, engine.model, engine.steps
@@ -495,33 +485,50 @@ class Speculation:
 
     def add(self, row: int, tokens: list[int]):
         self.draft.add(row, tokens)
-        self.last = None  # the time until the next step is not that of decoding alone
 
     def remove(self, row: int):
         self.draft.remove(row)
-        self.last = None
 
     def step(self, rows: list, inputs: Tensor, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
-        """New tokens of each row, their log-probabilities (B,n), the logits (B,n,V). Arguments as in Batch."""
-        start, batch = time.perf_counter(), Batch(rows, inputs)
+        """The new tokens of each row, their log-probabilities (B,n) and the logits (B,n,V). Arguments as in Batch."""
+        batch, timing = Batch(rows, inputs), self.engine.timing
+        start = time.perf_counter() - timing.prefill_s
         proposal = self.draft.propose(batch, k) if k else None
-        self._synchronize()
+        synchronize(self.model.device)
+        start += timing.prefill_s  # a draft model that read a prompt has added the time to prefill: it does not count
         drafted = time.perf_counter()
         if self.rehearsing:
-            return self._rehearse(batch, proposal)
-        if proposal is None:
-            tokens, logprobs, logits = self.steps.decode(self.model, batch.inputs, self.engine.sampling)
-            found, lengths = tokens.tolist()[: len(batch.rows)], []
+            self._rehearse(batch, proposal)
+        if proposal is None or self.rehearsing:
+            tokens, logprobs, logits = self.steps.decode(self.model, inputs, self.engine.sampling)
+            new_tokens = tokens.tolist()[: len(rows)]
         else:
-            tokens, count, logprobs, logits = self._look(batch, proposal)
-            found = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(batch.rows)]
-            lengths = proposal.lengths.tolist()[: len(batch.rows)]
-        for row, new in zip(batch.rows, found):
+            tokens, count, logprobs, logits = self._verify(batch, proposal)
+            new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
+        for row, new in zip(rows, new_tokens):
             self.draft.accepted(row.index, new)
-        self._note(batch, found, k, lengths, start, drafted)
-        return found, logprobs, logits
+        if not self.rehearsing:
+            accepted = [len(new) - 1 for new in new_tokens]
+            self._measure(rows, k, proposal, accepted, drafted - start, time.perf_counter() - drafted)
+        return new_tokens, logprobs, logits
 
-    def _look(self, batch, proposal: Proposal):
+    def _measure(self, rows: list, k: int, proposal, accepted: list[int], draft_s: float, target_s: float):
+        """Tell the report, the controller and the engine's timing about a step."""
+        self.report.draft_s += draft_s
+        self.report.target_s += target_s
+        if proposal is None:
+            self.report.plain_steps += 1
+            return self.controller.update(draft_s + target_s)
+        lengths = proposal.lengths.tolist()[: len(rows)]
+        self.report.add(accepted, lengths)
+        if any(lengths):  # a draft model that still reads the prompts proposes nothing
+            self.controller.update(draft_s + target_s, k, draft_s, accepted)
+        weights, kv = self.draft.bytes_read(k, [len(row.tokens) for row in rows])
+        self.engine.timing.draft_bytes += weights
+        self.engine.timing.kv_bytes += kv
+
+    def _verify(self, batch, proposal: Proposal):
+        """Call `verify`, if shapes are fixed with the proposal padded to the next of WIDTHS."""
         drafted, p_draft = proposal.drafted, proposal.p_draft
         if self.steps.fixed_shapes:
             width = next(width for width in WIDTHS if width > drafted.shape[1])
@@ -531,9 +538,9 @@ class Speculation:
         return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
     def _rehearse(self, batch, proposal: Proposal | None):
-        """Run the verification in each of its widths, none of whose tokens count; then a plain step.
+        """Run the verification in each width that k can need, with empty proposals.
 
-        Its arguments are new tensors: a part of another keeps that one's strides, with which a graph is compiled anew.
+        The arguments are new tensors, because a slice would have other strides, for which the graph is compiled again.
         """
         for width in WIDTHS:
             if width // 2 <= self.controller.k:
@@ -541,31 +548,4 @@ class Speculation:
                 p_draft = None
                 if proposal is not None and proposal.p_draft is not None:
                     p_draft = proposal.p_draft[:, :1].repeat(1, width - 1, 1)
-                lengths = zero.new_zeros(len(zero))
-                self._look(batch, Proposal(zero, lengths, p_draft))
-        tokens, logprobs, logits = self.steps.decode(self.model, batch.inputs, self.engine.sampling)
-        found = tokens.tolist()[: len(batch.rows)]
-        for row, new in zip(batch.rows, found):
-            self.draft.accepted(row.index, new)
-        return found, logprobs, logits
-
-    def _synchronize(self):
-        if self.model.device.type == "cuda":  # the draft's time is measured, which costs less than a hundredth of it
-            torch.cuda.synchronize()
-
-    def _note(self, batch, found: list[list[int]], k: int, lengths: list[int], start: float, drafted: float):
-        """Count what the step found. The controller hears of the one before: whole, from one start to the next."""
-        if self.last is not None:
-            self.controller.note(start - self.last[0], *self.last[1:])
-        self.report.draft_s += drafted - start
-        self.report.step_s += time.perf_counter() - drafted
-        if not lengths:
-            self.report.plain_steps += 1
-            self.last = (start,)
-            return
-        kept = [len(tokens) - 1 for tokens in found]
-        self.report.note(kept, lengths)
-        self.last = (start, k, drafted - start, kept, lengths)
-        weights, kv = self.draft.reads(k, [len(row.tokens) for row in batch.rows])
-        self.engine.timing.draft_bytes += weights
-        self.engine.timing.kv_bytes += kv
+                self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))

@@ -190,7 +190,7 @@ class Shard:
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))[:V].movedim(0, -1)
 
-    def decided(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's tensor: ranks may round differently."""
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.broadcast(x, 0, self.group))

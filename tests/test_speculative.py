@@ -101,7 +101,8 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
         speculation = Speculation(ModelDraft(draft, shares), 5, automatic=False)
         engine = Engine(model, 3, LENGTH, speculation=speculation)
         generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
-        assert speculation.report.accepted == speculation.report.judged and len(speculation.report.judged) == 5
+        report = speculation.report
+        assert report.accepted == report.judged and all(report.judged[:5]) and not any(report.judged[5:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +134,21 @@ def test_neighbours_change_no_draws(tiny, tiny_model, kind):
     for request in requests:
         alone = Engine(model, 1, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 4, automatic=False))
         assert results(alone, [request]) == [(request.new_tokens, request.finish_reason)]
+
+
+def test_a_cleared_engine_has_its_draft_forget(tiny, tiny_model):
+    """Engine.clear: the next prompt is read from its beginning by both models."""
+    draft = make_draft("a noisy copy", tiny, "qwen3-gqa")
+    engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+    [prompt], read = random_prompts((20,)), []
+    draft.draft.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1].shape[1]))
+    for clear in (False, True):
+        results(engine, [Request(prompt, GREEDY, 3)])
+        if clear:
+            engine.clear()
+        del read[:]
+        results(engine, [Request(prompt, GREEDY, 3)])
+        assert (max(read) > 10) == clear
 
 
 def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
@@ -374,12 +390,14 @@ def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
 
 
 MUTANTS = {
-    "keeps everything": [("leading(uniform * q < p, lengths)", "leading(p >= 0, lengths)")],
-    "draws again from all": [("rest = (p - q).clamp(min=0)", "rest = p")],
+    "keeps everything": [("uniform * draft < target", "target >= 0")],
+    "draws again from all": [("residual = (target - draft).clamp(min=0)", "residual = target")],
     "decides by the noise that it draws with": [("ACCEPT = 1 ", "ACCEPT = 0 ")],
     "has the draft's noise": [("DRAFT_SEED = 0x5851F42D4C957F2D", "DRAFT_SEED = 0")],
-    "subtracts what was not proposed": [(" * (ahead < lengths[:, None])[..., None]", "")],
-    "draws from the wrong place": [("p_target[row, kept], p_draft[row, kept]", "p_target[row, 0], p_draft[row, kept]")],
+    "subtracts what was not proposed": [(" * (offsets < lengths[:, None])[..., None]", "")],
+    "draws from the wrong place": [
+        ("p_target[row, accepted], p_draft[row, accepted]", "p_target[row, 0], p_draft[row, accepted]")
+    ],
     "has a draft that forgets its filters": [
         ("probabilities(*arguments)[:, 0]", "torch.softmax(logits / sampling.temperature[rows, None, None], -1)[:, 0]")
     ],
@@ -467,13 +485,13 @@ def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
         k = controller.choose()
         chosen.append(k)
         if k == 0:
-            controller.note(plain_s * hangs)
+            controller.update(plain_s * hangs)
             spent, tokens = spent + plain_s, tokens + 1
             continue
         a = acceptance(step)
         kept = int((torch.rand(k, generator=chance) < a).long().cumprod(0).sum())
         verify = plain_s + (verify_s - plain_s) * k / 7
-        controller.note((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept], [k])
+        controller.update((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept])
         spent, tokens = spent + k * draft_s + verify, tokens + kept + 1
     return spent, tokens * plain_s, sorted(chosen[-100:])[50]
 
@@ -496,14 +514,14 @@ def test_a_fixed_length_is_always_chosen():
     controller = DraftLengthController(4, False)
     for _ in range(20):
         assert controller.choose() == 4
-        controller.note(9.0, 4, 8.0, [0], [4])
+        controller.update(9.0, 4, 8.0, [0])
 
 
 def test_the_report_counts_places():
     report = Report()
-    report.note([2, 0, 1], [3, 3, 1])
-    report.note([0, 2], [0, 2])  # nothing was proposed for the first row
-    assert report.accepted == [3, 2, 0] and report.judged == [4, 2, 1]
+    report.add([2, 0, 1], [3, 3, 1])
+    report.add([0, 2], [0, 2])  # nothing was proposed for the first row
+    assert report.accepted[:4] == [3, 2, 0, 0] and report.judged[:4] == [4, 2, 1, 0]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
     assert numbers["speculation"]["mean_proposed_tokens"] == 9 / 4

@@ -1,12 +1,12 @@
-"""The engine: requests in, tokens out. The only generation loop there is.
+"""The engine: requests in, tokens out. This is the only generation loop (continuous batching).
 
 Read down: Request; prefill and decode; Row; Plan; Engine, whose `step` is the loop's body; `generate`, the loop.
-Knows tokens only: text is outside (on_token), and so are drafts and several ranks, which come as arguments.
+Knows tokens only. Text is handled by the caller (on_token); a draft and several ranks are passed in as arguments.
 
-Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of one prompt (of
-all, while no row decodes), and decodes one token of every other row, or several with speculation. A cache row remembers
-the tokens whose keys and values it holds, also after its request has ended. A new request begins with the longest
-prefix that any row has in common with its prompt, and reads only what follows: the next turn of a conversation, say.
+Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of one prompt (or
+of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A row
+keeps its keys and values, and a record of their tokens, after its request has ended. A new request reuses the longest
+prefix that its prompt shares with any row (prefix caching) and reads only the rest, as in a conversation's next turn.
 """
 
 import os
@@ -24,42 +24,42 @@ from model import Config, Transformer
 from report import Timing, kv_bytes
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
-PREFILL_TOKENS = 2048  # of a pass while no row is decoding: enough to be bound by arithmetic, with bounded memory
-PATIENCE = 8  # chunks of other prompts that a prompt lets pass before it goes first
-SCORED_POSITIONS = 128  # of prompt_logprobs, whose (n,V) log-probabilities are held at once
+PREFILL_TOKENS = 2048  # per pass while no row is decoding: enough to be bound by arithmetic, with bounded memory
+MAX_WAIT = 8  # a prompt that has waited for so many chunks of other prompts is read next
+SCORED_POSITIONS = 128  # prompt_logprobs are computed for so many positions at once, to bound the (n,V) tensor
 
 # ---------------------------------------------------------------- requests
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and after that what came of it.
+    """A prompt to continue, and the result, which the engine writes.
 
-    on_token(id) hears of each new token and ends the request by returning True. logprobs: record the log-probability of
-    each new token and of the n likeliest, by the logits before penalties and temperature; prompt_logprobs: the same of
-    the prompt, which is then read as a whole, whatever the cache holds.
+    on_token(id) is called with each new token and ends the request by returning True. logprobs=n records the
+    log-probability of each new token and of the n likeliest ones, from the logits before penalties and temperature.
+    prompt_logprobs=n does the same for the prompt, which is then read in full, even if the cache holds a prefix of it.
     """
 
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int = 200  # fewer where the cache row is full; 0 only reads the prompt
-    stop_ids: frozenset[int] = frozenset()  # the first of these is the last token
+    max_new_tokens: int = 200  # fewer if the cache row is full; 0 only reads the prompt
+    stop_ids: frozenset[int] = frozenset()  # the request ends with the first of these, which is its last token
     on_token: Callable[[int], bool] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # Written by the engine:
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
-    error: str | None = None  # what went wrong
-    cached_tokens: int = 0  # of the prompt, those that a cache row held already
-    # Of each new token, and of the prompt from its second on: (its own, [(id, log-probability), ...] best first)
+    error: str | None = None  # a message, if finish_reason is "error"
+    cached_tokens: int = 0  # prompt tokens that were reused from a cache row
+    # For each new token, and for each prompt token but the first: (its own, [(id, log-probability), ...] best first)
     token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)  # time.perf_counter: added, started, first_token, finished
 
 
 def check_prompt(prompt: list[int], config: Config, length: int):
-    """UserError where a cache row of `length` positions cannot serve a prompt."""
+    """Raise UserError if a cache row of `length` positions cannot serve a prompt."""
     if not prompt:
         raise UserError("the prompt is empty; give at least one token")
     if len(prompt) > length:
@@ -70,7 +70,7 @@ def check_prompt(prompt: list[int], config: Config, length: int):
 
 
 def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
-    """Read tokens (B,S) at positions (B,S) into cache rows (B,); the logits (B,V) after each row's last token."""
+    """Read tokens (B,S) at positions (B,S) into cache rows (B,). Returns the logits (B,V) after the last tokens."""
     return model(tokens, input_pos, rows)
 
 
@@ -83,20 +83,20 @@ def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
-    """A token for each row by logits (B,V), for position (B,). Several ranks go by the tokens of the first."""
-    logits = logits[:, None, : model.config.n_token]  # (B,1,V), without ids that only pad the table
-    ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted: (B,0), nothing
+    """Sample a token for each row from logits (B,V), for position (B,). Several ranks use the tokens of rank 0."""
+    logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
+    ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted (B,0)
     return ids if model.split is None else model.split.broadcast(ids), logprobs, logits
 
 
 @dataclass
 class StepFunctions:
-    """The steps that the engine calls, as they are here or compiled."""
+    """The functions that the engine calls for a step: those above, or compiled ones."""
 
     prefill: Callable = prefill
     decode: Callable = decode
-    fixed_shapes: bool = False  # a step is for 1 row or for all rows: each other number would be another graph
-    compile: Callable = lambda function: function  # what made this decode of the one above; speculation's functions too
+    fixed_shapes: bool = False  # steps run with 1 row or all rows only: each other number would need a graph of its own
+    compile: Callable = lambda function: function  # made `decode` from the function above; speculation uses it too
 
 
 # ---------------------------------------------------------------- the engine
@@ -107,33 +107,33 @@ class Row:
     """A row of the KV cache."""
 
     index: int
-    tokens: list[int] = field(default_factory=list)  # whose keys and values the cache holds, from position 0
+    tokens: list[int] = field(default_factory=list)  # the tokens whose keys and values the cache holds, from position 0
     request: Request | None = None
     last_used: float = 0.0
     waited: int = 0  # chunks of other prompts read while this one waited
 
     @property
     def unread(self) -> list[int]:
-        """What is still to be read of the prompt."""
+        """The part of the prompt that has not been read yet."""
         return self.request.prompt[len(self.tokens) :]
 
 
 @dataclass
 class Plan:
-    """What a step does. The first of several ranks sends it to the others, which do the same."""
+    """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
 
     released: list[int] = field(default_factory=list)  # rows whose requests have ended since the last plan
-    admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row takes over source's first n
-    chunk: dict[int, int] = field(default_factory=dict)  # row: how many tokens of its prompt are read, all in one pass
-    decoding: list[int] = field(default_factory=list)  # rows that get new tokens
-    draft_length: int = 0  # tokens to propose
+    admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row reuses n positions of source
+    chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
+    decoding: list[int] = field(default_factory=list)  # rows to decode
+    draft_length: int = 0  # number of tokens to propose
 
 
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
-    chunk_tokens: of a prompt, read between two decode steps. speculation: a speculative.Speculation or None. ranks: a
-    tp.Ranks where several processes share the model: the first calls `step`, the others `follow` it until it closes.
+    chunk_tokens: how many prompt tokens are read between two decode steps. speculation: a speculative.Speculation or
+    None. ranks: a tp.Ranks if the model is split over processes: rank 0 calls `step`, the others call `follow`.
     """
 
     def __init__(
@@ -144,28 +144,28 @@ class Engine:
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
         self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.finished, self.cancelled, self.released = [], [], []  # requests, requests, rows: news since the last step
+        self.finished, self.cancelled, self.released = [], [], []  # requests, requests and rows, since the last step
         if speculation is not None:
             speculation.begin(self)
 
     def add(self, request: Request):
-        """Let a request wait for a row; UserError where it can never have one."""
+        """Queue a request until a row is free; raises UserError if no row could serve it."""
         check_prompt(request.prompt, self.model.config, self.length)
         assert not request.times, "a request is run once"
         request.prompt, request.times["added"] = list(request.prompt), time.perf_counter()
         self.waiting.append(request)
 
     def cancel(self, request: Request):
-        """End a request, waiting or not, when the next step begins: on_token may call this in the middle of one."""
+        """End a request at the start of the next step. It may be waiting or active; on_token may call this."""
         self.cancelled.append(request)
 
     @property
     def active(self) -> bool:
         return bool(self.waiting) or any(row.request is not None for row in self.rows)
 
-    @torch.no_grad()  # not inference_mode, which compiled graphs trip over
+    @torch.no_grad()  # not inference_mode, which breaks compiled graphs
     def step(self) -> list[Request]:
-        """Do one step; returns the requests that have ended since the last one."""
+        """Do one step, and return the requests that have ended since the last step."""
         plan = self._plan()
         if self.ranks is not None:
             self.ranks.share(lambda: plan)
@@ -174,14 +174,14 @@ class Engine:
         return finished
 
     def clear(self):
-        """Forget what free rows hold, so that the next prompts are read from their beginning."""
+        """Forget the tokens of free rows, so that the next prompts are read from their beginning."""
         for row in self.rows:
             if row.request is None:
                 row.tokens = []
 
     @torch.no_grad()
     def follow(self):
-        """Do what the first rank does, until it closes its engine."""
+        """Do what rank 0 does, until it closes its engine."""
         while (plan := self.ranks.share()) is not None:
             for row in [self.rows[index] for index in plan.released if self.rows[index].request is not None]:
                 self._finish(row.request, "cancelled", row)
@@ -211,16 +211,16 @@ class Engine:
         return plan
 
     def _admit(self, request: Request) -> tuple[int, int, int, Request]:
-        """Give a request a free row, with the longest prefix of its prompt that any row holds."""
-        # The last token is always read, for its logits are wanted, and of a prompt to be scored all are.
+        """Give a request a free row that reuses the longest prefix of its prompt that any row holds."""
+        # The last token is always read, because its logits are needed; of a prompt to be scored, all tokens are.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
         common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
-            row = source  # else copy: more of what source holds would be lost than reused
+            row = source  # else its prefix is copied: overwriting it would lose more tokens than are reused
         self._start(row, source, common[source], request)
-        return row.index, source.index, common[source], replace(request, on_token=None)  # no function can be sent
+        return row.index, source.index, common[source], replace(request, on_token=None)  # functions cannot be sent
 
     def _start(self, row: Row, source: Row, n: int, request: Request):
         if row is not source and n:
@@ -230,10 +230,10 @@ class Engine:
         self.sampling.set_row(row.index, request.params, request.prompt)
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
-        """Which prompts to read now, and how many tokens of each: all prompts, or one while rows are decoding."""
+        """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
         if not decoding:
             return {row.index: min(max(1, PREFILL_TOKENS // len(reading)), len(row.unread)) for row in reading}
-        order = sorted(reading, key=lambda row: (row.waited < PATIENCE, len(row.unread), -row.waited))
+        order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:
             row.waited += 1
         return {row.index: min(self.chunk_tokens, len(row.unread)) for row in order[:1]}
@@ -245,9 +245,9 @@ class Engine:
             self._decode([self.rows[index] for index in plan.decoding], plan.draft_length)
 
     def _read(self, chunk: dict[int, int]):
-        """Read so many tokens of these rows' prompts in one pass; prompts that end there get their first new token.
-        Short passes round differently in models that are not chunk_invariant, so they are padded: a prompt's keys and
-        values must not depend on how it was cut."""
+        """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
+        Short passes are padded if the model is not chunk_invariant, because they would round differently: a prompt's
+        keys and values must not depend on how it was split into chunks."""
         start, model, rows = time.perf_counter(), self.model, [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
         width = max(map(len, parts)) if model.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
@@ -273,9 +273,9 @@ class Engine:
         self.timing.add_prefill(time.perf_counter() - start, sum(map(len, parts)))
 
     def _score_prompts(self, rows: list[Row], parts: list[list[int]], x: Tensor):
-        """Record prompt_logprobs of a chunk by its hidden states (B,S,D), a few positions at a time."""
+        """Record prompt_logprobs of a chunk from its hidden states (B,S,D), a few positions at a time."""
         for row, part, states in zip(rows, parts, x):
-            following = row.unread[1 : len(part) + 1]  # of the prompt's last token none
+            following = row.unread[1 : len(part) + 1]  # the prompt's last token has none
             for at in range(0, len(following) if row.request.prompt_logprobs is not None else 0, SCORED_POSITIONS):
                 ids = following[at : at + SCORED_POSITIONS]
                 logits = self.model.head(states[at : at + len(ids)])[:, : self.model.config.n_token]  # (n,V)
@@ -284,41 +284,41 @@ class Engine:
     def _decode(self, rows: list[Row], draft_length: int):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if self.steps.fixed_shapes and len(rows) > 1:  # a step is for one row, or for all
+        if self.steps.fixed_shapes and len(rows) > 1:  # a step runs with one row or with all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))  # padding
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
             ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
-            found = ids.tolist()
+            new_tokens = ids.tolist()
         else:
-            found, logprobs, logits = self.speculation.step(rows, inputs, draft_length)
-        for row, tokens in zip(rows, found):
-            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # what the step has read, and accepted
+            new_tokens, logprobs, logits = self.speculation.step(rows, inputs, draft_length)
+        for row, tokens in zip(rows, new_tokens):
+            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # what the step has read and accepted
             row.last_used = start
-        kv, count = kv_bytes(self.model, [len(row.tokens) for row in rows]), self._accept(rows, found, logprobs, logits)
+        kv = kv_bytes(self.model, [len(row.tokens) for row in rows])
+        count = self._accept(rows, new_tokens, logprobs, logits)
         self.timing.add_step(time.perf_counter() - start, count, kv)
 
-    def _accept(self, rows: list[Row], found: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
-        """Give each row's request its new tokens, as far as it wants them; returns how many. logprobs (B,n), logits
-        (B,n,V): of the tokens, and what they were drawn from."""
+    def _accept(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
+        """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits (B,n,V)."""
         requests = [row.request for row in rows]
         before = sum(len(request.new_tokens) for request in requests)
-        self.sampling.count([(row.index, new) for row, new in zip(rows, found) if row.request.params.penalizes])
+        self.sampling.count([(row.index, new) for row, new in zip(rows, new_tokens) if row.request.params.penalizes])
         for i, (row, request) in enumerate(zip(rows, requests)):
             if self.speculation is not None and not request.new_tokens:
-                self.speculation.add(row.index, request.prompt + found[i])
+                self.speculation.add(row.index, request.prompt + new_tokens[i])
             request.times.setdefault("first_token", time.perf_counter())
-            if request.logprobs is not None:  # _finish cuts off what the request does not get
-                request.token_logprobs += top_logprobs(logits[i], found[i], request.logprobs, logprobs[i])
-            for token in found[i]:
+            if request.logprobs is not None:  # _finish drops those of tokens after the request's end
+                request.token_logprobs += top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
+            for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._take(request, row, token)
         return sum(len(request.new_tokens) for request in requests) - before
 
     def _take(self, request: Request, row: Row, token: int):
-        """A request gets a token, which may be its last."""
+        """Append a token to a request, and finish the request if it is its last."""
         if token < 0:
-            row.tokens = []  # what the cache holds may be worth nothing
+            row.tokens = []  # the cache may hold NaN
             return self._finish(request, "error", row, "the model's logits are not finite")
         request.new_tokens.append(token)
         room = self.length + 1 - len(request.prompt)  # the last token needs no position
@@ -326,7 +326,7 @@ class Engine:
         reason, error = "stop" if token in request.stop_ids else reason, None
         try:
             reason = "stop" if request.on_token is not None and request.on_token(token) else reason
-        except Exception as failure:  # of this request; the others go on
+        except Exception as failure:  # ends this request only
             reason, error = "error", first_line(failure)
         if reason is not None:
             self._finish(request, reason, row, error)
@@ -343,7 +343,7 @@ class Engine:
 
 
 def generate(engine: Engine, requests: Iterable[Request]):
-    """Run requests to their end, as many at a time as the engine has rows."""
+    """Run requests until all have finished, as many at a time as the engine has rows."""
     for request in requests:
         engine.add(request)
     while engine.active:

@@ -1,7 +1,7 @@
 """From the command line's arguments to an Engine: checkpoint, model, kernels, ranks, draft, compiled steps.
 
 Read down: the options that commands share, the checkpoint, `load_engine`, which puts everything together, then its
-parts. What a run may do without (kernels, drafts, several ranks) is imported only where it is asked for.
+parts. Optional parts (kernels, drafts, several ranks) are imported only if they are used.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from report import Timing
 from sampling import SamplingParams
 from tokenizer import Tokenizer
 
-CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are found again
+CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
 
 # ---------------------------------------------------------------- options
 
@@ -73,7 +73,7 @@ def draft_kind(text: str) -> str:
 
 
 def check_model_options(args):
-    """UserError where options contradict each other."""
+    """Raise UserError if options contradict each other."""
     if args.draft_checkpoint_path == "":
         raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it away")
     if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
@@ -88,7 +88,7 @@ def check_model_options(args):
 
 
 class SingleProcess:
-    """The only process of a run. Where torchrun has started several, each has a tp.Ranks instead."""
+    """The interface of tp.Ranks for a run with one process, without torchrun."""
 
     rank, size = 0, 1
 
@@ -119,17 +119,17 @@ class Checkpoint:
 
 
 def open_checkpoint(args, ranks) -> Checkpoint:
-    """What --checkpoint_path names, converted if need be."""
+    """Open the checkpoint of --checkpoint_path, after converting it if necessary."""
     directory = ranks.in_turn(lambda: ensure_checkpoint(args.checkpoint_path, args.dtype))
     ranks.check_same(directory)
     return Checkpoint(directory, read_config(directory), read_quantization(directory), Tokenizer(directory))
 
 
 def choose_cache_length(args, config: Config, needed: int) -> int:
-    """Cache positions a row: as given, or `needed` rounded up to one of a few lengths, within the model's context."""
+    """Cache positions per row: --max_seq_length, or `needed` rounded up to a common length within the context."""
     given, context = args.max_seq_length, config.max_seq_length
     if given is not None:
-        if given > context and not config.alibi:  # which has no end
+        if given > context and not config.alibi:  # ALiBi has no longest context
             raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
         return given
     return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), context)
@@ -139,7 +139,7 @@ def choose_cache_length(args, config: Config, needed: int) -> int:
 
 
 def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> tuple[Engine, float]:
-    """An engine with so many rows of so many positions, and the seconds that reading the weights took."""
+    """An engine with `rows` cache rows of `length` positions, and the seconds that reading the weights took."""
     device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
     texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
     slots = rows * (length + 8)
@@ -182,9 +182,9 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
-    """The model; if kernels is "auto", with our own for the device that it is on, where they can run there.
+    """Return the model; if kernels is "auto", with our kernels installed for its device, if they can run there.
 
-    exact_activations: activations are not quantized on their way into quantized layers (CPU).
+    exact_activations: quantized layers do not quantize their activations (CPU).
     """
     if kernels != "auto":
         return model
@@ -215,7 +215,7 @@ def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
 
 
 def compile_per_shape(function: Callable) -> Callable:
-    """function(model, ...) as one graph for each model, size of cache and shapes of its arguments.
+    """Compile function(model, ...) as one graph for each model, cache size and shapes of the arguments.
 
     The graphs skip Dynamo's guards on the model (about 2,000 of them, a fifth of a step of the default model in int4),
     so a model must not be changed between steps, but for its caches.
@@ -226,7 +226,7 @@ def compile_per_shape(function: Callable) -> Callable:
         shapes = (x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments)
         case = model, model.blocks[0].attention.k_cache.shape, *shapes
         if case not in graphs:
-            # Graphs belong to code objects: each case has its own.
+            # Dynamo keeps graphs by code object: each case gets a copy of its own.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
             options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # as mode="reduce-overhead"
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
@@ -240,9 +240,9 @@ def guards_on_arguments(guards) -> list[bool]:
 
 
 def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> float:
-    """Compile by running what will be run, shortly; returns the seconds it took, which no rate includes.
+    """Compile the steps by running a few; returns the seconds it took, which no rate includes.
 
-    A decode graph each is made for one row and for all of them.
+    Decode gets two graphs, for one row and for all rows.
     """
     parts = [name for name, wanted in (("decode", args.compile), ("prefill", args.compile_prefill)) if wanted]
     if not parts:
@@ -270,7 +270,7 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
 
 
 def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]):
-    """What the arguments ask for, or None. texts: the tokens of the texts to look into."""
+    """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
     from speculative import AUTO_K, LookupDraft, ModelDraft, Speculation
@@ -284,7 +284,7 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, te
 
 
 def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
-    """The tokens of the file of --draft lookup:FILE, where there is one."""
+    """The tokens of the file of --draft lookup:FILE as a list of one text; [] for other drafts."""
     kind, _, name = (args.draft or "").partition(":")
     if kind != "lookup":
         return []
@@ -300,9 +300,9 @@ def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
 
 
 def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Transformer:
-    """The model of --draft_checkpoint_path, or of --draft int4-self the model itself in groups of 32.
+    """The model of --draft_checkpoint_path, or for --draft int4-self the model itself in 4 bits with groups of 32.
 
-    Of several ranks each has the whole draft, unless --draft_tp splits it or it works in the model's split caches.
+    Each rank has the whole draft, unless --draft_tp splits it or it shares the target model's split caches.
     """
     directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
     device, dtype = model.norm.weight.device, model.norm.weight.dtype

@@ -1,7 +1,7 @@
-"""A decoder-only transformer, whole, in one file.
+"""A decoder-only transformer in one file.
 
 Read down: Config, Transformer, Block, Attention, MLP, layers, positions. Knows nothing of text, sampling, files or
-devices: kernels.py has the operations, and picks who computes them.
+devices: kernels.py defines the operations and dispatches them to the kernels of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
@@ -35,14 +35,14 @@ def check_positive(numbers: dict, kinds: tuple = (int, float)):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies are stretched beyond the context a model was trained on. Unused fields keep their default.
+    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
 
-    kind: "linear" (all by factor), "llama3" (low frequencies only), "yarn" (a ramp between), "factors" (one each).
+    kind: "linear" (all by factor), "llama3" (low frequencies only), "yarn" (a ramp between), "factors" (one for each).
     """
 
     kind: str
     factor: float = 1.0
-    original_max_seq_length: int = 0  # llama3, yarn: the context before stretching
+    original_max_seq_length: int = 0  # llama3, yarn: the training context
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -63,16 +63,16 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that tells one model of these families from another."""
+    """The hyperparameters of a model; the switches below the sizes tell the families apart."""
 
     n_layer: int
     n_head: int  # H
-    n_kv_head: int  # K; K = H is multi-head, K = 1 multi-query, between them grouped-query attention
+    n_kv_head: int  # K: K = H is multi-head attention, K = 1 multi-query, anything between grouped-query
     head_dim: int  # E; not always D / H
     dim: int  # D
     hidden_dim: int  # F
     vocab_size: int  # V
-    max_seq_length: int  # the longest context the model is good for
+    max_seq_length: int  # the longest context that the model supports
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -81,15 +81,15 @@ class Config:
     out_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
-    sliding_window: int | None = None  # Mistral: a token sees this many positions, its own included
-    sliding_layers: tuple[int, ...] | None = None  # the layers that slide; None is all of them
+    sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
+    sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
     # BLOOM:
     norm: str = "rms"  # or "layer": LayerNorm, with weight and bias
     mlp: str = "swiglu"  # or "gelu": ungated, tanh-GELU
-    alibi: bool = False  # positions are slopes on the attention scores, instead of RoPE
+    alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
     embedding_norm: bool = False
     post_norm_residual: bool = False  # residuals start from the normalized input
-    n_token: int | None = None  # where the table is padded: how many ids are real; the rest are never sampled
+    n_token: int | None = None  # if the vocabulary is padded: how many ids are real; the others are never sampled
 
     def __post_init__(self):
         sizes = ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length")
@@ -117,14 +117,14 @@ class Config:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of one layer, None where it sees everything."""
+        """The sliding window of one layer; None if it attends to all positions."""
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None
 
 
 # ---------------------------------------------------------------- Transformer
 
-SCRATCH_SLOTS = 8  # at the end of each cache row: see setup_caches
+SCRATCH_SLOTS = 8  # extra slots at the end of each cache row: see setup_caches
 
 
 class Transformer(nn.Module):
@@ -142,29 +142,29 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, bias=False)
-        self.split = None  # over ranks, by tp.py: this one's tp.Shard
-        # A device's kernels may run all blocks as one call: fused(blocks, x, rope, input_pos, rows) -> x.
+        self.split = None  # this rank's tp.Shard, if tp.py has split the model over ranks
+        # Kernels may replace the loop over blocks by one call: fused(blocks, x, rope, input_pos, rows) -> x.
         self.fused: Callable | None = None
-        self.max_fused_tokens = 0  # S up to which they do
-        # Whether a token's K/V and logits have the same bits in a call of few tokens a row (up to 16, as in decoding)
-        # as in one of many. Where not, the same prompt in other chunks may differ in last bits.
+        self.max_fused_tokens = 0  # the largest S for which `fused` is called
+        # Whether a call with few tokens per row (up to 16, as in decoding) gives bitwise the same K/V and logits as a
+        # call with many. If not, the same prompt read in other chunks may differ in the last bits.
         self.chunk_invariant = False
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
 
-        T is max_seq_length + 8: slot -1 is scratch, where padding (position -1) lands and which no token ever sees;
-        the other seven only round T up, for vector code. Bytes: 2 n_layer R K T E times the width of the dtype.
+        T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
+        to it. The other seven only round T up for vector code. Bytes: 2 n_layer R K T E times the size of the dtype.
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        config = self.blocks[0].attention.config  # not self.config: of a split model, this rank's heads only
+        config = self.blocks[0].attention.config  # not self.config: in a split model a block has this rank's heads only
         shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
-        # Positions' tables are not made in __init__: there they would be meta tensors, which no checkpoint fills.
+        # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
         rope, slopes = (None, None), None
         if self.config.alibi:
             own = slice(None) if self.split is None else list(self.split.own(self.config.n_head))
             slopes = alibi_slopes(self.config.n_head).to(weight.device)[own]  # one tensor for all layers
-        else:  # looked up, not computed in each step: the compiler's cosine is another one in its last bit
+        else:  # a table, because a compiled cosine differs from the eager one in the last bit
             freqs = rope_frequencies(self.config).to(weight.device)
             rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
         for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
@@ -188,10 +188,10 @@ class Transformer(nn.Module):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
 
         Within a row positions are contiguous and padding (-1) is on the right. Returns the logits of each row's last
-        real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding mean nothing.
+        real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding are undefined.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
-        if not all_logits:  # a long prompt never builds an (S,V) tensor
+        if not all_logits:  # so a long prompt never needs an (S,V) tensor
             last = input_pos.argmax(1)  # padding is -1
             x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
         return self.head(x)
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
 
     def head(self, x: Tensor):
-        """(...,D) to logits (...,V); of a model that is split over ranks, all of them on every rank."""
+        """Hidden states (...,D) to logits (...,V). If the model is split over ranks, every rank gets all V."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
         return logits if self.split is None else self.split.gather(logits, self.config.vocab_size)
 
@@ -238,11 +238,11 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with RoPE or ALiBi, over the layer's own rows of the KV cache."""
+    """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
 
-    k_cache: Tensor  # (R,K,T,E), by Transformer.setup_caches
+    k_cache: Tensor  # (R,K,T,E), set by Transformer.setup_caches, as v_cache and slopes are
     v_cache: Tensor
-    slopes: Tensor | None  # (H,) float32 with ALiBi, by the same
+    slopes: Tensor | None  # (H,) float32, only with ALiBi
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -293,7 +293,8 @@ class MLP(nn.Module):
 
 # ---------------------------------------------------------------- layers
 #
-# Not torch.nn's: those initialize their weights, which takes time, and on meta imports torch's compiler (1.2 s).
+# Not those of torch.nn, which initialize their weights: that takes time, and on the meta device it imports torch's
+# compiler (1.2 s).
 
 
 class Linear(nn.Module):
@@ -310,7 +311,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A vector for each token, and where the output head is tied to it, each token's logit."""
+    """The embedding table; a tied output head uses it for the logits too."""
 
     def __init__(self, vocab_size: int, dim: int):
         super().__init__()
@@ -354,7 +355,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 def rope_frequencies(config: Config) -> Tensor:
-    """RoPE's E/2 angular frequencies in float32, radians a position, stretched as config.rope_scaling says."""
+    """RoPE's E/2 angular frequencies in float32, in radians per position, scaled as config.rope_scaling says."""
     E, base, scaling = config.head_dim, float(config.rope_base), config.rope_scaling
     freqs = 1.0 / base ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
     if scaling is None:
@@ -365,26 +366,27 @@ def rope_frequencies(config: Config) -> Tensor:
         return freqs / torch.tensor(scaling.factors)
     context = scaling.original_max_seq_length
     if scaling.kind == "llama3":
-        # Pairs that turn high_freq_factor times in the old context stay; those below low_freq_factor are stretched.
+        # Frequencies with more than high_freq_factor rotations in the training context are kept; those with fewer than
+        # low_freq_factor are divided by factor; those between are interpolated.
         turns = context * freqs / (2 * math.pi)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:  # yarn
 
-        def dimension(turns):  # the pair that turns this often in the old context
+        def dimension(turns):  # the pair that rotates this often in the training context
             return E * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, E - 1)
-        high += 0.001 * (low == high)  # no division by zero
+        high += 0.001 * (low == high)  # avoids a division by zero
         keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
     keep = keep.clamp(0, 1)
     return freqs * keep + freqs / scaling.factor * (1 - keep)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or DeepSeek's quotient of two."""
+    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or DeepSeek's ratio of two."""
 
     def magnitude(m):
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
@@ -411,7 +413,7 @@ def alibi_slopes(H: int) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`; in float32, back in x's dtype."""
+    """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
     cos, sin = rope
-    y = x.float()  # first: torch multiplies mixed dtypes ten times slower
+    y = x.float()  # converted first, because torch multiplies mixed dtypes ten times slower
     return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

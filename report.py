@@ -1,10 +1,10 @@
-"""What a run took: seconds and counts, the bytes read for each token, and how near that is to what the machine can do.
+"""Measurements of a run: seconds and counts, bytes read per token, and the share of the machine's memory bandwidth.
 
 Read down: Timing, which the engine adds to; the bytes that a step reads; the roofline; measurements of the machine; the
 report of a run, as JSON fields and as text. Knows the model, nothing of text or of the command line.
 
-Prefill and decode are never mixed, compilation is in no rate, and under the profiler there is no rate at all: each of
-these has made somebody believe a wrong number.
+Rates never mix prefill and decode and never include compilation, and a run under the profiler has no rates: all of
+these would be misleading numbers.
 """
 
 import sys
@@ -23,14 +23,14 @@ from model import Config, Transformer
 class Timing:
     """Seconds and counts, summed over steps."""
 
-    first_token_s: float | None = None  # of the first prefill
+    first_token_s: float | None = None  # seconds of the first prefill
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
-    kv_bytes: int = 0  # that decode read
-    draft_bytes: float = 0.0  # of a draft model's weights, that decode read
+    kv_bytes: int = 0  # keys and values read by decode steps
+    draft_bytes: float = 0.0  # weights of a draft model read by decode steps
 
     def add_prefill(self, seconds: float, tokens: int):
         self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
@@ -47,7 +47,7 @@ class Timing:
 def weight_bytes(model: Transformer, rows: float) -> float:
     """Bytes of weights that one decode step reads.
 
-    These are all weights, except that of an embedding table that is not also the head only one vector per row is read.
+    It reads all weights, but of an embedding table that is not tied to the head only one vector per row.
     """
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
@@ -56,7 +56,7 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
     """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
-    config = model.blocks[0].attention.config  # of this rank's heads, if the model is split
+    config = model.blocks[0].attention.config  # has this rank's heads only, if the model is split
     positions = config.n_layer * sum(lengths)
     if config.sliding_window is not None:
         windows = [config.window(layer) for layer in range(config.n_layer)]
@@ -65,10 +65,10 @@ def kv_bytes(model: Transformer, lengths: list[int]) -> int:
 
 
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
-    """What a decode step of `rows` rows, each with `context` positions filled, computes and reads for each token.
+    """FLOPs and bytes per token of a decode step with `rows` rows, each with `context` positions filled.
 
-    bound_tokens_per_s is what no machine that reads `bandwidth` bytes a second can exceed. FLOPs are two for every
-    weight of a matrix, and four for every number of a query and every position that it attends to.
+    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second. FLOPs are two for each
+    weight of a matrix, and four for each element of a query and each position that it attends to.
     """
     with torch.device("meta"):
         model = swap(Transformer(config).to(dtype), quantization)
@@ -87,7 +87,7 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
 
 def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, quantization=None) -> list[dict]:
-    """`roofline` at several lengths of context, up to the longest that the model is good for."""
+    """`roofline` at several lengths of context, up to the longest that the model supports."""
     contexts = [n for n in (1, 512, 2048, 8192, 32768, 131072) if n <= config.max_seq_length]
     return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows, quantization) for n in contexts]
 
@@ -104,7 +104,7 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
 
 
 def read_bandwidth(model: Transformer) -> float:
-    """Bytes a second at which this machine reads the model's weights when it only sums them."""
+    """Memory bandwidth in bytes per second, measured by summing the model's weights."""
     weights = [w.view(-1)[: w.numel() // 8 * 8].view(torch.int64) for w in model.state_dict().values()]
     best = float("inf")
     for _ in range(4):
@@ -118,7 +118,7 @@ def read_bandwidth(model: Transformer) -> float:
 
 
 def all_reduces_s(model: Transformer, times: int = 10) -> float:
-    """Seconds that the all-reduces of one decode step take by themselves; all ranks must measure together."""
+    """Seconds that the all-reduces of one decode step take by themselves; all ranks must call this together."""
     from tp import all_reduce
 
     x = model.norm.weight.new_zeros(model.blocks[0].attention.k_cache.shape[0], 1, model.config.dim)  # (B,1,D)
@@ -139,7 +139,7 @@ def synchronize(device: torch.device):
 
 def compile_counts() -> tuple[int, int]:
     """(graphs compiled, graph breaks) in this process so far."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import would take a second
         return 0, 0
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
@@ -149,7 +149,7 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
     """The measured part of --json. Under the profiler there are no rates, because it slows every operation."""
     weight, tokens, steps = model.norm.weight, timing.decode_tokens, timing.decode_steps
     peak = peak_memory(weight.device)  # before the bandwidth is measured
-    weights = kv = rate = None  # bytes for each token, tokens a second
+    weights = kv = rate = None  # bytes per token, tokens per second
     if tokens:
         weights = (weight_bytes(model, tokens / steps) * steps + timing.draft_bytes) / tokens
         kv = timing.kv_bytes / tokens
@@ -162,13 +162,13 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         "weight_bytes_per_token": weights,
         "kv_bytes_per_token": kv,
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
-        "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # which takes most of a second
-        "mean_accepted_tokens": None,  # of speculation
+        "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # takes most of a second
+        "mean_accepted_tokens": None,  # speculation sets it
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    if model.split is not None:  # all bytes are then those of one rank
+    if model.split is not None:  # then all bytes are those of one rank
         fields["ranks"] = model.split.ranks
         fields["communication_share"] = rate and all_reduces_s(model) * steps / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -208,12 +208,12 @@ def print_report(result: dict, timing: Timing):
 
 
 def main():
-    """Print the roofline of a model, of which only the config.json is needed."""
+    """Print the roofline of a model; only its config.json is needed."""
     from checkpoint import DTYPES, is_ours, read_config, read_quantization
     from cli import ArgumentParser
     from hf_directory import hf_config
 
-    parser = ArgumentParser(description="Tokens a second that a model cannot exceed, by the bytes that it has to read.")
+    parser = ArgumentParser(description="The upper bound on tokens per second, by the bytes that a model reads.")
     parser.add_argument("directory", type=Path, help="with a config.json, ours or Hugging Face's")
     parser.add_argument("--bandwidth", type=float, required=True, metavar="GB/s", help="what one device reads")
     parser.add_argument("--devices", type=int, default=1, help="that share the weights (1)")

@@ -1,15 +1,15 @@
-"""From logits to probabilities to token ids, each row by its own settings.
+"""From logits to probabilities to token ids. Each row has its own settings.
 
 Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
 filters. Knows nothing of models or text.
 
-A row's draw depends on its logits, settings, seed and position and on nothing else: not on the other rows, nor on
-whether the code is compiled. So there is no random generator with a hidden state: the noise is a hash of (seed,
-position, stream, token id), and wherever a sum decides which tokens are kept it is a sum of integers, which is the same
-in any order. Nothing is ever sorted: the top-k and top-p thresholds are found with histograms.
+The token that a row samples depends only on its logits, settings, seed and position: not on the other rows, nor on
+whether the code is compiled. Therefore the noise is a hash of (seed, position, stream, token id) instead of a random
+generator with a state, and the sums that decide which tokens are kept are integer sums, which do not depend on the
+order. Nothing is sorted: the top-k and top-p thresholds are found with histograms.
 
-Settings are always present, as tensors: a compiled step serves every mix of requests. The fast kernels skip, row by
-row, what a row does not use; the functions here are their specification.
+All settings are always present, as tensors, so that one compiled step serves any mix of requests. The fast kernels skip
+the settings that a row does not use; the functions here are the reference that they must match.
 """
 
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from kernels import define, exponential_noise, float_to_sortable_int, has_kernel
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn, in plain numbers; ValueError for one that is out of range.
+    """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
-    Filters apply in the order of the fields. Repetition penalty (arXiv:1909.05858): logits of tokens that stand in the
-    prompt or the answer are divided by it, negative ones multiplied. OpenAI's penalties are subtracted from a token's
-    logit: frequency for each time that it stands in the answer, presence once if it does at all.
+    Filters apply in the order of the fields. The repetition penalty (arXiv:1909.05858) divides the logits of tokens
+    that occur in the prompt or the answer, and multiplies negative ones. OpenAI's penalties are subtracted from a
+    token's logit: the frequency penalty for each time that it occurs in the answer, the presence penalty once.
     """
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     temperature: float = 1.0  # 0: the likeliest token, exactly
-    top_k: int = 0  # draw from the k likeliest; 0: all
-    top_p: float = 1.0  # draw from the fewest tokens that make up this probability (arXiv:1904.09751)
+    top_k: int = 0  # sample from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # sample from the fewest tokens that have this probability together (arXiv:1904.09751)
     min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
     seed: int = 0
 
@@ -56,7 +56,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 
-# Penalties beyond these bounds would overflow float32 for logits that occur.
+# Larger penalties would overflow float32 with ordinary logits.
 RANGES = [("repetition_penalty", 1e-3, 1e3), ("frequency_penalty", -1e3, 1e3), ("presence_penalty", -1e3, 1e3)]
 RANGES += [("temperature", 0, 1e30), ("top_k", 0, 2**31), ("top_p", 0, 1), ("min_p", 0, 1)]
 RANGES += [("seed", -(2**63), 2**63 - 1)]
@@ -66,18 +66,18 @@ class Sampling(NamedTuple):
     """The settings of R cache rows: (R,) tensors, as in SamplingParams."""
 
     seed: Tensor  # int64
-    temperature: Tensor  # float32, as all that follow but top_k
+    temperature: Tensor  # float32, as are the others but top_k
     top_k: Tensor  # int64
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
-    counts: Tensor  # (R,V) int32: twice the times that a token stands in the answer, plus 1 if it is in the prompt
+    counts: Tensor  # (R,V) int32: twice the occurrences of a token in the answer, plus 1 if it is in the prompt
 
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
-        """Rows that are greedy and use nothing else."""
+        """Settings of R greedy rows without penalties or filters."""
         values = [getattr(SamplingParams(temperature=0.0), name) for name in cls._fields[:-1]]
         dtypes = {int: torch.int64, float: torch.float32}
         fields = [torch.full((R,), value, dtype=dtypes[type(value)], device=device) for value in values]
@@ -87,13 +87,13 @@ class Sampling(NamedTuple):
         """Give a row the settings of a request with this prompt."""
         for name in self._fields[:-1]:
             getattr(self, name)[row] = getattr(params, name)
-        if params.penalizes:  # else nobody looks at the counts
+        if params.penalizes:  # else the counts are not used
             self.counts[row] = 0
             self.counts[row, torch.tensor(prompt, dtype=torch.int64, device=self.counts.device)] = 1
 
-    def count(self, found: list[tuple[int, list[int]]]):
-        """The answers of these rows have these tokens more; -1 is none."""
-        if pairs := [(row, token) for row, tokens in found for token in tokens if token >= 0]:
+    def count(self, new_tokens: list[tuple[int, list[int]]]):
+        """Add new tokens, given as (row, tokens), to the counts of their rows; -1 is no token."""
+        if pairs := [(row, token) for row, tokens in new_tokens for token in tokens if token >= 0]:
             rows, tokens = torch.tensor(pairs, device=self.counts.device).unbind(1)
             self.counts.index_put_((rows, tokens), self.counts.new_full((1,), 2), accumulate=True)
 
@@ -112,23 +112,23 @@ define(f"probabilities({ARGUMENTS}) -> Tensor", lambda x, *rest: x.new_empty(x.s
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
-    """Draw a token for each of S places of B rows.
+    """Sample a token for each of S consecutive positions of B rows.
 
-    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be drawn. rows (B,) int64: the row of
-    `settings` that each belongs to. position (B,) int64: that of the token drawn at place 0; 0 or less is padding, and
-    its logits may be anything. drafted (B,S-1) int64: the token drafted for each place but the last; the penalties of
-    later places count it. A negative one is none.
+    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: which row of
+    `settings` each uses. position (B,) int64: the position of the first sampled token; 0 or less marks a padding row,
+    whose logits may be anything. drafted (B,S-1) int64: the drafted token at each position but the last, which the
+    penalties of later positions count; a negative one is no token.
 
     Returns ids (B,S) int64, -1 for padding and where the largest logit is not finite (NaN anywhere, or infinity); and
-    the log-probability of each by the logits as they came, (B,S) float32, NaN where the id is -1.
+    the log-probability of each in the unmodified logits, (B,S) float32, NaN where the id is -1.
     """
     operation = torch.ops.fastpath.sample if has_kernels(logits.device) else sample_reference
     return operation(logits, rows, position, drafted, *settings)
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
-    """The distribution that `sample`, with the same arguments, draws from, (B,S,V) float32: zero for what the filters
-    drop, one-hot where a row is greedy; all zero for padding, all NaN where the largest logit is not finite."""
+    """The distribution (B,S,V) float32 that `sample` draws from with the same arguments. It is zero for tokens that the
+    filters drop, one-hot for a greedy row, all zero for padding, all NaN where the largest logit is not finite."""
     operation = torch.ops.fastpath.probabilities if has_kernels(logits.device) else probabilities_reference
     return operation(logits, rows, position, drafted, *settings)
 
@@ -136,7 +136,7 @@ def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tenso
 def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor, Tensor]:
     settings = Sampling(*settings)
     x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
-    largest, ids = x.max(-1)  # of equal logits the lowest id
+    largest, ids = x.max(-1)  # the lowest id of equal logits
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
         weights = filtered(x, rows, settings).exp()
@@ -161,9 +161,9 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
 
 
 def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None = None) -> list:
-    """Of each of ids (m), drawn after logits (m,V): (log-probability, [(id, log-probability), ...] of the n likeliest).
+    """For each of m ids and its logits (m,V): (log-probability, [(id, log-probability), ...] of the n likeliest ids).
 
-    logprobs (m,): the ids' own, where they have been worked out already.
+    logprobs (m,): the log-probabilities of the ids, if they are known already.
     """
     if logprobs is not None and n == 0:
         return [(own, []) for own in logprobs[: len(ids)].tolist()]
@@ -177,7 +177,7 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where asking would mean waiting."""
+    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where asking would synchronize."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 
@@ -187,7 +187,7 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
     if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
     counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
-    for i in range(drafted.shape[1]):  # place s follows drafted[:, :s]
+    for i in range(drafted.shape[1]):  # position s follows drafted[:, :s]
         ids = drafted[:, i, None, None].expand(-1, x.shape[1] - i - 1, 1)
         counts[:, i + 1 :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
     x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
@@ -195,15 +195,15 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
 
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
-    """Logits x (B,S,V) float32 minus their maximum, by temperature; -inf for what top_k, top_p and min_p drop."""
+    """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf where top_k, top_p or min_p drop."""
     temperature, top_k, top_p, min_p = (setting[rows, None, None] for setting in settings[1:5])  # (B,1,1)
     order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
-    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # 0 * inf would be NaN
+    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # because 0 * inf is NaN
     if any_row(top_k > 0):
         target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
         x = x.masked_fill(~top_mass(order, torch.ones_like(order), target), float("-inf"))
     if any_row(top_p < 1):
-        mass = (x.exp() * 2.0**40).long()  # fixed point: sums of it are exact
+        mass = (x.exp() * 2.0**40).long()  # fixed point, so that sums are exact
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
-    return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest has x = 0
+    return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0

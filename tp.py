@@ -1,11 +1,13 @@
 """Tensor parallelism: one model over several processes (ranks), each with a slice of every large matrix.
 
-Read down: SPLIT, the table of how each module is split; Shard, one rank's share of a model; what cannot be split;
-run_together and Ranks, the processes of one run as torchrun starts them. Knows nothing of text or of the options.
+Read down: SPLIT, the table of how each module is split; Shard, one rank's share of a model; the checks whether a model
+can be split; run_together and Ranks, the processes of one run as torchrun starts them.
+Knows nothing of text or of the options.
 
 A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's input are split by
-their outputs, so that each rank has whole heads and whole hidden units. Those that write to the residual are split by
-their inputs, and the all-reduce adds up the ranks' products. Embedding and head are split by vocabulary.
+outputs (column-parallel), so that each rank has whole heads and whole hidden units. Those that write to the residual
+are split by inputs (row-parallel), and the all-reduce adds up the ranks' products. Embedding and
+head are split by vocabulary.
 
 A model is split in two steps, and its weights are loaded between them: `cut` shrinks each tensor to this rank's slice
 and says which slice of the checkpoint's tensor that is; `connect` puts the all-reduces in. Every rank gathers all
@@ -53,7 +55,7 @@ SPLIT = {
     "output": ("vocab", 1),
     "embedding_norm": ("whole", 1),
     "attention_norm": ("whole", 1),
-    "attention.q_norm": ("whole", 1),  # of one head's width, and every head's the same
+    "attention.q_norm": ("whole", 1),  # one vector of width E, which all heads share
     "attention.k_norm": ("whole", 1),
     "mlp_norm": ("whole", 1),
     "norm": ("whole", 1),
@@ -65,14 +67,14 @@ SPLIT = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a tensor that one rank has: ranges of its rows, one after the other, and a range of its columns."""
+    """The part of a tensor that one rank has: ranges of its rows, concatenated, and a range of its columns."""
 
     rows: tuple[range, ...]
-    columns: range | None = None  # None: all of them, or the tensor has no second dimension
-    height: int = 0  # padded with zeros to at least so many rows
+    columns: range | None = None  # None: all columns, or a tensor with one dimension
+    height: int = 0  # zero rows are appended up to this number of rows
 
     def of(self, source) -> Tensor:
-        """The slice of a tensor, or of a safetensors file's get_slice, of which no more than that is then read."""
+        """The slice of a tensor, or of a safetensors get_slice, which then reads only that part of the file."""
         columns = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
         pieces = [source[(slice(r.start, r.stop), *columns)] for r in self.rows]
         out = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
@@ -84,12 +86,12 @@ class Slice:
 class Shard:
     """Rank `rank` of `ranks`. group: the process group for the model's tensors; control: one for tensors on the CPU.
 
-    A model that was split has it as `model.split`: by it `model.head` gathers the columns of the logits.
+    A split model has it as `model.split`, with which `model.head` gathers the columns of the logits.
     """
 
     rank: int
     ranks: int
-    group: Any = None  # its name, as the functional collectives take it; `cut` needs no group
+    group: Any = None  # its name, which the functional collectives take; `cut` needs no group
     control: Any = None
 
     @classmethod
@@ -118,7 +120,7 @@ class Shard:
     def cut(self, model: Transformer) -> dict[str, Slice]:
         """Shrink each tensor (it may be on meta) to this rank's slice, and return the slices by the tensors' names.
 
-        UserError if the model cannot be split over so many ranks.
+        Raises UserError if the model cannot be split over so many ranks.
         """
         check(model, self.ranks)
         slices = {}
@@ -186,7 +188,7 @@ class Shard:
 
     def gather(self, logits: Tensor, V: int) -> Tensor:
         """All ranks' columns of the logits (...,V/ranks), in order and without the padding: (...,V)."""
-        columns = logits.movedim(-1, 0).contiguous()  # it gathers along the first dimension
+        columns = logits.movedim(-1, 0).contiguous()  # all_gather concatenates along the first dimension
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))[:V].movedim(0, -1)
 
@@ -234,19 +236,19 @@ class SplitEmbedding(nn.Module):
 
 
 def split_of(name: str) -> tuple[str, int]:
-    """The line of SPLIT for a module, by the longest name that fits. Modules without weights need none."""
+    """The line of SPLIT with the longest name that matches a module. Modules without weights need none."""
     fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
     return SPLIT[max(fitting, key=len)] if fitting else ("unknown", 0)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers, as far as a checkpoint holds them."""
+    """A module's own parameters and buffers that are part of a checkpoint."""
     tensors = module._parameters | module._buffers
     return {k: t for k, t in tensors.items() if t is not None and k not in module._non_persistent_buffers_set}
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
-    """The reasons why a model cannot be split over so many ranks; none if it can."""
+    """The reasons why a model cannot be split over so many ranks; empty if it can."""
     config = model.config
     sizes = {"n_head": config.n_head, "hidden_dim": config.hidden_dim}
     reasons = [f"{name} {n} is not a multiple of {ranks}" for name, n in sizes.items() if n % ranks]
@@ -279,9 +281,9 @@ def check(model: Transformer, ranks: int):
 #   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
 
 HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
-MESSAGE_BYTES = 2048  # of a broadcast
-START_S = 300.0  # for all ranks to start: importing torch from a cold disk takes long
-COLLECTIVE_TIMEOUT = timedelta(days=7)  # a user may think for long; the watch thread is what notices a death
+MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs a second one
+START_S = 300.0  # until all ranks must have started: importing torch from a cold disk is slow
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # a user may be idle for long; the watch thread notices a dead rank
 
 
 def run_together(main: Callable):
@@ -308,7 +310,7 @@ class Ranks:
         numbers = [int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
         self.rank, self.size, self.local_rank = numbers
         self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        self.connection_broke = False  # a missing heartbeat counts sooner then
+        self.connection_broke = False  # then a missing heartbeat is noticed sooner
         self.done, self.exiting = threading.Event(), threading.Lock()
         if self.rank:  # only rank 0 prints
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -339,7 +341,7 @@ class Ranks:
         self.control = dist.group.WORLD
 
     def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
-        """A connection to the store, on which each call waits at most so long.
+        """A connection to the store, with this timeout for each call.
 
         A call that waits blocks other threads on the same connection, so the watch thread has its own.
         """
@@ -356,7 +358,7 @@ class Ranks:
 
     def shard(self, device: torch.device) -> Shard:
         """This rank's Shard of a model on its device."""
-        dist.barrier(self.control)  # by now every rank has checked that there is memory for it
+        dist.barrier(self.control)  # until every rank has checked that it has enough memory
         group = self.control
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -381,7 +383,7 @@ class Ranks:
     # ------------------------------------------------------------ synchronization
 
     def share(self, work: Callable = lambda: None):
-        """Call work() on rank 0 only, and return its result on every rank. One broadcast, if it is short."""
+        """Call work() on rank 0 only, and return its result on every rank. A short result takes one broadcast."""
         message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
         if self.rank == 0:
             data = pickle.dumps(work())
@@ -397,7 +399,7 @@ class Ranks:
 
     @contextmanager
     def repeat(self, work: Callable):
-        """Within, rank 0 shares what work() returns every second, so that no collective of the others times out."""
+        """A context in which rank 0 shares work() once a second, so that the others' collectives do not time out."""
         done = threading.Event()
 
         def send():
@@ -413,13 +415,13 @@ class Ranks:
             thread.join()
 
     def in_turn(self, work: Callable):
-        """Call work() on every rank, first on one rank of each machine: the others then find its files there."""
+        """Call work() on every rank, first on one rank per machine, so that the others find the files that it wrote."""
         result = work() if self.local_rank == 0 else None
         dist.barrier(self.control)
         return work() if self.local_rank else result
 
     def check_same(self, directory: Path):
-        """UserError if config.json or the weight files of a checkpoint directory are not the same on every rank."""
+        """Raise UserError if config.json or the weight files of a checkpoint directory differ between ranks."""
         files = sorted((path.name, path.stat().st_size) for path in directory.glob("*.safetensors*"))
         digest = hashlib.sha256((directory / "config.json").read_bytes() + repr(files).encode()).hexdigest()
         digests = [None] * self.size
@@ -433,13 +435,13 @@ class Ranks:
     # ------------------------------------------------------------ shutdown
 
     def finish(self):
-        """Exit with code 0 when all ranks are done. Exits at once: C++ destructors at Python's end have been seen to
+        """Exit with code 0 when all ranks are done, by os._exit: C++ destructors at Python's exit have been seen to
         abort the process."""
         try:
             dist.barrier(self.control)
             self.done.set()
             self.watch.join()
-            dist.barrier(self.control)  # the store may be in rank 0, which must outlive all watch threads
+            dist.barrier(self.control)  # rank 0 may host the store, so it must outlive all watch threads
             dist.destroy_process_group()
         except Exception:
             self.wait_for_reason()
@@ -449,14 +451,14 @@ class Ranks:
         os._exit(0)
 
     def wait_for_reason(self):
-        """After a connection broke, some other rank has ended: the watch thread will find out which, and exit."""
+        """A connection broke because another rank ended: wait until the watch thread knows which one and exits."""
         self.connection_broke = True
-        self.watch.join(TIMEOUT_S)  # no longer, in case that thread itself has ended
+        self.watch.join(TIMEOUT_S)  # bounded, in case the watch thread itself has ended
 
     def abort(self, code: int, text: str):
-        """End all ranks and exit, for this reason if the store has no earlier one."""
+        """End all ranks and exit, with this error or the one that is already in the store."""
         if self.rank:
-            time.sleep(HEARTBEAT_S)  # an error that all ranks have is better reported by rank 0 as its own
+            time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should be the one to report it
         reason = json.dumps([code, self.rank, text])
         try:
             reason = self._client().compare_set("end", "", reason)
@@ -494,7 +496,7 @@ class Ranks:
                     return
                 store.set(f"alive {self.rank}", str(beat))
                 beats = store.multi_get([f"alive {rank}" for rank in others])
-                for rank, value in zip(others, beats):  # counted in beats of our own: a machine may have slept
+                for rank, value in zip(others, beats):  # in our own heartbeats: a machine may have been suspended
                     silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
                     last[rank] = value
                 limit = BROKEN_TIMEOUT_S if self.connection_broke else TIMEOUT_S

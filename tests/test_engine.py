@@ -290,7 +290,7 @@ def test_short_prompts_go_first_but_a_long_one_is_not_starved(models):
             engine.add(Request(random_prompts([8], seed=next(short_seed))[0], GREEDY, 1))
         engine.step()
         steps += 1
-    assert 8 <= steps <= 8 + engine_module.PATIENCE + 60 // 8 + 1
+    assert 8 <= steps <= 8 + engine_module.MAX_WAIT + 60 // 8 + 1
 
 
 # ---------------------------------------------------------------- how requests end

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, available_memory, progress_bar
+from cli import HugePages, UserError, available_memory, progress_bar
 from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
@@ -111,14 +111,14 @@ def safetensors_header(path: Path) -> dict[str, dict]:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
+def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Tensor:
     """A copy of one tensor of a safetensors file, or of a part of it (a tp.Slice).
 
     The file is opened for each tensor: the library maps it, and pages that were read stay in the process until the
     mapping is closed, so that one handle for all tensors would hold the whole file besides the copies.
     """
     with safe_open(path, "pt") as file:
-        return (file.get_tensor(name) if part is None else part.of(file.get_slice(name))).clone()
+        return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -188,10 +188,13 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     files, weights = checked_files(directory, expected), {}
     parts = dict.fromkeys(files) if shard is None else shard.cut(model)
     total = weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
+    # Quantized weights are packed anew by the kernels, one by one: what they replace must be freed one by one, too.
+    memory = HugePages(total) if torch.device(device).type == "cpu" and quantization is None else None
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, part in parts.items():
             kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
-            weights[name] = tensor = read_tensor(files[name], name, part).to(device=device, dtype=kind)
+            copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(kind))  # noqa: B023
+            weights[name] = tensor = read_tensor(files[name], name, part, copy).to(device=device, dtype=kind)
             # The minimum and maximum are NaN if any element is, and finding them makes no copy.
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 raise UserError(f"{files[name]}: {name} holds NaN or infinity in {str(kind).removeprefix('torch.')}")

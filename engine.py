@@ -5,8 +5,7 @@ Knows tokens only. Text is handled by the caller (on_token); a draft and several
 
 Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of one prompt (or
 of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A row
-keeps its keys and values, and a record of their tokens, after its request has ended. A new request reuses the longest
-prefix that its prompt shares with any row (prefix caching) and reads only the rest, as in a conversation's next turn.
+keeps its keys and values after its request has ended, for prompts that share a prefix with it (prefix caching).
 """
 
 import os
@@ -27,8 +26,6 @@ from sampling import Sampling, SamplingParams, sample, top_logprobs
 PREFILL_TOKENS = 2048  # per pass while no row is decoding: enough to be bound by arithmetic, with bounded memory
 MAX_WAIT = 8  # a prompt that has waited for so many chunks of other prompts is read next
 SCORED_POSITIONS = 128  # prompt_logprobs are computed for so many positions at once, to bound the (n,V) tensor
-
-# ---------------------------------------------------------------- requests
 
 
 @dataclass(eq=False)
@@ -170,14 +167,13 @@ class Engine:
         if self.ranks is not None:
             self.ranks.share(lambda: plan)
         self._run(plan)
-        self.finished, finished = [], self.finished
+        finished, self.finished = self.finished, []
         return finished
 
     def clear(self):
         """Forget the tokens of free rows, so that the next prompts are read from their beginning."""
-        for row in self.rows:
-            if row.request is None:
-                row.tokens = []
+        for row in [row for row in self.rows if row.request is None]:
+            row.tokens = []
 
     @torch.no_grad()
     def follow(self):
@@ -239,10 +235,13 @@ class Engine:
         return {row.index: min(self.chunk_tokens, len(row.unread)) for row in order[:1]}
 
     def _run(self, plan: Plan):
-        if plan.chunk:
-            self._read(plan.chunk)
+        if plan.chunk:  # fixed: the results of torch's own products may depend on the number of threads
+            with self.timing.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.chunk_invariant):
+                self._read(plan.chunk)
         if plan.decoding:
-            self._decode([self.rows[index] for index in plan.decoding], plan.draft_length)
+            work = len(plan.decoding), plan.draft_length
+            with self.timing.threads.of("decode", work, fixed=not self.model.max_kernel_tokens):
+                self._decode([self.rows[index] for index in plan.decoding], plan.draft_length)
 
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
@@ -284,8 +283,8 @@ class Engine:
     def _decode(self, rows: list[Row], draft_length: int):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if self.steps.fixed_shapes and len(rows) > 1:  # a step runs with one row or with all rows
-            columns += [(0, -1, 0)] * (len(self.rows) - len(rows))  # padding
+        if self.steps.fixed_shapes and len(rows) > 1:  # a step runs with one row or with all rows: padding
+            columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
             ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)

@@ -20,6 +20,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -43,6 +44,7 @@ constexpr int LANES = 16;               // 32-bit lanes of a 512-bit register
 constexpr int GROUP = 32;               // columns of x that share a scale when x is quantized
 constexpr int MAX_DECODE_TOKENS = 16;   // up to so many new tokens a row, reading the weights limits a matrix product
 constexpr int PREFETCH_DISTANCE = 4096;  // bytes between the weights in use and those being prefetched
+constexpr int SPINS = 2000;             // iterations of about 25 ns that a thread waits awake for the others
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504f;  // exp(x) = 2^(x LOG2E)
@@ -84,9 +86,30 @@ inline float fast_exp(float x) { return _mm512_cvtss_f32(fast_exp(_mm512_set1_ps
 
 // ---------------------------------------------------------------- threads
 
+// Where the threads of a parallel region wait for each other. A waiting thread spins for some 50 us, which nearly always is
+// enough, and then sleeps: while another program has one processor, the thread that it waits for may need this one.
+class Barrier {
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<int> phase{0};
+
+ public:
+  void wait(int threads) {
+    const int now = phase.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived.store(0, std::memory_order_relaxed);
+      phase.store(now + 1, std::memory_order_release);
+      return phase.notify_all();
+    }
+    for (int i = 0; i < SPINS; i++, _mm_pause())
+      if (phase.load(std::memory_order_acquire) != now) return;
+    phase.wait(now, std::memory_order_acquire);
+  }
+};
+
 // The threads of a parallel region, as one of them sees it. All of them call the same functions.
 struct Team {
   int thread, threads;
+  Barrier* meeting_point = nullptr;
 
   // Divides 0..n among the threads, in multiples of `grain`, and calls work(begin, end) for this thread's share.
   template <class Work>
@@ -97,9 +120,7 @@ struct Team {
   }
 
   void barrier() const {  // returns when all threads have arrived
-    if (threads > 1) {
-#pragma omp barrier
-    }
+    if (threads > 1) meeting_point->wait(threads);
   }
 };
 
@@ -108,8 +129,13 @@ template <class Work>
 void parallel(bool serial, const Work& work) {
   const int threads = serial || omp_in_parallel() ? 1 : omp_get_max_threads();
   if (threads <= 1) return work(Team{0, 1});
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
-  work(Team{omp_get_thread_num(), omp_get_num_threads()});
+  {
+    const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
+    work(team);
+    team.barrier();  // OpenMP's own at the end of a region never sleeps
+  }
 }
 
 // A bump allocator: hands out arrays of one piece of memory, aligned to 64 bytes. From a null pointer it counts bytes.

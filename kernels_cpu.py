@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli import Stopwatch, print_status, release_freed_memory
+from cli import HugePages, Stopwatch, print_status, release_freed_memory
 from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles, uses_only
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear, matrices
 from model import Block, Config, Transformer
@@ -44,16 +45,19 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     operation where that is supported. Where the kernels cannot run, change nothing and return False."""
     if model.device.type != "cpu" or not load_kernels():
         return False
-    for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
-        plain = model.get_submodule(name)
-        model.set_submodule(name, PACKED[type(plain)](plain, exact_activations))
+    layers = {name: module for name, module in model.named_modules() if type(module) in PACKED}
+    # Packing pads rows and columns; what there is no room for gets memory of its own.
+    memory = HugePages(sum(tensor.nbytes for layer in layers.values() for tensor in layer.buffers()) * 21 // 20)
+    for name in list(layers):
+        plain = layers.pop(name)
+        model.set_submodule(name, PACKED[type(plain)](plain, exact_activations, memory.copy))
         del plain
         release_freed_memory()  # or the heap fragments, by up to half the model's size
+    # Arithmetic limits a prefill. With plain weights it runs block by block, because torch's products are faster.
+    all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
+    model.max_kernel_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
     if can_fuse(model.config) and model.split is None:  # tensor parallelism has all-reduces inside the blocks
-        # Arithmetic limits a prefill. With plain weights it runs block by block, because torch's products are faster.
-        all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
         model.fused = FusedBlocks(model.blocks)
-        model.max_fused_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
         model.chunk_invariant = all_packed and not matrices(model)  # the head is packed as well
     return True
 
@@ -107,14 +111,14 @@ def prepare_block(block: Block) -> int:
 class PackedLinear(nn.Module):
     """A quantized linear layer, with its weights packed for the kernels."""
 
-    def __init__(self, plain: Int8Linear | Int4Linear, exact: bool):
+    def __init__(self, plain: Int8Linear | Int4Linear, exact: bool, copy: Callable = lambda tensor: tensor):
         super().__init__()
         self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
         is_int8 = isinstance(plain, Int8Linear)
         weight = pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, plain.in_features)
-        self.register_buffer("weight", weight)
-        self.register_buffer("scales", pack_groups(plain.scales))
-        self.register_buffer("mins", None if is_int8 else pack_groups(plain.mins))
+        self.register_buffer("weight", copy(weight))
+        self.register_buffer("scales", copy(pack_groups(plain.scales)))
+        self.register_buffer("mins", None if is_int8 else copy(pack_groups(plain.mins)))
         self.register_buffer("bias", plain.bias)
         self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
         # nn.Module takes as long to look up buffers as a small product takes, so the arguments are kept ready.

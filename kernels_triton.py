@@ -905,7 +905,7 @@ def install(model: Transformer) -> bool:
     # Tensor parallelism has all-reduces inside the blocks. In float16 the product of a residual and a norm's weight,
     # before the norm's division, may overflow.
     if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:
-        model.fused, model.max_fused_tokens = fused_blocks, MAX_DECODE_TOKENS
+        model.fused, model.max_kernel_tokens = fused_blocks, MAX_DECODE_TOKENS
     return True
 
 

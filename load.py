@@ -25,6 +25,7 @@ from linear import Quantization, quantize_model
 from model import Config, Transformer
 from report import Timing
 from sampling import SamplingParams
+from threads import Threads, share_processors
 from tokenizer import Tokenizer
 
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
@@ -45,6 +46,8 @@ def add_model_options(parser: argparse.ArgumentParser):
     add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
     exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
     add("--exact_activations", action="store_true", help=exact)
+    threads = "on a CPU, that compute each step; without it what is fastest at the moment, up to OMP_NUM_THREADS"
+    add("--threads", type=number(int, "between 1 and 1024", lambda n: 1 <= n <= 1024), metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill")
 
@@ -146,6 +149,7 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
     if device.type == "cpu":
         keep_freed_memory()
+        share_processors() if args.threads is None else torch.set_num_threads(args.threads)
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.directory, device, dtype, *how)
@@ -154,7 +158,9 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     steps = compiled_steps(args.compile, args.compile_prefill)
     chunk_tokens = 128 if checkpoint.quantization else 256
     several = ranks if ranks.size > 1 else None
-    return Engine(model, rows, length, steps, chunk_tokens, speculation, several), load_s
+    engine = Engine(model, rows, length, steps, chunk_tokens, speculation, several)
+    engine.timing.threads.fixed = args.threads is not None or device.type != "cpu"
+    return engine, load_s
 
 
 def load_model(
@@ -229,6 +235,8 @@ def compile_per_shape(function: Callable) -> Callable:
             # Dynamo keeps graphs by code object: each case gets a copy of its own.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
             options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # as mode="reduce-overhead"
+            if model.max_kernel_tokens:  # the kernels have threads of their own; what is left is small
+                options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
 
@@ -236,7 +244,9 @@ def compile_per_shape(function: Callable) -> Callable:
 
 
 def guards_on_arguments(guards) -> list[bool]:
-    return [re.match(r"(L\['(model|draft)'\]|(model|draft)\b)", guard.name) is None for guard in guards]
+    """Which guards a graph keeps: none on the models, none on torch's global state (the number of threads)."""
+    on_model = re.compile(r"(L\['(model|draft)'\]|(model|draft)\b)")
+    return [guard.guard_type != "GLOBAL_STATE" and on_model.match(guard.name) is None for guard in guards]
 
 
 def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> float:
@@ -262,7 +272,7 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
     engine.clear()
-    engine.timing = Timing()
+    engine.timing = Timing(threads=Threads(engine.timing.threads.fixed))
     return watch.seconds
 
 

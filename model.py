@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli import HugePages
 from kernels import attention, layer_norm, linear, rms_norm
 
 # ---------------------------------------------------------------- Config
@@ -145,7 +146,9 @@ class Transformer(nn.Module):
         self.split = None  # this rank's tp.Shard, if tp.py has split the model over ranks
         # Kernels may replace the loop over blocks by one call: fused(blocks, x, rope, input_pos, rows) -> x.
         self.fused: Callable | None = None
-        self.max_fused_tokens = 0  # the largest S for which `fused` is called
+        # The largest S for which `fused` is called, and for which kernels compute all products. There, results do not
+        # depend on the number of threads.
+        self.max_kernel_tokens = 0
         # Whether a call with few tokens per row (up to 16, as in decoding) gives bitwise the same K/V and logits as a
         # call with many. If not, the same prompt read in other chunks may differ in the last bits.
         self.chunk_invariant = False
@@ -169,9 +172,11 @@ class Transformer(nn.Module):
             rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
         for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
             self.register_buffer(name, table, persistent=False)
+        nbytes = 2 * len(self.blocks) * math.prod(shape) * weight.itemsize
+        make = HugePages(nbytes).zeros if weight.device.type == "cpu" else weight.new_zeros
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
-                block.attention.register_buffer(name, weight.new_zeros(shape), persistent=False)
+                block.attention.register_buffer(name, make(shape, dtype=weight.dtype), persistent=False)
             block.attention.register_buffer("slopes", slopes, persistent=False)
 
     @property
@@ -202,7 +207,7 @@ class Transformer(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         rope = self.rope(input_pos)
-        if self.fused is not None and x.shape[1] <= self.max_fused_tokens:
+        if self.fused is not None and x.shape[1] <= self.max_kernel_tokens:
             x = self.fused(self.blocks, x, rope, input_pos, rows)
         else:
             for block in self.blocks:

@@ -9,7 +9,7 @@ these would be misleading numbers.
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from cli import peak_memory
 from linear import Quantization, swap
 from model import Config, Transformer
+from threads import CpuTimes, Threads
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Timing:
     decode_steps: int = 0
     kv_bytes: int = 0  # keys and values read by decode steps
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
+    threads: Threads = field(default_factory=Threads)
+    start: CpuTimes = field(default_factory=CpuTimes.now)
 
     def add_prefill(self, seconds: float, tokens: int):
         self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
@@ -163,6 +166,8 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         "kv_bytes_per_token": kv,
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
         "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # takes most of a second
+        "threads": timing.threads.used(),
+        "other_programs_cpus": None if model.split else CpuTimes.now().others_since(timing.start),
         "mean_accepted_tokens": None,  # speculation sets it
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
@@ -191,6 +196,8 @@ def print_report(result: dict, timing: Timing):
             f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} measured here"
         )
         lines.append(line)
+    if result["device"] == "cpu":
+        lines.append(f"threads: {threads_text(result['threads'])}{others_text(result['other_programs_cpus'])}")
     if (about := result.get("speculation")) is not None:
         accepted = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
@@ -205,6 +212,19 @@ def print_report(result: dict, timing: Timing):
         lines.append(line)
     line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {result['recompiles']} recompiles, "
     print("\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"]), file=sys.stderr)
+
+
+def threads_text(used: dict[str, dict[int, int]]) -> str:
+    """As in "prefill 2, decode 2 (97%) or 1 (3%)"; used: of each kind of step, the steps by number of threads."""
+    kinds = []
+    for kind, steps in used.items():
+        shares = [f"{n} ({count / sum(steps.values()):.0%})" for n, count in steps.items()]
+        kinds.append(f"{kind} " + (" or ".join(shares) if len(steps) > 1 else str(*steps)))
+    return ", ".join(kinds)
+
+
+def others_text(cpus: float | None) -> str:
+    return f"; other programs used {cpus:.1f} processors" if cpus is not None and cpus >= 0.1 else ""
 
 
 def main():

@@ -25,7 +25,7 @@ from tokenizer import Tokenizer
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
     weight_bytes_per_token kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s peak_memory_bytes
-    mean_accepted_tokens recompiles graph_breaks device dtype torch"""
+    mean_accepted_tokens recompiles graph_breaks device dtype torch threads other_programs_cpus"""
 
 
 def run(*args, **options):
@@ -85,7 +85,7 @@ def test_no_rates_under_the_profiler(tiny_model):
     engine = Engine(tiny_model("llama-mha"), 1, 256)
     generate(engine, [Request([5, 6, 7], GREEDY_PARAMS, 4)])
     found = measurements(engine.model, engine.timing, profiled=True)
-    assert {name for name, value in found.items() if value is None} == {
+    assert {name for name, value in found.items() if value is None} - {"other_programs_cpus"} == {
         "time_to_first_token_s",
         "prefill_tokens_per_s",
         "decode_tokens_per_s",

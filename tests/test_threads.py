@@ -1,0 +1,197 @@
+"""The number of threads: on simulated machines, and with the bits of real steps under changes of the number."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+import threads
+from checkpoint import read_model
+from engine import Engine, Request, generate
+from linear import Quantization, quantize_model
+from load import install_kernels
+from report import others_text, threads_text
+from sampling import SamplingParams
+from threads import CpuTimes, ThreadCount, Threads, powers_of_two
+
+
+class Machine:
+    """A simulated machine: `step` takes the time that `seconds(n, t)` says for n threads at time t."""
+
+    def __init__(self, monkeypatch, counts, seconds, can_run=lambda n: True):
+        self.now, self.seconds, self.random = 0.0, seconds, random.Random(5)
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
+        self.counts = ThreadCount(counts, counts[-1], can_run)
+
+    def run(self, until, work="decode"):
+        """The steps until then, as (time of the start, number of threads, seconds)."""
+        steps = []
+        while self.now < until:
+            n = self.counts.choose(work)
+            seconds = self.seconds(n, self.now) * self.random.uniform(0.95, 1.05)
+            steps.append((self.now, n, seconds))
+            self.now += seconds
+            self.counts.add(seconds)
+        return steps
+
+
+def rate(steps):
+    return len(steps) / sum(seconds for *_, seconds in steps)
+
+
+def bimodal(machine_random, fast, slow, share):
+    return slow if machine_random.random() < share else fast
+
+
+@pytest.mark.parametrize("most, scaling", [(2, 0.9), (5, 0.95), (16, 0.9), (64, 0.8)])
+def test_on_an_idle_machine_most_threads_stay(monkeypatch, most, scaling):
+    """Where more threads are always faster, looking for a better number costs at most 1 % and a few first steps."""
+    machine = Machine(monkeypatch, powers_of_two(most), lambda n, t: 0.003 / n**scaling)
+    machine.run(0.5)
+    assert rate(machine.run(20)) > 0.98 * most**scaling / 0.003
+
+
+@pytest.mark.parametrize("best", [1, 2, 4, 8, 16])
+def test_the_best_number_is_found_from_any_number(monkeypatch, best):
+    """Also between the extremes, for work that many threads only slow down."""
+    machine = Machine(monkeypatch, powers_of_two(16), lambda n, t: 0.002 * max(n / best, best / n) ** 0.5)
+    machine.run(10)
+    assert rate(machine.run(40)) > 0.98 / 0.002
+
+
+def test_a_busy_processor_and_its_end(monkeypatch):
+    """From second 5 to 15 another program takes a processor: steps in two threads are then fast or very slow."""
+    busy = lambda t: 5 < t < 15  # noqa: E731
+    machine = Machine(
+        monkeypatch,
+        [1, 2],
+        lambda n, t: 0.0045 if n == 1 else bimodal(machine.random, 0.0026, 0.03, 0.6 if busy(t) else 0.0),
+        lambda n: n < (1.5 if busy(machine.now) else 2.5),
+    )
+    assert rate(machine.run(5)) > 0.97 / 0.0026
+    machine.run(5.5)
+    assert rate(machine.run(15)) > 0.95 / 0.0045  # 0.95 of one thread, which is the better number
+    machine.run(16)
+    assert rate(machine.run(30)) > 0.97 / 0.0026
+
+
+def test_without_knowledge_of_other_programs_trials_cost_little(monkeypatch):
+    """Where the system does not say what others use, every trial costs a slow step; they stay within their share."""
+    machine = Machine(monkeypatch, [1, 2], lambda n, t: 0.0045 if n == 1 else 0.03)
+    machine.run(1)
+    assert rate(machine.run(60)) > 0.97 / 0.0045
+
+
+def test_single_slow_steps_change_nothing(monkeypatch):
+    """A step that hangs now and then, whatever the number of threads."""
+    hangs = lambda: 0.5 if machine.random.random() < 0.002 else 0.0  # noqa: E731
+    machine = Machine(monkeypatch, [1, 2], lambda n, t: 0.005 / n + hangs())
+    steps = machine.run(60)
+    assert sum(n == 2 for _, n, _ in steps) > 0.95 * len(steps)
+
+
+def test_only_steps_of_the_same_work_are_compared(monkeypatch):
+    """Steps of 8 rows take four times as long as those of one row; with both in turns, two threads stay best."""
+    machine = Machine(monkeypatch, [1, 2], lambda n, t: work * 0.003 / n)
+    for i in range(400):
+        work = 4 if i % 2 else 1
+        machine.run(machine.now + 0.05, work)
+    assert machine.counts.count == 2
+
+
+def test_one_number_leaves_nothing_to_choose(monkeypatch):
+    machine = Machine(monkeypatch, [1], lambda n, t: 0.003)
+    assert {n for _, n, _ in machine.run(5)} == {1}
+
+
+def test_powers_of_two():
+    assert [powers_of_two(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_torchs_number_is_the_bound_and_comes_back(two_threads):
+    found, inside = Threads(), []
+    for most in (2, 3):
+        torch.set_num_threads(most)
+        for _ in range(20):
+            with found.of("decode", 1):
+                inside.append(torch.get_num_threads())
+            assert torch.get_num_threads() == most
+        assert max(inside) == most
+    with pytest.raises(ValueError), found.of("decode", 1):
+        raise ValueError
+    assert torch.get_num_threads() == 3
+    assert sum(found.used()["decode"].values()) == 20  # since the bound has changed
+
+
+def test_fixed_numbers_stay(two_threads):
+    with Threads(fixed=True).of("decode", 1):
+        assert torch.get_num_threads() == 2
+    found = Threads()
+    for _ in range(50):
+        with found.of("prefill", 1, fixed=True):
+            assert torch.get_num_threads() == 2
+    assert found.used() == {"prefill": {2: 50}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", [None, "int4"])
+def test_bits_under_random_numbers_of_threads(tiny, two_threads, monkeypatch, mode, dtype):
+    """The number changes between any two steps; tokens and their log-probabilities are those of one thread."""
+    model = read_model(tiny("llama-gqa-biased")[2], dtype=dtype)
+    model = install_kernels(quantize_model(model, Quantization(mode, 32, "int8")) if mode else model)
+    draw, params = random.Random(3), SamplingParams(temperature=0.0)
+
+    def run(choose):
+        monkeypatch.setattr(ThreadCount, "choose", lambda self, work: choose())
+        engine = Engine(model, 3, 96, chunk_tokens=19)
+        requests = [Request([5 + i, *range(7, 7 + n)], params, 23, logprobs=2) for i, n in enumerate((3, 40, 31, 18))]
+        generate(engine, requests)
+        return [(request.new_tokens, request.token_logprobs) for request in requests]
+
+    expected = run(lambda: 1)
+    assert all(run(lambda: draw.randint(1, 4)) == expected for _ in range(3))
+
+
+def test_processor_time_of_others(monkeypatch):
+    """What other programs use is what all use less our own. A thread of ours is no other program."""
+    before, end = CpuTimes.now(), threading.Event()
+    if before.all is None:
+        assert before.others_since(before) is None
+        return
+    worker = threading.Thread(target=lambda: [None for _ in iter(end.is_set, True)])
+    worker.start()
+    end.wait(0.4)
+    end.set()
+    worker.join()
+    others = CpuTimes.now().others_since(before)
+    assert 0 <= others <= threads.processors()
+    assert CpuTimes(1.0, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 3.5)) == 0.5
+    assert CpuTimes(1.0, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) == 0
+    assert CpuTimes(1.0, None, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) is None
+    assert CpuTimes(0.05, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) is None  # too short
+
+
+@pytest.mark.parametrize("set_by_user, given, expected", [(False, 1, 2), (True, 1, 1), (True, 7, 2)])
+def test_a_rank_takes_its_share_of_the_processors(two_threads, monkeypatch, tmp_path, set_by_user, given, expected):
+    environ = tmp_path / "environ"
+    environ.write_bytes(b"A=1\0OMP_NUM_THREADS=1\0" if set_by_user else b"A=1\0XOMP_NUM_THREADS=1\0")
+    monkeypatch.setattr(threads, "Path", lambda path: environ)
+    monkeypatch.setattr(threads, "processors", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torch.set_num_threads(given)
+    threads.share_processors()
+    assert torch.get_num_threads() == expected
+
+
+def test_the_report_in_words():
+    assert threads_text({"prefill": {2: 1}, "decode": {2: 97, 1: 3}}) == "prefill 2, decode 2 (97%) or 1 (3%)"
+    assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]

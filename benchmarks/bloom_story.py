@@ -1,8 +1,8 @@
 """What each step of the BLOOM story is worth here, by itself: the same work before and after, in turns.
 
-Shapes of bloom-560m (24 layers, D 1024, 16 heads of 64) in bfloat16, one row at --context tokens. Each pair of
-functions does one thing for all layers of a decode step (or, where it says so, of a prefill of 512 tokens). Steps that
-are not here are measured elsewhere: compilation and the whole model by decode.py and ladder.py.
+Shapes of bloom-560m (24 layers, D 1024, 16 heads of 64) in bfloat16, one row at 1,024 tokens. Each pair of functions
+does one thing for all layers of a decode step (or, where it says so, of a prefill of 512 tokens). Steps that are not
+here are measured elsewhere: compilation and the whole model by decode.py and ladder.py.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from statistics import median
 
 import measure
 import torch
-from measure import BF16, count
+from measure import BF16
 
 from cli import keep_freed_memory, run_command
 from kernels import attention
 from model import alibi_slopes
 
-LAYERS, D, H, E = 24, 1024, 16, 64
+LAYERS, D, H, E, CONTEXT = 24, 1024, 16, 64, 1024
 REPEATS = 5  # of each function in a round
 
 
@@ -26,15 +26,14 @@ def gelu_formula(x):
     return 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
-def make_pairs(context: int) -> list[tuple[str, str, Callable, Callable]]:
-    """(name, what it changes, one layer before, one layer after) of each step."""
-    T = context + 8
+def make_pairs() -> dict[str, tuple[Callable, Callable]]:
+    """Of each step, one layer before it and one layer after it."""
     q, new = torch.randn(1, 1, H, E).to(BF16), torch.randn(1, 1, H, E).to(BF16)
-    k_cache, v_cache = (torch.randn(1, H, T, E).to(BF16) for _ in range(2))
-    position, slopes = torch.tensor([[context - 1]]), alibi_slopes(H)
+    k_cache, v_cache = (torch.randn(1, H, CONTEXT + 8, E).to(BF16) for _ in range(2))
+    position, slopes = torch.tensor([[CONTEXT - 1]]), alibi_slopes(H)
     index = (torch.arange(1)[:, None], slice(None), position)
-    grown = k_cache[:, :, : context - 1].clone()  # what a growing cache holds before this token
-    by_token = torch.randn(1, context, H, E).to(BF16)  # a cache in the order in which the projection writes it
+    grown = k_cache[:, :, : CONTEXT - 1].clone()  # what a growing cache holds before this token
+    by_token = torch.randn(1, CONTEXT, H, E).to(BF16)  # a cache in the order in which the projection writes it
     by_head, query = by_token.transpose(1, 2).contiguous(), q.transpose(1, 2)
     hidden, hidden_512 = torch.randn(1, 1, 4 * D).to(BF16), torch.randn(1, 512, 4 * D).to(BF16)
     compiled = torch.compile(gelu_formula, dynamic=False)
@@ -51,19 +50,18 @@ def make_pairs(context: int) -> list[tuple[str, str, Callable, Callable]]:
         v_cache[index] = new
 
     def multiply_by_token():
-        return query @ by_token.permute(0, 2, 3, 1).reshape(1, H, E, context)
+        return query @ by_token.permute(0, 2, 3, 1).reshape(1, H, E, CONTEXT)
 
     def multiply_by_head():
         return query @ by_head.transpose(2, 3)
 
-    layout, fused = "heads before positions in the cache: no copy before the product", "one fused pass by the compiler"
-    return [
-        ("ALiBi", "slopes made once, not in every layer", lambda: attend(alibi_slopes(H)), lambda: attend(slopes)),
-        ("cache", "written in place, not grown by cat", concatenate, write_in_place),
-        ("layout", layout, multiply_by_token, multiply_by_head),
-        ("GELU", fused, lambda: gelu_formula(hidden), lambda: compiled(hidden)),
-        ("GELU, prefill of 512", fused, lambda: gelu_formula(hidden_512), lambda: compiled(hidden_512)),
-    ]
+    return {
+        "ALiBi: slopes made once, not in every layer": (lambda: attend(alibi_slopes(H)), lambda: attend(slopes)),
+        "cache: written in place, not grown by cat": (concatenate, write_in_place),
+        "layout: heads before positions, so no copy before the product": (multiply_by_token, multiply_by_head),
+        "GELU: one fused pass by the compiler": (lambda: gelu_formula(hidden), lambda: compiled(hidden)),
+        "GELU, prefill of 512": (lambda: gelu_formula(hidden_512), lambda: compiled(hidden_512)),
+    }
 
 
 def all_layers(work: Callable):
@@ -72,30 +70,20 @@ def all_layers(work: Callable):
 
 
 @torch.no_grad()
-def compare(context: int, rounds: int) -> list[dict]:
-    pairs, turns = make_pairs(context), {}
-    for name, _, before, after in pairs:
-        turns[name, "before"] = partial(measure.seconds, partial(all_layers, before), REPEATS)
-        turns[name, "after"] = partial(measure.seconds, partial(all_layers, after), REPEATS)
-    times, _ = measure.take_turns(turns, rounds)
-    rows = []
-    for name, changes, _, _ in pairs:
-        before, after = times[name, "before"], times[name, "after"]
-        row = {"name": name, "changes": changes, "before_s": median(before), "after_s": median(after)}
-        rows.append(row | measure.ratio("gain", before, after))
-    return rows
-
-
 def main():
-    parser = measure.make_parser(__doc__, checkpoint=False, rounds=9)
-    parser.add_argument("--context", type=count, default=1024, help="tokens in the cache")
-    args = parser.parse_args()
+    args = measure.make_parser(__doc__, {"--rounds": 9}).parse_args()
     keep_freed_memory()
-    torch.manual_seed(0)
-    rows = compare(args.context, args.rounds)
-    columns = {"name": "", "before_s": ".5f", "after_s": ".5f", "gain": ".2f", "gain_spread": ".2f", "changes": ""}
-    measure.print_table(rows, columns)
-    measure.save(measure.about_run() | {"rows": rows}, args.out, "bloom_story")
+    pairs, turns = make_pairs(), {}
+    for name, pair in pairs.items():
+        for when, work in zip(("before", "after"), pair):
+            turns[name, when] = partial(measure.seconds, partial(all_layers, work), REPEATS)
+    times, rows = measure.take_turns(turns, args.rounds), []
+    for name in pairs:
+        before, after = times[name, "before"], times[name, "after"]
+        row = {"name": name, "before_s": median(before), "after_s": median(after)}
+        rows.append(row | measure.ratio("gain", before, after))
+    measure.print_table(rows, {"name": "", "before_s": ".5f", "after_s": ".5f", "gain": ".2f", "gain_spread": ".2f"})
+    measure.save("bloom_story", {"rows": rows}, args.out)
 
 
 if __name__ == "__main__":

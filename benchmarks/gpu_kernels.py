@@ -6,12 +6,10 @@
 products    all shapes of Llama-3.1-8B, 1, 4 and 16 rows, each format, by the bytes of the weights. torch: what its
             compiler makes of the same layer
 attention   of one token over 1k to 128k live positions of a cache of 131072, by the bytes of live keys and values
-            (torch: SDPA over the live positions only); and of a causal prompt, by 2 S^2 H E operations (torch: SDPA)
-softmax     what fusing mask, bias and softmax between the two products gains: the two lines of the BLOOM story with
-            a product before and after, eager and compiled, against the kernel
-decode      steps of whole models, one row, at 0, 8k and 32k positions of context, by the bytes of weights and live keys
-            and values: compiled, eager, and compiled without our kernels (torch). A model that memory does not suffice
-            for is left out; a context beyond the model's own costs what any other costs
+            (torch: SDPA over the live positions only); and of a causal prompt (torch: SDPA)
+decode      compiled steps of whole models, one row, at 0, 8k and 32k positions of context, by the bytes of weights and
+            live keys and values (torch: without our kernels). A model that memory does not suffice for is left out; a
+            context beyond the model's own costs what any other costs
 
 Shares are of the copy bandwidth (bytes read plus written) that is measured first. The time of an operation is that of a
 CUDA graph of several calls in turn on different copies of the weights or caches, four times as large as the L2 cache,
@@ -38,24 +36,29 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
 
 import kernels_triton as kt
-from checkpoint import check_memory, empty_model
-from cli import UserError, first_line, print_status, run_command
+from checkpoint import empty_model
+from cli import UserError, print_status, run_command
 from engine import Engine
 from linear import LINEAR, Quantization
 from load import compiled_steps
-from model import SCRATCH_SLOTS, Config, RopeScaling, alibi_slopes
+from model import Config, RopeScaling
 from report import weight_bytes
 
 BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
 LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
 FULL = {
-    "products": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "products": {  # N, K
+        "qkv": (6144, 4096),
+        "out": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    },
     "rows": (1, 4, 16),
     "heads": (32, 8, 128),  # H, K, E
     "cache": 131072 + 8,
     "decode": (1024, 8192, 32768, 131072),
     "prefill": (2048, 8192, 32768),
-    "softmax": 2048,
     "copy": 2**31,
     "models": {  # layers  H  K   E    D     F      V      context
         "Llama-3.2-1B": Config(16, 32, 8, 64, 2048, 8192, 128256, 131072, 1e-5, 5e5, LLAMA32, tied_embeddings=True),
@@ -65,9 +68,8 @@ FULL = {
     "contexts": (0, 8192, 32768),
     "steps": 100,
 }
-FULL["products"]["head"] = (128256, 4096)
 SMOKE = {"products": {"gate_up": (48, 64)}, "rows": (1, 3), "heads": (4, 2, 16), "cache": 136, "decode": (70,)}
-SMOKE |= {"prefill": (40,), "softmax": 20, "copy": 2**20, "contexts": (0, 40), "steps": 3}
+SMOKE |= {"prefill": (40,), "copy": 2**20, "contexts": (0, 40), "steps": 3}
 SMOKE["models"] = {"tiny": Config(2, 6, 3, 10, 44, 76, 131, 32, 1e-5, 5e5, LLAMA31)}
 SPACE = [
     {"BLOCK_N": block, "SPLIT_K": cuts, "num_warps": block // rows, "num_stages": stages}
@@ -119,12 +121,6 @@ def randn(*shape: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=BF16)
 
 
-def compiled(function: Callable, device: torch.device) -> Callable:
-    """By torch's compiler; on a CPU, where it would only take time, as it is."""
-    torch.compiler.reset()
-    return torch.compile(function, dynamic=False) if device.type == "cuda" else function
-
-
 def fill(tensors):
     """With random numbers of a size that does not overflow; vectors of weights, which are the norms', with 1."""
     for tensor in tensors:
@@ -160,7 +156,9 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
         if tuning:
             tune(ours, format, N, K, gated, device)
         for M in sizes["rows"]:
-            x, call = randn(M, K, device=device), compiled(lambda layer, x: layer(x), device)
+            torch.compiler.reset()
+            x, call = randn(M, K, device=device), lambda layer, x: layer(x)
+            call = torch.compile(call, dynamic=False) if device.type == "cuda" else call  # on a CPU it takes too long
             row = {"name": f"{format} {name} {K}x{N}", "rows": M, "bytes": size}
             row["ours_s"] = seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in ours])
             yield row | {"torch_s": seconds([partial(call, layer, x) for layer in plains])}
@@ -197,100 +195,64 @@ def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
         count = min(copies(size, device), 24)
         pairs = [[randn(1, K, sizes["cache"], E, device=device) for _ in range(2)] for _ in range(count)]
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
-        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None) for k, v in pairs])
+        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at) for k, v in pairs])
         live = [(k[:, :, :length], v[:, :, :length]) for k, v in pairs]
         yield row | {"torch_s": seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])}
     for S in sizes["prefill"]:
         print_status(f"prefill of {S}")
         q, at = randn(1, S, H, E, device=device), torch.arange(S, device=device)[None]
         k, v = (randn(1, K, S + 8, E, device=device) for _ in range(2))
-        row = {"name": f"attention, prefill of {S}", "rows": S, "flops": 2 * S * S * H * E}
-        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, None, None, None)] * 2)
+        row = {"name": f"attention, prefill of {S}", "rows": S}
+        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at)] * 2)
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
         yield row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)}
-
-
-def softmax(sizes: dict, device: torch.device) -> dict:
-    """BLOOM's attention of S tokens with ALiBi: the two lines as they stand, and in the kernel."""
-    S, (H, _, E) = sizes["softmax"], sizes["heads"]
-    print_status(f"softmax of {S}")
-    q, k, v = (randn(1, H, S, E, device=device) for _ in range(3))
-    slopes, at = alibi_slopes(H).to(device), torch.arange(S, device=device)
-    bias = slopes[:, None, None] * (at - (S - 1))  # (H,1,S)
-    visible = at <= at[:, None]
-
-    def unfused(q, k, v):
-        scores = torch.where(visible, (q @ k.mT).float() * E**-0.5 + bias, float("-inf"))
-        return torch.softmax(scores, dim=-1).to(v.dtype) @ v
-
-    row = {"name": f"mask, ALiBi, softmax of {S}", "rows": S, "flops": 4 * S * S * H * E}
-    tokens = q.transpose(1, 2).contiguous()
-    row["ours_s"] = seconds([partial(kt.attention, tokens, k, v, at[None], None, slopes, None)] * 2)
-    row["eager_s"] = seconds([partial(unfused, q, k, v)] * 2)
-    row["torch_s"] = seconds([partial(compiled(unfused, device), q, k, v)] * 2)
-    return row
 
 
 # ---------------------------------------------------------------- whole models
 
 
-def random_engine(config: Config, positions: int, device: torch.device, format: str, who: str) -> Engine:
+def random_engine(config: Config, positions: int, device: torch.device, format: str, kernels: bool) -> Engine:
     """Of a model of random weights, bf16 or quantized in groups of 32 with an int8 head."""
-    quantization = None if format == "bf16" else Quantization(format, 32, "int8")
-    check_memory(config, device, BF16, positions + SCRATCH_SLOTS, quantization)
-    model = empty_model(config, quantization)
+    model = empty_model(config, None if format == "bf16" else Quantization(format, 32, "int8"))
     for tensor in (*model.parameters(), *model.buffers()):  # scales of quantized weights stay float16
         tensor.data = tensor.data.to(BF16 if tensor.dtype == torch.float32 else tensor.dtype)
     model = model.to_empty(device=device).eval()
     fill(model.state_dict().values())
-    if who != "torch" and device.type == "cuda":  # a whole step would take minutes in the interpreter
+    if kernels and device.type == "cuda":  # a whole step would take minutes in the interpreter
         kt.install(model)
-    engine = Engine(model, 1, positions, compiled_steps(who != "eager" and device.type == "cuda", False))
-    measure.random_caches(engine)
-    return engine
+    return Engine(model, 1, positions, compiled_steps(device.type == "cuda", False))
 
 
-def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> tuple:
-    """(seconds, bytes of weights and live keys and values) of one step; None where memory does not suffice."""
+def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> dict:
+    """The fields of one step for a row; none where memory does not suffice."""
     torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length no size is fixed
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+    positions = -(-(context + steps + 1) // 512) * 512
     try:
-        engine = random_engine(config, -(-(context + steps + 1) // 512) * 512, device, format, who)
+        engine = random_engine(config, positions, device, format, kernels=who == "ours")
         # The warm-up round compiles, and records a CUDA graph.
         turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
-        rounds, _ = measure.take_turns(turns, 3)
-        return median(rounds[who]), weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps
-    except (UserError, torch.OutOfMemoryError) as error:
-        print_status(f"left out: {first_line(error)}")
-        return None, None
+        step_s = median(measure.take_turns(turns, 3)[who])
+    except torch.OutOfMemoryError:
+        print_status("left out: too little memory")
+        return {}
+    return {f"{who}_s": step_s, "bytes": weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps}
 
 
 def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
     for (name, config), format in ((item, format) for item in sizes["models"].items() for format in FORMATS):
         for context in sizes["contexts"]:
             row = {"name": f"{name} {format} at {context}", "rows": 1}
-            for who in ("ours", "eager", "torch"):
+            for who in ("ours", "torch"):
                 print_status(f"{row['name']}, {who}")
-                step_s, size = decode_step(config, device, format, who, context, sizes["steps"])
-                if step_s is not None:
-                    row |= {f"{who}_s": step_s, "bytes": size}
+                row |= decode_step(config, device, format, who, context, sizes["steps"])
             yield row
 
 
-def add_shares(row: dict, copy_rate: float) -> dict:
-    """Of each contestant, the share of the copy bandwidth, or operations per second."""
-    for who in (who for who in ("ours", "torch", "eager") if f"{who}_s" in row):
-        if "bytes" in row:
-            row[f"{who}_share"] = row["bytes"] / row[f"{who}_s"] / copy_rate
-        else:
-            row[f"{who}_tflops"] = row["flops"] / row[f"{who}_s"] / 1e12
-    return row
-
-
+@torch.no_grad()
 def main():
-    parser = measure.make_parser(__doc__, checkpoint=False)
+    parser = measure.make_parser(__doc__, {})
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, in the interpreter, on the CPU")
     parser.add_argument("--tune", action="store_true", help="first find the tiles of the products")
     args = parser.parse_args()
@@ -299,18 +261,16 @@ def main():
     device, sizes = torch.device("cpu" if args.smoke else "cuda"), SMOKE if args.smoke else FULL
     if args.smoke:
         kt.register(kt.LIBRARY, "CPU")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        copy_rate = copy_bandwidth(device, sizes["copy"])
-        rows = [*products(sizes, device, args.tune), *attention(sizes, device), softmax(sizes, device)]
-        rows = [add_shares(row, copy_rate) for row in rows + list(decode(sizes, device))]
-    columns = {"name": "", "rows": ""} | {f"{who}_s": ".3g" for who in ("ours", "torch", "eager")}
-    columns |= {f"{who}_share": ".0%" for who in ("ours", "torch", "eager")}
-    measure.print_table(rows, columns | {f"{who}_tflops": ".1f" for who in ("ours", "torch", "eager")})
+    copy_rate = copy_bandwidth(device, sizes["copy"])
+    rows = [*products(sizes, device, args.tune), *attention(sizes, device), *decode(sizes, device)]
+    for row in (row for row in rows if "bytes" in row):
+        for who in (who for who in ("ours", "torch") if f"{who}_s" in row):
+            row[f"{who}_share"] = row["bytes"] / row[f"{who}_s"] / copy_rate
+    columns = {"name": "", "rows": "", "ours_s": ".3g", "torch_s": ".3g", "ours_share": ".0%", "torch_share": ".0%"}
+    measure.print_table(rows, columns)
     print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s")
     if args.out or not args.smoke:
-        about = measure.about_run(device) | {"copy_bytes_per_s": copy_rate}
-        measure.save(about | {"rows": rows}, args.out, "gpu_kernels", device)
+        measure.save("gpu_kernels", {"copy_bytes_per_s": copy_rate, "rows": rows}, args.out, device)
 
 
 if __name__ == "__main__":

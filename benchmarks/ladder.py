@@ -10,15 +10,13 @@ step before medians of the ratios within the rounds. Compilation is in no rate: 
 took to compile. Nothing else may be running on the machine. charts.py draws the result.
 """
 
-import shlex
 from functools import partial
-from pathlib import Path
 
 import measure
-from measure import DECODE, PREFILL, RATES, ROOT, SHORT_PROMPT, column, ratio
+from measure import DECODE, PREFILL, RATES, column, ratio
 
-from cli import print_status, run_command
-from convert_hf_checkpoint import DEFAULT_NAME, ensure_checkpoint
+from cli import run_command
+from convert_hf_checkpoint import ensure_checkpoint
 from load import choose_device
 
 BOTH = "--compile --compile_prefill"
@@ -32,26 +30,6 @@ STEPS = {  # name: (what it changes, format of the weights, flags of generate.py
     "int4": ("half a byte a weight, 1 in the head", "int4", BOTH),
     "prompt lookup": ("several tokens per pass, where the text repeats", "int4", f"{BOTH} --draft prompt-lookup"),
 }
-SAMPLES = 4  # in each run of generate.py
-
-
-def run_step(args, name: str) -> dict:
-    """One round of a step: both of its runs."""
-    print_status(name)
-    _, format, flags = STEPS[name]
-    path = args.checkpoint_path
-    if format != "bf16":
-        path = measure.quantized(ensure_checkpoint(path), format)
-    if path is not None:
-        flags += f" --checkpoint_path {shlex.quote(str(path))}"
-    decode = measure.run_generate(ROOT, flags, SHORT_PROMPT, args.new_tokens + 1, SAMPLES)  # prefill makes one of them
-    prefill = measure.run_generate(ROOT, flags, args.prompt_tokens, 1, SAMPLES)
-    keys = (DECODE, "weight_bytes_per_token", "kv_bytes_per_token", "bandwidth_bytes_per_s")
-    return {key: decode[key] for key in keys} | {
-        PREFILL: prefill[PREFILL],
-        "compile_s": decode["compile_s"] + prefill["compile_s"],
-        "peak_memory_bytes": max(decode["peak_memory_bytes"], prefill["peak_memory_bytes"]),
-    }
 
 
 def summary(rounds: dict[str, list[dict]]) -> list[dict]:
@@ -69,21 +47,18 @@ def summary(rounds: dict[str, list[dict]]) -> list[dict]:
 
 
 def main():
-    parser = measure.make_parser(__doc__, rounds=3, prompt_tokens=512, new_tokens=64)
-    names = list(STEPS)
-    parser.add_argument("--steps", nargs="+", choices=names, default=names, metavar="NAME", help="names of STEPS")
+    parser = measure.make_parser(__doc__, {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64})
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
     args = parser.parse_args()
+    turns = {name: partial(measure.decode_and_prefill, args, *STEPS[name][1:]) for name in STEPS if name in args.steps}
     # No warm-up round: each run is a process of its own, and warms up by itself.
-    turns = {name: partial(run_step, args, name) for name in STEPS if name in args.steps}
-    rounds, left_out = measure.take_turns(turns, args.rounds, warm_up=0)
-    device = choose_device(None)
-    result = measure.about_run(device) | {"model": Path(args.checkpoint_path or DEFAULT_NAME).resolve().name}
-    result |= {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    result |= {"steps": summary(rounds), "left_out": left_out}
+    rows = summary(measure.take_turns(turns, args.rounds, warm_up=0))
     columns = {"name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f", PREFILL: ".1f"}
     columns |= {"prefill_over_before": ".2f", "compile_s": ".1f", "peak_memory_bytes": ".2e"}
-    measure.print_table(result["steps"], columns)
-    measure.save(result, args.out, "ladder", device)
+    measure.print_table(rows, columns)
+    about = {"model": ensure_checkpoint(args.checkpoint_path).name, "prompt_tokens": args.prompt_tokens}
+    about |= {"new_tokens": args.new_tokens, "steps": rows}
+    measure.save("ladder", about, args.out, choose_device(None))
 
 
 if __name__ == "__main__":

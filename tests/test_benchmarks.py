@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from importlib.util import find_spec
 from statistics import median
 
 import pytest
@@ -14,7 +13,6 @@ from conftest import ROOT, random_prompts
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import charts
 import measure
 import speculation
 import trees
@@ -22,8 +20,6 @@ import trees
 from cli import UserError
 from engine import StepFunctions
 from speculative import LookupDraft
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 # A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
 LLAMA_BENCH = """#!{python}
@@ -44,11 +40,9 @@ def run_benchmark(python, name, out, *arguments, **environment):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert {"date", "machine", "versions", "command", "read_bytes_per_s"} <= result.keys()
-    assert {"cpu", "cores", "threads", "gpu", "memory_bytes"} == result["machine"].keys()
-    assert result["machine"]["threads"] == 1 and {"python", "torch"} <= result["versions"].keys()
-    assert result["read_bytes_per_s"].keys() == {"dram", "cache"}
-    assert result["command"].startswith(f"python benchmarks/{name} --out out.json")
+    assert result["machine"].keys() == {"cpu", "cores", "threads", "gpu"} and result["machine"]["threads"] == 1
+    assert "torch" in result["versions"] and len(result["date"]) == len("2026-11-21")
+    assert result["command"].startswith(f"python benchmarks/{name} --out ")
     return result, done
 
 
@@ -56,26 +50,15 @@ def run_benchmark(python, name, out, *arguments, **environment):
 
 
 def test_turns():
-    """Each round begins with another program. One that fails in a later round is left out of all rounds."""
+    """Each round begins with another contestant, and the first round is warm-up."""
     went = []
 
     def run(name):
         went.append(name)
-        if went.count("b") == 3 and name == "b":
-            raise UserError("too little memory")
         return len(went)
 
-    found, left_out = measure.take_turns({name: lambda name=name: run(name) for name in "abcd"}, rounds=3)
-    assert "".join(went) == "abcd" + "abcd" + "bcda" + "cda"  # the first round is warm-up
-    assert found == {"a": [5, 12, 15], "c": [7, 10, 13], "d": [8, 11, 14]} and left_out == {"b": "too little memory"}
-
-
-def test_turns_of_which_none_ends():
-    def fail():
-        raise UserError("no such kernel")
-
-    with pytest.raises(UserError, match="nothing ran to its end; a: no such kernel"):
-        measure.take_turns({"a": fail}, rounds=3)
+    found = measure.take_turns({name: lambda name=name: run(name) for name in "abc"}, rounds=2)
+    assert "".join(went) == "cab" + "abc" + "bca" and found == {"a": [4, 9], "b": [5, 7], "c": [6, 8]}
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own():
@@ -93,64 +76,29 @@ def test_the_table(capsys):
     assert " ".join(first.split()) == "| a | 1.23 | 1.0-2.0 |" and " ".join(second.split()) == "| long | | |"
 
 
-@pytest.mark.parametrize(
-    "argument, shown",
-    [
-        (str(ROOT / "benchmarks" / "ladder.py"), "benchmarks/ladder.py"),
-        ("/home/somebody/models/m.gguf", "m.gguf"),
-        ("--out=/home/a=b/c.json", "--out=c.json"),
-        ("~/models/m", "m"),
-        ("bf16 eager", "bf16 eager"),
-        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-    ],
-)
-def test_the_command_shows_no_absolute_path(argument, shown):
-    assert measure.without_home(argument) == shown
-
-
-def test_how_a_program_failed_is_reported(tmp_path):
-    """A killed run is reported with its signal, one that ended in a traceback with the last line."""
-    program = tmp_path / "generate.py"
-    program.write_text("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UserError, match="ended by signal 9"):
-        measure.run_program(program)
-    program.write_text("raise RuntimeError('no kernel')")
-    with pytest.raises(UserError, match="^RuntimeError: no kernel$"):
-        measure.run_program(program)
-    program.write_text("import sys; sys.exit('generate.py: error: no such file')")
-    with pytest.raises(UserError, match="^no such file$"):
-        measure.run_program(program)
+def test_a_program_that_fails_is_reported():
+    with pytest.raises(UserError, match=r"failed \(3\): no kernel$"):
+        measure.run_program(sys.executable, "-c", "import sys; print('no kernel', file=sys.stderr); sys.exit(3)")
 
 
 def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
     """Four samples of 2 rows with 50 tokens. The first takes 5 s and the others 1 s each."""
-    result = {"samples": [{"token_ids": [7]}] * 8, "recompiles": 2, "time_to_first_token_s": 5.0}
-    result["prefill_tokens_per_s"] = 400 / 8
+    result = {"recompiles": 2, "time_to_first_token_s": 5.0, "prefill_tokens_per_s": 400 / 8}
     (tmp_path / "generate.py").write_text(f"import json; print(json.dumps({result}))")
-    found = measure.run_generate(tmp_path, "", prompt=50, new=1, samples=4, rows=2)
+    found = measure.run_generate(tmp_path, [], prompt=50, new=1, rows=2)
     assert found["prefill_tokens_per_s"] == pytest.approx(100)
     assert "2 graphs were compiled while it was measured" in capsys.readouterr().err
-    with pytest.raises(UserError, match="holds 1 tokens after 50, not 2; take fewer --new_tokens"):
-        measure.run_generate(tmp_path, "", prompt=50, new=2, samples=4)
 
 
 @pytest.mark.parametrize("name", ["decode", "ladder"])
 def test_charts_are_drawn_from_the_measurements_that_there_are(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    import charts
+
     path = tmp_path / f"{name}.json"
     shutil.copy(ROOT / "benchmarks" / "results" / f"{name}_cpu.json", path)
-    if find_spec("matplotlib"):
-        charts.draw(path)
-        assert path.with_suffix(".png").read_bytes().startswith(PNG)
-    path.write_text("{}")
-    with pytest.raises(UserError, match="was not written by decode.py or ladder.py"):
-        charts.draw(path)
-
-
-def test_charts_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # which makes importing it fail
-    with pytest.raises(UserError, match="charts need matplotlib"):
-        charts.draw(ROOT / "benchmarks" / "results" / "ladder_cpu.json")
-    assert (ROOT / "requirements-bench.txt").read_text().count("matplotlib==") == 2  # one for Python 3.10
+    charts.draw(path)
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 # ---------------------------------------------------------------- each of them
@@ -165,17 +113,11 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
     gguf.touch()
     arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "3", "--prompt_tokens", "19"]
     arguments += ["--new_tokens", "4", "--llama_bench", str(program), "--gguf", str(gguf)]
-    result, done = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments)
-    assert "without transformers" in done.stderr  # transformers cannot load our checkpoints
-
-    assert "plain reads" in done.stdout
-    if find_spec("matplotlib"):
-        charts.draw(tmp_path / "out.json")
-        assert (tmp_path / "out.png").read_bytes().startswith(PNG)
-    ours, llama = result["rows"]
+    result, _ = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments)
+    ours, llama = result["rows"]  # without transformers, which cannot load our checkpoints
     assert (ours["name"], llama["name"]) == ("fastpath eager bf16", "llama.cpp some.gguf")
     assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of both settings
-    assert result["versions"]["llama_bench"] == "abc (build 7)"
+    assert ours["weight_bytes_per_token"] > 0 and result["read_bytes_per_s"]["dram"] > 0
     [ratio] = result["ratios"]
     for kind, peer in (("decode", 50), ("prefill", 200)):
         rates = [one[f"{kind}_tokens_per_s"] for one in ours["rounds"]]
@@ -186,17 +128,21 @@ def test_decode_beside_llama_bench(python, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_step_costs(python, tiny, tmp_path):
-    """Differences and ratios are computed in each round, and their medians are reported."""
+    """Ratios are computed in each round, and their medians are reported."""
     arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--formats", "bf16", "--context", 90, "--cache", 140]
-    result, done = run_benchmark(python, "step.py", tmp_path / "out.json", *arguments, "--rounds", 3, "--eager")
+    arguments += ["--rounds", 3, "--rows", 1, 3, "--eager"]
+    result, done = run_benchmark(python, "step.py", tmp_path / "out.json", *arguments)
     found = result["bf16"]
     rounds = found["rounds"]
     assert len(rounds) == 3 and found["cache"] == median(t["short, long cache"] / t["short"] for t in rounds)
     assert found["extra_kv_bytes"] == 2 * 2 * 6 * 10 * 2 * (90 - 20)  # 2 layers, 6 heads of width 10
     growth = median((t["long"] - t["short, long cache"]) / t["short, long cache"] for t in rounds)
     assert found["context"] == pytest.approx(growth * found["weight_bytes"] / found["extra_kv_bytes"])
-    assert found["rest_s"] == median(t["short"] - t["products"] for t in rounds)
     assert f"{found['step_s']:.5f}" in done.stdout
+    products = {(row["name"], row["rows"]): row for row in result["products"]}
+    assert products.keys() == {(f"{who} bf16", n) for who in ("torch", "ours") for n in (1, 3)}
+    assert found["products_s"] == products["ours bf16", 1]["seconds"]
+    assert products["torch bf16", 1]["over_torch"] == 1
 
 
 def test_what_speculation_gains(tiny_model):
@@ -213,25 +159,14 @@ def test_what_speculation_gains(tiny_model):
 
 
 @pytest.mark.slow
-def test_speculation_needs_a_chat_template(python, tiny, tmp_path):
-    program = str(ROOT / "benchmarks" / "speculation.py")
-    command = [*python, program, "--checkpoint_path", str(tiny("llama-mha")[2]), "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "has no chat template" in done.stderr
-
-
-@pytest.mark.slow
 def test_gpu_kernels(python, tmp_path):
     """Tiny sizes in Triton's interpreter, with tuning, whose result is then used."""
     pytest.importorskip("triton")
     arguments = ["--smoke", "--tune"]
     result, _ = run_benchmark(python, "gpu_kernels.py", tmp_path / "out.json", *arguments, XDG_CACHE_HOME=str(tmp_path))
     rows = {(row["name"], row["rows"]): row for row in result["rows"]}
-    for row in rows.values():
-        if "bytes" in row:
-            assert row["ours_share"] == pytest.approx(row["bytes"] / row["ours_s"] / result["copy_bytes_per_s"])
-        else:
-            assert row["ours_tflops"] == pytest.approx(row["flops"] / row["ours_s"] / 1e12)
+    for row in (row for row in rows.values() if "bytes" in row):
+        assert row["ours_share"] == pytest.approx(row["bytes"] / row["ours_s"] / result["copy_bytes_per_s"])
     assert len([name for name, _ in rows if name.endswith("gate_up 64x48")]) == 3 * 2
     assert {("attention, decode at 70", 1), ("attention, prefill of 40", 40)} <= rows.keys()
     # Of 2 layers, 3 heads of width 10, in bf16; the middle one of 3 steps reads context + 2 positions after the token
@@ -248,28 +183,23 @@ def test_gpu_kernels(python, tmp_path):
 # ---------------------------------------------------------------- two checkouts
 
 
-def test_trees_take_turns(tmp_path, monkeypatch, capsys):
-    """The order is old, new, new, old. A case that fails in one tree is left out, with the reason."""
-    went, out = [], tmp_path / "out.json"
+def test_trees_take_turns(tiny, tmp_path, monkeypatch, capsys):
+    """The order is old, new, new, old."""
+    went, out, old = [], tmp_path / "out.json", tmp_path / "old"
 
-    def run_generate(tree, options, prompt, new, samples, rows):
-        went.append(str(tree))
-        if rows == 8 and tree == ROOT:
-            raise UserError("out of memory")
+    def run_generate(tree, flags, prompt, new, rows):
+        went.append(tree)
         return {"decode_tokens_per_s": float(len(went)), "prefill_tokens_per_s": 100.0}
 
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "generate.py").touch()
-    arguments = ["--formats", "bf16", "--modes", "eager", "--rounds", "2", "--out", str(out)]
+    arguments = ["--formats", "bf16", "--modes", "eager", "--rounds", "2", "--rows", "1", "--out", str(out)]
+    arguments += ["--checkpoint_path", str(tiny("llama-mha")[2])]
     monkeypatch.setattr(measure, "run_generate", run_generate)
     monkeypatch.setattr(sys, "argv", ["trees.py", str(old), str(ROOT), *arguments])
     trees.main()
-    one, eight = json.loads(out.read_text())["rows"]
-    assert went[:4] == [str(old), str(ROOT), str(ROOT), str(old)]
-    assert [row["decode_tokens_per_s"] for tree in ("old", "new") for row in one[tree]["rounds"]] == [1, 4, 2, 3]
-    assert one["decode_new_over_old"] == (2 / 1 + 3 / 4) / 2 and one["decode_new_over_old_spread"] == [3 / 4, 2]
-    assert eight["error"] == "new: out of memory" and "decode_new_over_old" not in eight
+    [case] = json.loads(out.read_text())["rows"]
+    assert went == [old, ROOT, ROOT, old]
+    assert [row["decode_tokens_per_s"] for tree in ("old", "new") for row in case[tree]["rounds"]] == [1, 4, 2, 3]
+    assert case["decode_new_over_old"] == (2 / 1 + 3 / 4) / 2 and case["decode_new_over_old_spread"] == [3 / 4, 2]
     assert "1.38 " in capsys.readouterr().out
 
 

@@ -175,9 +175,9 @@ def ladder_numbers():
             yield cells[3], step["decode_over_before"]
 
 
-def linears_numbers():
+def product_numbers():
     page = "docs/how-it-gets-fast.md"
-    rows = {(row["name"], row["rows"]): row for row in results("linears", page)["rows"]}
+    rows = {(row["name"], row["rows"]): row for row in results("step", page)["products"]}
     for format, n, torch_ms, ours_ms, gain, share in table(page, "| format | rows"):
         theirs, ours = (rows[f"{who} {format}", int(n)] for who in ("torch", "ours"))
         yield torch_ms, 1e3 * theirs["seconds"]
@@ -233,7 +233,7 @@ def bloom_numbers():
         yield cells[4], row["gain"]
 
 
-TABLES = [decode_numbers, ladder_numbers, linears_numbers, step_numbers, quantization_numbers, speculation_numbers]
+TABLES = [decode_numbers, ladder_numbers, product_numbers, step_numbers, quantization_numbers, speculation_numbers]
 TABLES += [bloom_numbers]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-SHARE = 0.01  # of all time, which trials may cost
+SHARE, GRACE_S = 0.01, 0.01  # trials may cost this share of all time, and so many seconds more
 FAILED_S, LOOK_S = 1.0, 0.25  # from a trial that failed, and from any other look around, to the next
 TRIAL_STEPS = 4
 LONG_STEP_S = 0.05  # one step that takes so long is enough to judge by
@@ -36,10 +36,10 @@ class ThreadCount:
 
     counts: list[int]  # that may be taken, ascending
     count: int
-    can_run: Callable[[int], bool] = lambda n: True  # whether so many processors seem to be ours
+    can_run: Callable[[int], bool | None] = lambda n: None  # whether other programs leave us so many processors
     work: Hashable = None
     typical_s: dict[int, float] = field(default_factory=dict)  # of a step of this work, by number of threads
-    usual_s: float = float("inf")  # the smallest that typical_s[count] has been
+    usual_s: float = float("inf")  # the smallest that typical_s[count] has been since the last look
     steps: int = 0  # since work or count have changed
     trying: int | None = None
     trial_s: list[float] = field(default_factory=list)
@@ -77,26 +77,34 @@ class ThreadCount:
         return self.steps > 4 or self.steps * self.typical_s.get(self.count, 0.0) > LONG_STEP_S
 
     def _look(self):
-        """Begin a trial if it is time for one and trials have not cost too much."""
-        now, slow = time.perf_counter(), self.typical_s[self.count] > 1.5 * self.usual_s
-        if (now < self.next_look and not slow) or self.trials_s > SHARE * self.total_s:
+        """Begin a trial of a neighbouring number, if it is time for one and it is worth its cost."""
+        now, typical = time.perf_counter(), self.typical_s[self.count]
+        if now < self.next_look and typical < 1.5 * self.usual_s:
             return
-        at, self.next_look = self.counts.index(self.count), now + LOOK_S
+        at, self.next_look, self.usual_s = self.counts.index(self.count), now + LOOK_S, typical
         self.upwards = at == 0 or (not self.upwards and at + 1 < len(self.counts))
         other = self.counts[at + 1 if self.upwards else at - 1]
+        left = GRACE_S + SHARE * self.total_s - self.trials_s  # what trials may still cost
+        free = self.can_run(max(self.count, other))
         self.skipped += 1
-        if not self.upwards or self.can_run(other) or self.skipped > 8:
+        if self.upwards:
+            worthwhile = free or (left > 0 and (free is None or self.skipped > 8))
+        else:  # half of the threads may take twice the time
+            worthwhile = left > (0.0 if free is False else typical)
+        if worthwhile:
             self.trying, self.trial_s, self.skipped = other, [], 0
 
     def _add_trial(self, seconds: float):
         """Judge a trial by its steps: it ends with the first one that is much slower than usual."""
         usual = self.typical_s[self.count]
-        self.trial_s.append(seconds)
         self.trials_s += max(0.0, min(seconds, 8 * usual) - usual)  # of a hitch no more is the trial's fault
-        slow = seconds > 1.2 * usual
-        if not slow and len(self.trial_s) < TRIAL_STEPS and sum(self.trial_s) < LONG_STEP_S:
+        self.trial_s.append(seconds)
+        first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # which may have had to wake threads
+        slow = seconds > (3 if first else 1.2) * usual
+        if not slow and len(self.trial_s) <= TRIAL_STEPS and sum(self.trial_s) < LONG_STEP_S:
             return
-        mean = sum(self.trial_s) / len(self.trial_s)
+        judged = self.trial_s[1:] or self.trial_s
+        mean = sum(judged) / len(judged)
         self.typical_s[self.trying], other, self.trying = mean, self.trying, None
         if not slow and mean < 0.97 * usual:
             self._settle(other)
@@ -150,13 +158,13 @@ class Threads:
         """Steps of each kind by their number of threads, the most frequent number first."""
         return {kind: dict(steps.most_common()) for kind, steps in self.steps.items()}
 
-    def can_run(self, n: int) -> bool:
-        """Whether other programs have left about n processors to us lately."""
+    def can_run(self, n: int) -> bool | None:
+        """Whether other programs have left about n processors to us lately; None if that is unknown."""
         now = CpuTimes.now()
         others = now.others_since(self.cpu_times)
         if others is not None:
             self.cpu_times, self.free = now, processors() - others
-        return n < self.free + 0.5
+        return None if self.free is None else n < self.free + 0.5
 
 
 def share_processors():

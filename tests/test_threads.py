@@ -19,7 +19,7 @@ from threads import CpuTimes, ThreadCount, Threads, powers_of_two
 class Machine:
     """A simulated machine: `step` takes the time that `seconds(n, t)` says for n threads at time t."""
 
-    def __init__(self, monkeypatch, counts, seconds, can_run=lambda n: True):
+    def __init__(self, monkeypatch, counts, seconds, can_run=lambda n: None):
         self.now, self.seconds, self.random = 0.0, seconds, random.Random(5)
         monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
         self.counts = ThreadCount(counts, counts[-1], can_run)
@@ -98,6 +98,15 @@ def test_only_steps_of_the_same_work_are_compared(monkeypatch):
         work = 4 if i % 2 else 1
         machine.run(machine.now + 0.05, work)
     assert machine.counts.count == 2
+
+
+def test_long_passes_are_tried_with_fewer_threads_only_if_processors_are_taken(monkeypatch):
+    """A trial of a prefill costs as much as a pass, so on an idle machine there is none for long."""
+    idle = Machine(monkeypatch, [1, 2], lambda n, t: 0.5 / n, lambda n: True)
+    assert {n for _, n, _ in idle.run(20)} == {2}
+    taken = Machine(monkeypatch, [1, 2], lambda n, t: 0.5 if n == 1 else 0.9, lambda n: n < 2)
+    taken.run(3)
+    assert rate(taken.run(30)) > 0.95 / 0.5
 
 
 def test_one_number_leaves_nothing_to_choose(monkeypatch):

@@ -1,0 +1,138 @@
+"""Decode and prefill on a CPU that other programs use, too: fixed numbers of threads, the engine's choice, llama.cpp.
+
+The other programs are endless loops of Python, one on each of the last processors of --loops. In each round everybody
+runs once, one after another, while the loops go on. At the end one request decodes while a loop on one processor ends:
+recovery_s is the time until all steps have as many threads as on the idle machine again.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import measure
+import torch
+from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
+
+from cli import keep_freed_memory, run_command
+from engine import Engine, Request, generate
+from load import compiled_steps, load_model
+from report import Timing
+from threads import Threads, powers_of_two, processors
+
+
+@contextlib.contextmanager
+def busy(loops: int):
+    """So many endless loops, on the last processor, the one before and so on, around again if there are more loops."""
+    cpus = sorted(os.sched_getaffinity(0), reverse=True)
+    code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() > 1: pass"
+    programs = [subprocess.Popen([sys.executable, "-c", code, str(cpus[i % len(cpus)])]) for i in range(loops)]
+    time.sleep(0.5 if loops else 0)
+    try:
+        yield programs
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def run_engine(args, engine: Engine, threads: int | None) -> dict:
+    """Rates with a number of threads, or with the engine's choice. Each decodes for --seconds."""
+    most = torch.get_num_threads()
+    torch.set_num_threads(threads or most)
+    engine.timing = Timing(threads=Threads(fixed=threads is not None))
+    prompt = [5 + i % 100 for i in range(args.prompt_tokens)]
+    try:
+        for _ in range(3):
+            engine.clear()
+            generate(engine, [Request(prompt, GREEDY, 0)])
+        until = time.perf_counter() + args.seconds
+        while time.perf_counter() < until:
+            request = Request(prompt[:5], GREEDY, args.new_tokens, on_token=lambda _: time.perf_counter() > until)
+            generate(engine, [request])
+    finally:
+        torch.set_num_threads(most)
+    timing = engine.timing
+    found = {DECODE: timing.decode_tokens / timing.decode_s, PREFILL: timing.prefill_tokens / timing.prefill_s}
+    return found | {"steps": timing.threads.used()["decode"]}
+
+
+def run_llama_bench(args) -> dict:
+    sizes = ["-p", args.prompt_tokens, "-n", 16, "-r", 1, "-t", torch.get_num_threads(), "-o", "json"]
+    prefill, decode = json.loads(measure.run_program(args.llama_bench, "-m", args.gguf, *sizes))
+    return {DECODE: decode["avg_ts"], PREFILL: prefill["avg_ts"]}
+
+
+def measure_case(args, engine: Engine, loops: int) -> dict:
+    """All contestants while `loops` loops run, and the ratios of the engine's choice to the others."""
+    numbers = powers_of_two(torch.get_num_threads())
+    turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, engine, n) for n in numbers}
+    turns["chosen"] = partial(run_engine, args, engine, None)
+    if args.llama_bench:
+        turns["llama.cpp"] = partial(run_llama_bench, args)
+    with busy(loops):
+        rounds = measure.take_turns(turns, args.rounds, warm_up=0)
+    case = {"loops": loops}
+    for kind, rate in zip(("decode", "prefill"), RATES):
+        best = [max(rates) for rates in zip(*(column(rounds[f"{n} threads"], rate) for n in numbers))]
+        case |= ratio(f"{kind}_to_best_fixed", column(rounds["chosen"], rate), best)
+        if args.llama_bench:
+            case |= ratio(f"{kind}_to_llama", column(rounds["chosen"], rate), column(rounds["llama.cpp"], rate))
+    return case | rounds
+
+
+def recovery_s(args, engine: Engine) -> float:
+    """Seconds from the end of another program to the last step that still had fewer threads than before it."""
+    engine.timing, steps, end = Timing(), [], None
+    with busy(1) as programs:
+        engine.add(Request([5, 6, 7], GREEDY, 10**6))
+        start = time.perf_counter()
+        while end is None or time.perf_counter() < end + 5:
+            if end is None and time.perf_counter() > start + 3:
+                programs[0].kill()
+                end = time.perf_counter()
+            engine.step()
+            if not engine.active:  # the cache is full
+                engine.add(Request([5, 6, 7], GREEDY, 10**6))
+            kinds = engine.timing.threads.kinds
+            steps.append((time.perf_counter(), kinds["decode"].count if "decode" in kinds else None))
+    for request in [row.request for row in engine.rows if row.request is not None]:
+        engine.cancel(request)
+    engine.step()
+    most = torch.get_num_threads()
+    return max((at - end for at, n in steps if at > end and n != most), default=0.0)
+
+
+def main():
+    counts = {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 300, "--seconds": 3}
+    parser = measure.make_parser(__doc__, counts)
+    add = parser.add_argument
+    loops = [0, 1, 2 * processors()]
+    add("--loops", nargs="+", type=int, default=loops, help="how many other programs; none, one, and two a processor")
+    add("--format", choices=measure.FORMATS, default="int4", help="of the weights (int4)")
+    add("--compile", action="store_true", help="compile the decode step")
+    add("--llama_bench", type=Path, help="llama.cpp's llama-bench, for which --gguf names a model")
+    add("--gguf", type=Path)
+    args = parser.parse_args()
+    keep_freed_memory()
+    model = load_model(measure.quantized(args.checkpoint_path, args.format))
+    engine = Engine(model, 1, 1024, compiled_steps(args.compile, False))
+    generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles
+    cases = [measure_case(args, engine, loops) for loops in args.loops]
+    columns = {"loops": ""}
+    for key in ("decode_to_best_fixed", "prefill_to_best_fixed", "decode_to_llama", "prefill_to_llama"):
+        columns |= {key: ".2f", f"{key}_spread": ".2f"}
+    measure.print_table(cases, columns)
+    recovery = [recovery_s(args, engine) for _ in range(args.rounds)]
+    print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")
+    about = {"format": args.format, "compiled": args.compile, "recovery_s": recovery, "cases": cases}
+    measure.save("busy", about, args.out)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -61,6 +61,7 @@ def encode(value) -> bytes:
 # ---------------------------------------------------------------- what a request asks for
 
 KINDS = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
+KINDS |= {dict: "an object", (str, list): "a string or a list"}
 
 # What we do not have, by the values with which it changes nothing. (null changes nothing anywhere.)
 NEUTRAL = {
@@ -179,6 +180,9 @@ class ServedModel:
             self.no_template = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):
                 print_status(f"no conversations: {error}")
+        vocabulary = self.tokenizer.vocabulary
+        names = dict(enumerate(vocabulary.tokens())) if vocabulary else {}
+        self.special = {i: (names.get(i) or "").encode() for i in vocabulary.special_ids} if vocabulary else {}
         self.ends = frozenset(self.tokenizer.eos_ids)
         self.chat_ends = self.ends | (self.template.end_ids() if self.template else set())
         self.created = int(time.time())
@@ -241,23 +245,18 @@ class ServedModel:
             raise ApiError(f"{name}.content must be a string or a list of text parts", param=f"{name}.content")
         return {"role": "system" if role == "developer" else role, "content": content}
 
+    def token_bytes(self, token: int) -> bytes:
+        """A token by itself, as logprobs show it; special tokens, too."""
+        if self.tokenizer.vocabulary is None:
+            return b"<%d>" % token
+        return self.special[token] if token in self.special else self.tokenizer.vocabulary.token_bytes(token)
+
     def token_text(self, token: int) -> str:
-        """A token by itself, as logprobs show it."""
         data = self.token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:  # part of a character
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def token_bytes(self, token: int) -> bytes:
-        vocabulary = self.tokenizer.vocabulary
-        if vocabulary is None or token in vocabulary.special_ids:
-            return f"<{token}>".encode() if vocabulary is None else self.special_text(token).encode()
-        return vocabulary.token_bytes(token)
-
-    def special_text(self, token: int) -> str:
-        vocabulary = self.tokenizer.vocabulary
-        return vocabulary.library.id_to_token(token) if hasattr(vocabulary.library, "id_to_token") else f"<{token}>"
 
     # ------------------------------------------------------------ what is asked for
 
@@ -301,7 +300,7 @@ class ServedModel:
         wanted = room if new is None else new
         if wanted > room or wanted < low:
             text = f"the context has {self.length} tokens; the prompt has {len(prompt)} and {wanted} more are wanted"
-            raise ApiError(text, param=param, code="context_length_exceeded")
+            raise ApiError(text, param=param if room < low else "max_tokens", code="context_length_exceeded")
         return wanted
 
     def stream_options(self, fields: Fields) -> dict:
@@ -350,9 +349,11 @@ class ServedModel:
     def tgi(self, body: dict, stream: bool) -> Wishes:
         """What the body of /generate or /generate_stream asks for, as text-generation-inference understands it."""
         outer = Fields(body)
-        text, stream = outer.take("inputs", str, ""), outer.take("stream", bool, stream)
+        text, stream = outer.take("inputs", str), outer.take("stream", bool, stream)
         fields = Fields(outer.take("parameters", dict, {}))
         outer.done()
+        if text is None:
+            raise ApiError("inputs must be a string", param="inputs")
         new, seed = fields.take("max_new_tokens", int, 100, 1), fields.take("seed", (int, float))
         if isinstance(seed, float):  # which the load test of the BLOOM story sends
             seed = int.from_bytes(str(seed).encode()[-7:], "little")
@@ -419,8 +420,8 @@ class OpenAIAnswer:
 
     def __init__(self, model: ServedModel, wishes: Wishes):
         self.model, self.wishes, self.chat = model, wishes, wishes.id.startswith("chat")
-        self.kind = "chat.completion" if self.chat else "text_completion"
-        self.head = {"id": wishes.id, "object": self.kind, "created": wishes.created, "model": model.name}
+        kind = "chat.completion" + ".chunk" * wishes.stream if self.chat else "text_completion"
+        self.head = {"id": wishes.id, "object": kind, "created": wishes.created, "model": model.name}
 
     def chunks(self, i: int, event: Event) -> list[dict]:
         """What a step has brought the i-th prompt, for the stream; nothing where it ended within a character."""
@@ -434,10 +435,9 @@ class OpenAIAnswer:
             delta |= {"content": event.text} if first or event.text else {}
             logprobs = chat_logprobs(self.model, event.logprobs) if event.logprobs else None
             choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": event.reason}
-            head = self.head | {"object": "chat.completion.chunk"}
         else:
-            choice, head = self.completion_choice(i, event.text, event.logprobs, event.reason, first), self.head
-        return [head | {"choices": [choice]} | self.usage_so_far()]
+            choice = self.completion_choice(i, event.text, event.logprobs, event.reason, first)
+        return [self.head | {"choices": [choice]} | self.usage_so_far()]
 
     def usage_so_far(self) -> dict:
         if self.wishes.continuous_usage:

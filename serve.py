@@ -306,6 +306,8 @@ class Metrics:
         self.written = counter("tokens_written", "New tokens")
         self.waiting = Gauge("fastpath_requests_waiting", "Requests that wait for a row", registry=registry)
         self.active = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
+        tasks = Gauge("fastpath_tasks", "Asynchronous tasks of the HTTP process", registry=registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
         self.first_token = histogram("time_to_first_token", "From the request to its first token", waits)
         self.per_token = histogram("time_per_token", "Of a request's later tokens, on average", steps)
         self.step = histogram("step", "A step of the engine", steps)
@@ -341,15 +343,16 @@ class Call:
     all have ended; ClientGone when the client leaves meanwhile, in which step the engine is told."""
 
     def __init__(self, client: EngineClient, asks: list[Ask], receive: Callable):
-        self.client, self.queue = client, asyncio.Queue()
+        self.client, self.queue, self.gone = client, asyncio.Queue(), False
         self.running = {client.add(ask, self.queue): i for i, ask in enumerate(asks)}
         self.watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Callable):
         while (await receive())["type"] != "http.disconnect":
             pass
+        self.gone = True
         self._cancel()
-        self.queue.put_nowait(ClientGone())
+        self.queue.put_nowait(None)
 
     def _cancel(self):
         for key in self.running:
@@ -364,9 +367,11 @@ class Call:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        if not self.running:
+        if not self.running and not self.gone:
             raise StopAsyncIteration
         event = await self.queue.get()
+        if self.gone:
+            raise ClientGone
         if isinstance(event, Exception):
             raise event
         if event.reason == "error":

@@ -1,0 +1,659 @@
+"""The server over real sockets, by the official client: its answers are what the engine gives alone.
+
+One server process in float32 and one in int4 serve a tiny random model, whose tokens are often parts of characters.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_harness import TEMPLATE
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+from convert_hf_checkpoint import convert, hf_source
+from engine import Engine, Request, generate
+from linear import Quantization
+from load import load_model
+from quantize import quantize_checkpoint
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, TextStream, Tokenizer
+
+CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
+PATIENCE_S = 60  # after which a test gives up waiting; nothing takes a tenth of it
+
+# ---------------------------------------------------------------- servers
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, byte_level):  # noqa: F811
+    """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
+    folder = tmp_path_factory.mktemp("serve")
+    config = transformers.LlamaConfig(
+        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
+        num_hidden_layers=2, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    oracle = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in oracle.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
+    )
+    library.chat_template = TEMPLATE
+    oracle.save_pretrained(folder / "hf")
+    library.save_pretrained(folder / "hf")
+    made = {None: convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)}
+    quantize_checkpoint(made[None], folder / "tiny-int4", Quantization("int4", 32, "int8"))
+    return made | {"int4": folder / "tiny-int4"}
+
+
+class Server:
+    """A running serve.py."""
+
+    def __init__(self, log: Path, arguments: list, launcher=(sys.executable,)):
+        self.log = log
+        command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                stderr=file,
+                stdout=file,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            )
+        self.port = int(wait_for(self._address, "a server to start").group(1))
+
+    def _address(self):
+        assert self.process.poll() is None, self.log.read_text()
+        return re.search(r"serving .* at http://127\.0\.0\.1:(\d+)\n", self.log.read_text())
+
+    def client(self, kind=openai.OpenAI, key=KEY):
+        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    def request(self, method: str, path: str, body=None, key=KEY) -> tuple[int, bytes]:
+        """By a plain HTTP client."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, data, {"Authorization": f"Bearer {key}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def post(self, path: str, body) -> dict:
+        status, answer = self.request("POST", path, body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def metric(self, name: str) -> float:
+        text = self.request("GET", "/metrics")[1].decode()
+        return float(re.search(rf"^fastpath_{re.escape(name)} (\S+)$", text, re.M).group(1))
+
+    def idle(self) -> bool:
+        return self.metric("rows_active") == self.metric("requests_waiting") == 0
+
+    def processes(self) -> list[int]:
+        """The engine's and the HTTP side's."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        http = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [self.process.pid, *http]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            for p in self.processes():
+                subprocess.run(["cat", f"/proc/{p}/status", f"/proc/{p}/wchan", f"/proc/{p}/stack"])
+            self.process.send_signal(signal.SIGABRT)
+            time.sleep(1)
+            print(self.log.read_text())
+            raise
+        finally:
+            self.process.kill()
+
+
+def wait_for(found, what: str, seconds: float = PATIENCE_S):
+    """What found() returns, once it is true."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.02)
+    return value
+
+
+@contextmanager
+def running(log: Path, *arguments, **options):
+    server = Server(log, arguments, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "server.txt"
+    with running(log, "--checkpoint_path", checkpoints[None], "--api_key", KEY, *OPTIONS) as server:
+        yield server
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def int4_server(checkpoints, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "int4.txt"
+    with running(log, "--checkpoint_path", checkpoints["int4"], "--api_key", KEY, *OPTIONS) as server:
+        yield server
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+class Oracle:
+    """The engine alone with a request, and its text decoded at once."""
+
+    def __init__(self, directory: Path):
+        self.tokenizer, self.model = Tokenizer(directory), load_model(directory, dtype=torch.float32)
+        self.template = ChatTemplate(directory, self.tokenizer)
+        self.engine = Engine(self.model, 1, CONTEXT, chunk_tokens=CHUNK)
+
+    def run(self, prompt: list[int], new: int, logprobs=None, **params) -> Request:
+        request = Request(prompt, SamplingParams(**{"temperature": 0.0} | params), new, frozenset({1}))
+        request.logprobs = logprobs
+        self.engine.clear()
+        generate(self.engine, [request])
+        return request
+
+    def text(self, prompt: list[int], new: int, stop=(), context=True, **params) -> str:
+        request = self.run(prompt, new, **params)
+        ids = [i for i in request.new_tokens if i != 1]
+        return TextStream(self.tokenizer, prompt if context else (), stop).add(ids, last=True)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoints):
+    return Oracle(checkpoints[None])
+
+
+@pytest.fixture(scope="module")
+def int4_oracle(checkpoints):
+    return Oracle(checkpoints["int4"])
+
+
+def prompt_ids(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 700, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions(client, oracle, stream):
+    """Of several prompts, as text and as ids."""
+    texts = ["once upon a time", "the \u20ac sea"]
+    ids = [prompt_ids(7), prompt_ids(40, 1)]
+    for prompts, encoded in ((texts, [oracle.tokenizer.encode(text) for text in texts]), (ids, ids)):
+        answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=30, temperature=0, stream=stream)
+        found, reasons = ["", ""], {}
+        for part in answer if stream else [answer]:
+            assert part.object == "text_completion" and part.model == "tiny" and part.id.startswith("cmpl-")
+            for choice in part.choices:
+                found[choice.index] += choice.text
+                reasons[choice.index] = reasons.get(choice.index) or choice.finish_reason
+        assert found == [oracle.text(prompt, 30) for prompt in encoded]
+        assert reasons == {0: "length", 1: "length"}
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+def test_chat(client, oracle):
+    prompt = oracle.template.encode(MESSAGES)
+    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
+    for messages in (MESSAGES, [MESSAGES[0], {"role": "user", "content": parts}]):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=25, temperature=0
+        )
+        assert answer.object == "chat.completion" and answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].message.content == oracle.text(prompt, 25, context=False)
+        assert answer.choices[0].finish_reason == "length"
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(prompt), 25, len(prompt) + 25)
+
+
+def test_chat_streams(client, oracle):
+    prompt = oracle.template.encode(MESSAGES)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=25, temperature=0, stream=True, stream_options=options
+    )
+    *chunks, last = list(stream)
+    assert {chunk.id for chunk in chunks} == {last.id} and last.object == "chat.completion.chunk"
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == oracle.text(prompt, 25, context=False)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens == 25
+    assert last.choices == [] and last.usage.prompt_tokens == len(prompt)
+
+
+def test_a_stream_on_the_wire(server):
+    """Nothing but data lines with an empty line after each, and [DONE] at the end; usage only where it is asked for."""
+    body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "stream": True}
+    status, data = server.request("POST", "/v1/chat/completions", body)
+    *events, end, rest = data.decode().split("\n\n")
+    assert status == 200 and end == "data: [DONE]" and rest == ""
+    assert all(event.startswith("data: {") and "usage" not in json.loads(event[6:]) for event in events)
+
+
+def test_end_tokens(client, oracle):
+    """The end token ends the answer and is not in it, unless it is to be ignored; so does any token that is named."""
+    prompt = prompt_ids(12, 5)
+    request = oracle.run(prompt, 40)
+    token = next(i for i in request.new_tokens[5:] if i not in request.new_tokens[:5] and i > 1)
+    n = request.new_tokens.index(token)
+    extra = {"stop_token_ids": [token]}
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_body=extra)
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == n + 1
+    assert answer.choices[0].text == oracle.text(prompt, n)
+    extra["ignore_eos"] = True
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_body=extra)
+    assert answer.usage.completion_tokens == n + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client, oracle, stream):
+    """The text ends before the first of them, and no token of it is told; the request ends with that token."""
+    prompt = prompt_ids(9, 3)
+    whole = oracle.text(prompt, 60)
+    for at in (0, 11, len(whole) // 2):
+        stop = [whole[at : at + 3], "never in the text"]
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=60, temperature=0, stop=stop, stream=stream, logprobs=0
+        )
+        parts = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+        text = "".join(part.text for part in parts)
+        assert text == whole[: whole.index(stop[0])] and parts[-1].finish_reason == "stop"
+        offsets = [offset for part in parts for offset in part.logprobs.text_offset]
+        assert all(offset < len(text) for offset in offsets) and offsets == sorted(offsets)
+        if not stream:
+            assert answer.usage.completion_tokens < 60
+
+
+def test_seeds(client, oracle):
+    def draw(**how):
+        answer = client.completions.create(model="tiny", prompt=prompt_ids(6), max_tokens=20, temperature=1.0, **how)
+        return answer.choices[0].text
+
+    assert draw(seed=7) == draw(seed=7) == oracle.text(prompt_ids(6), 20, temperature=1.0, seed=7)
+    assert len({draw(seed=8), draw(), draw(), draw(seed=-(2**63))}) == 4
+
+
+def test_sampling_parameters_reach_the_engine(client, oracle):
+    params = {"temperature": 0.9, "top_p": 0.8, "frequency_penalty": 0.7, "presence_penalty": -0.4, "seed": 11}
+    extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.3}
+    answer = client.completions.create(model="tiny", prompt=prompt_ids(6), max_tokens=30, extra_body=extra, **params)
+    assert answer.choices[0].text == oracle.text(prompt_ids(6), 30, **params, **extra)
+
+
+def test_prefix_reuse(client):
+    """A prompt that begins with what was said reads only what is new."""
+    prompt = prompt_ids(300, 77)
+    first = client.completions.create(model="tiny", prompt=prompt, max_tokens=5)
+    again = client.completions.create(model="tiny", prompt=[*prompt, 5, 6], max_tokens=5)
+    assert first.usage.prompt_tokens_details.cached_tokens < 5
+    assert again.usage.prompt_tokens_details.cached_tokens == 300
+
+
+def test_models(client, server):
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and model.object == "model" and model.max_model_len == CONTEXT
+    assert client.models.retrieve("tiny") == model
+    assert json.loads(server.request("GET", "/version")[1]).keys() == {"version"}
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+def test_completion_logprobs(client, oracle):
+    prompt = prompt_ids(14, 9)
+    expected = oracle.run(prompt, 12, logprobs=3)
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, logprobs=3)
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == pytest.approx([own for own, _ in expected.token_logprobs], abs=1e-4)
+    for own, top, (_, best) in zip(found.token_logprobs, found.top_logprobs, expected.token_logprobs):
+        assert sorted(top.values())[-3:] == pytest.approx(sorted(p for _, p in best), abs=1e-4)
+        assert own in top.values()
+    text = answer.choices[0].text
+    for token, start, end in zip(found.tokens, found.text_offset, [*found.text_offset[1:], len(text)]):
+        assert token.startswith("bytes:") or text[start:end].endswith(token)  # perhaps after half a character
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_scores_the_prompt(client, oracle, stream):
+    """As lm-eval asks: one entry for each token of the prompt, of which the first is null, and one for the new one."""
+    prompts = [prompt_ids(n, n) for n in (3, 50, 200)]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, stream=stream
+    )
+    found = {i: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for i in range(3)}
+    texts = ["", "", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            for name, values in found[choice.index].items():
+                values += getattr(choice.logprobs, name)
+    for i, prompt in enumerate(prompts):
+        scored = Request(prompt, max_new_tokens=0, prompt_logprobs=1)
+        generate(oracle.engine, [scored])
+        own = found[i]["token_logprobs"]
+        assert all(len(values) == len(prompt) + 1 for values in found[i].values())
+        assert own[0] is None and found[i]["top_logprobs"][0] is None
+        assert own[1:-1] == pytest.approx([logprob for logprob, _ in scored.prompt_token_logprobs], abs=1e-4)
+        for logprob, top, token, (_, [(best, _)]) in zip(
+            own[1:], found[i]["top_logprobs"][1:], prompt[1:], scored.prompt_token_logprobs
+        ):
+            assert (logprob == max(top.values())) == (token == best)
+        assert texts[i] == oracle.tokenizer.decode(prompt) + oracle.text(prompt, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(client, oracle, stream):
+    prompt = oracle.template.encode(MESSAGES)
+    expected = oracle.run(prompt, 15, logprobs=2)
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=15, temperature=0, logprobs=True, top_logprobs=2, stream=stream
+    )
+    choices = [part.choices[0] for part in (answer if stream else [answer])]
+    found = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert [entry.logprob for entry in found] == pytest.approx([p for p, _ in expected.token_logprobs], abs=1e-4)
+    assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob == entry.logprob for entry in found)
+    text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+    data = b"".join(bytes(entry.bytes) for entry in found)
+    assert data.decode(errors="replace").lstrip(" ") == text.lstrip(" ")
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_typed_exceptions(client, server):
+    def create(**how):
+        client.completions.create(**{"model": "tiny", "prompt": [5, 6], "max_tokens": 2} | how)
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(temperature=-1)
+    error = caught.value.body
+    assert error["param"] == "temperature" and error["type"] == "invalid_request_error" and error["message"]
+    with pytest.raises(openai.NotFoundError) as caught:
+        create(model="another")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another/model")
+    for key in ("wrong", KEY + "x", KEY[:-1]):
+        with pytest.raises(openai.AuthenticationError) as caught, server.client(key=key) as other:
+            other.models.list()
+        assert caught.value.code == "invalid_api_key"
+    with pytest.raises(openai.APIStatusError) as caught:
+        create(prompt="x" * (1 << 20))
+    assert caught.value.status_code == 413 and caught.value.code == "request_too_large"
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.delete("/models", cast_to=object)
+    assert caught.value.status_code == 405
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded" and str(CONTEXT) in str(caught.value)
+
+
+def test_paths_and_keys(server):
+    assert server.request("GET", "/health", key="none") == (200, b'{"status": "ready"}')
+    for method, path in (("GET", "/metrics"), ("POST", "/v1/completions"), ("GET", "/nowhere"), ("GET", "/v1/models")):
+        status, answer = server.request(method, path, key="\u00e9")
+        assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
+    for method, path, expected in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/health/", 404)):
+        status, answer = server.request(method, path)
+        assert status == expected and json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe\xfd", b'{"prompt": "\\ud800"}', b"[" * 100000,
+     b'{"prompt": [5], "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": [5], "temperature": 1e999}'],
+)  # fmt: skip
+def test_bodies_that_are_no_request(server, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"):
+        status, answer = server.request("POST", path, body)
+        assert status == 400 and json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_no_path_of_the_machine_in_an_answer(server, checkpoints):
+    for path in ("/v1/models", "/health", "/metrics", "/tokenizer_info", "/version", "/nowhere"):
+        assert str(checkpoints[None].parent).encode() not in server.request("GET", path)[1]
+    status, answer = server.request(
+        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}
+    )
+    assert status == 400 and b"/" not in json.loads(answer)["error"]["message"].encode()
+
+
+# ---------------------------------------------------------------- schedules
+
+
+@st.composite
+def wishes(draw) -> dict:
+    """A request, when it comes, and whether its client leaves: after so many chunks of a stream, or milliseconds."""
+    prompt = prompt_ids(draw(st.integers(1, 70)), draw(st.integers(0, 5)))
+    if draw(st.booleans()):  # several begin alike
+        prompt = prompt_ids(50, 99)[: draw(st.integers(1, 50))] + prompt[:30]
+    params = {"temperature": 0.0}
+    if draw(st.booleans()):
+        params = {"temperature": 0.9, "seed": draw(st.integers(0, 99)), "top_p": draw(st.sampled_from([1.0, 0.8]))}
+        params["frequency_penalty"] = draw(st.sampled_from([0.0, 0.6]))
+    leaves = draw(st.none() | st.none() | st.integers(0, 12))
+    return {
+        "prompt": prompt, "new": draw(st.integers(1, 40)), "params": params, "leaves": leaves,
+        "stream": draw(st.booleans()), "delay": draw(st.integers(0, 30)),
+    }  # fmt: skip
+
+
+async def one_request(client, wish: dict) -> tuple[str, list[float]]:
+    """(the text, the tokens' log-probabilities) of a request, as far as its client hears them."""
+    await asyncio.sleep(wish["delay"] / 1000)
+    call = client.completions.create(
+        model=(await client.models.list()).data[0].id, prompt=wish["prompt"], max_tokens=wish["new"], logprobs=0,
+        stream=wish["stream"], **wish["params"],
+    )  # fmt: skip
+    if not wish["stream"]:
+        try:
+            answer = await asyncio.wait_for(call, None if wish["leaves"] is None else wish["leaves"] / 1000)
+        except asyncio.TimeoutError:
+            return "", []
+        return answer.choices[0].text, answer.choices[0].logprobs.token_logprobs
+    text, logprobs = "", []
+    async with await call as stream:
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            logprobs += chunk.choices[0].logprobs.token_logprobs
+            if wish["leaves"] is not None and len(logprobs) > wish["leaves"]:
+                break
+    return text, logprobs
+
+
+async def all_requests(server: Server, schedule: list[dict]) -> list:
+    async with server.client(openai.AsyncOpenAI) as client:
+        return await asyncio.gather(*(one_request(client, wish) for wish in schedule))
+
+
+def check_schedule(server: Server, oracle: Oracle, schedule: list[dict], same_bits: bool):
+    for wish, (text, logprobs) in zip(schedule, asyncio.run(all_requests(server, schedule))):
+        alone = oracle.run(wish["prompt"], wish["new"], logprobs=0, **wish["params"])
+        expected = [own for own, _ in alone.token_logprobs]
+        if wish["leaves"] is None:
+            assert len(logprobs) == len(expected)
+            assert text == oracle.text(wish["prompt"], wish["new"], **wish["params"])
+        expected = expected[: len(logprobs)]
+        assert logprobs == (expected if same_bits else pytest.approx(expected, abs=1e-4))
+    wait_for(server.idle, "all rows to be free")
+
+
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+schedules = st.lists(wishes(), min_size=1, max_size=9)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=FIXTURES)
+@given(schedule=schedules)
+def test_schedules_change_no_tokens(server, oracle, schedule):
+    check_schedule(server, oracle, schedule, same_bits=False)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=FIXTURES)
+@given(schedule=schedules)
+def test_schedules_change_no_bits_of_quantized_models(int4_server, int4_oracle, schedule):
+    check_schedule(int4_server, int4_oracle, schedule, same_bits=int4_oracle.model.chunk_invariant)
+
+
+@pytest.mark.full
+@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
+@given(schedule=st.lists(wishes(), min_size=1, max_size=30))
+def test_long_schedules(server, oracle, schedule):
+    check_schedule(server, oracle, schedule, same_bits=False)
+
+
+def test_a_needle_among_64_others(server, oracle):
+    """The same request, among others in random order that come and go around it."""
+    chance = random.Random(5)
+    needle = {"prompt": prompt_ids(45, 1), "new": 30, "params": {"temperature": 0.0}, "leaves": None, "stream": True}
+    others = [
+        needle | {"prompt": prompt_ids(chance.randrange(1, 60), i), "new": chance.randrange(1, 25)} for i in range(64)
+    ]
+    for other in others:
+        other["leaves"] = chance.choice([None, None, 3])
+        other["params"] = {"temperature": chance.choice([0.0, 1.0]), "seed": chance.randrange(9)}
+    schedule = [*others, needle]
+    chance.shuffle(schedule)
+    found = asyncio.run(all_requests(server, [wish | {"delay": chance.randrange(200)} for wish in schedule]))
+    assert found[schedule.index(needle)][0] == oracle.text(needle["prompt"], 30)
+    wait_for(server.idle, "all rows to be free")
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+class RawClient:
+    """A client that can leave in every way there is."""
+
+    def __init__(self, server: Server, body: dict):
+        self.server, self.socket = server, socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}"
+        self.socket.sendall(f"{head}\r\n\r\n".encode() + data)
+
+    def leave(self, reset: bool):
+        if reset:  # instead of saying good-bye
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": CONTEXT - 200, "temperature": 0, "ignore_eos": True}
+
+
+def longest(server: Server, stream: bool, **how) -> RawClient:
+    return RawClient(server, LONG | {"stream": stream} | how)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_frees_its_row(server, stream, reset):
+    """While it waits for a row, while its prompt is read, while it gets tokens."""
+    others = [longest(server, stream, prompt=[5, 6, i]) for i in range(ROWS)]
+    wait_for(lambda: server.metric("rows_active") == ROWS, "full rows")
+    queued = longest(server, stream)
+    wait_for(lambda: server.metric("requests_waiting") == 1, "a request to wait")
+    queued.leave(reset)
+    wait_for(lambda: server.metric("requests_waiting") == 0, "the queue to be empty")
+    assert server.metric("rows_active") == ROWS
+    for other in others[1:]:
+        other.leave(reset)
+    wait_for(lambda: server.metric("rows_active") == 1, "rows to be free")
+    reading = longest(server, stream, prompt=prompt_ids(CONTEXT - 20, random.randrange(999)), max_tokens=5)
+    read = server.metric("prompt_tokens_read_total")
+    wait_for(lambda: server.metric("prompt_tokens_read_total") > read, "a prompt to be read")
+    reading.leave(reset)
+    others[0].leave(reset)
+    wait_for(server.idle, "all rows to be free")
+    assert server.metric("prompt_tokens_read_total") < read + CONTEXT - 20, "it left while its prompt was read"
+
+
+def leave_in_every_way(server: Server, n: int):
+    """n requests of which a third are cancelled, some at a time."""
+    chance = random.Random(n)
+
+    def work():
+        for i in range(n // 8):
+            way, stream = chance.randrange(3), chance.random() < 0.5
+            new = 1000 if way == 0 else chance.randrange(1, 6)
+            body = {"prompt": prompt_ids(chance.randrange(1, 40), i), "max_tokens": new, "stream": stream}
+            client = RawClient(server, body | {"ignore_eos": True})
+            if way:
+                while client.socket.recv(1 << 16)[-5:] not in (b"0\r\n\r\n", b""):
+                    if not stream:
+                        break
+            else:
+                time.sleep(chance.random() / 100)
+            client.leave(chance.random() < 0.5)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_for(server.idle, "all rows to be free")
+
+
+def check_leaks(server: Server, n: int):
+    def descriptors():
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in server.processes()]
+
+    def threads():
+        return [len(os.listdir(f"/proc/{pid}/task")) for pid in server.processes()]
+
+    leave_in_every_way(server, 48)
+    time.sleep(0.5)  # for the last connections to end
+    before = descriptors(), threads(), server.metric("tasks")
+    leave_in_every_way(server, n)
+    wait_for(lambda: (descriptors(), threads(), server.metric("tasks")) == before, "everything to be as before", 20)
+
+
+def test_nothing_is_left_of_requests(server):
+    check_leaks(server, 120)
+
+
+@pytest.mark.full
+def test_nothing_is_left_of_a_thousand_requests(server):
+    check_leaks(server, 1000)

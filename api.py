@@ -65,8 +65,9 @@ KINDS |= {dict: "an object", (str, list): "a string or a list"}
 
 # What we do not have, by the values with which it changes nothing. (null changes nothing anywhere.)
 NEUTRAL = {
-    "n": [1], "best_of": [1], "suffix": [""], "logit_bias": [{}], "response_format": [{"type": "text"}],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}],
+    "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
+    "functions": [[]], "function_call": ["none", "auto"],
     "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
     "use_beam_search": [False], "length_penalty": [1], "typical_p": [1], "min_tokens": [0], "bad_words": [[]],
     "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],
@@ -275,7 +276,8 @@ class ServedModel:
         try:
             return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
         except ValueError as error:
-            raise ApiError(str(error), param=str(error).split()[0]) from None
+            param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
+            raise ApiError(str(error), param=param) from None
 
     def stops(self, fields: Fields, name: str = "stop") -> tuple[str, ...]:
         stop = fields.take(name, (str, list), [])

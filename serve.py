@@ -95,10 +95,16 @@ def main(ranks=None):
 
 
 def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Not socket.create_server: asyncio switches Nagle's algorithm off (40 ms an answer) where it sees that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.bind((host, port))
+        listener.listen(1024)
     except OSError as error:
         raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
+    return listener
 
 
 @dataclass

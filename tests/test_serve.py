@@ -24,17 +24,22 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
+from huggingface_hub import InferenceClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 from test_harness import TEMPLATE
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
 from convert_hf_checkpoint import convert, hf_source
 from engine import Engine, Request, generate
+from harness import HarnessModel
 from linear import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
+from serve import Job
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
@@ -75,13 +80,7 @@ class Server:
         self.log = log
         command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
         with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                stderr=file,
-                stdout=file,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
-            )
+            self.process = subprocess.Popen(command, stderr=file, stdout=file, stdin=subprocess.DEVNULL)
         self.port = int(wait_for(self._address, "a server to start").group(1))
 
     def _address(self):
@@ -121,14 +120,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            for p in self.processes():
-                subprocess.run(["cat", f"/proc/{p}/status", f"/proc/{p}/wchan", f"/proc/{p}/stack"])
-            self.process.send_signal(signal.SIGABRT)
-            time.sleep(1)
-            print(self.log.read_text())
-            raise
+            return self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
 
@@ -657,3 +649,189 @@ def test_nothing_is_left_of_requests(server):
 @pytest.mark.full
 def test_nothing_is_left_of_a_thousand_requests(server):
     check_leaks(server, 1000)
+
+
+# ---------------------------------------------------------------- text as it comes
+
+PIECES = [
+    "h\u00e9llo",
+    " \u65e5\u672c\u8a9e",
+    "\U0001f469\u200d\U0001f467",
+    "stop",
+    " here",
+    "\u20ac",
+    "\n\n",
+    "sto",
+    "p he",
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
+@given(data=st.data())
+def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
+    """However many tokens come in a step: what has been told is always the beginning of the whole text, as it is when
+    all tokens are decoded at once; and so are the tokens with log-probabilities."""
+    tokenizer = oracle.tokenizer
+    text = "".join(data.draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=8)))
+    tokens = tokenizer.encode(text, add_bos=False) + data.draw(st.lists(st.integers(2, 699), max_size=3))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["stop here", "\u672c", "\n\n", "\ufffd", "o"]), max_size=2)))
+    stream = TextStream(tokenizer, [5], stop)
+    whole = stream.add(tokens, last=True)
+    request = Request([5], max_new_tokens=len(tokens), logprobs=0)
+    job, told, scored = Job(3, request, stop, True, tokenizer), "", []
+    while request.finish_reason is None:
+        for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
+            request.new_tokens.append(token)
+            request.token_logprobs.append((-1.0, []))
+            if job.add(token):
+                request.finish_reason = "stop"
+                break
+        if len(request.new_tokens) == len(tokens) and request.finish_reason is None:
+            request.finish_reason = "length"
+        event = job.event()
+        told, scored = told + event.text, scored + event.logprobs
+        assert whole.startswith(told) and event.tokens == len(request.new_tokens) and event.key == 3
+        assert all(offset <= len(told) for *_, offset in scored)
+    assert told == whole and event.reason == ("stop" if stream.stopped else "length")
+    assert [token for token, *_ in scored] == request.new_tokens[: len(scored)]
+    assert len(scored) == len(request.new_tokens) or stream.stopped
+
+
+# ---------------------------------------------------------------- other clients
+
+
+def test_lm_eval_finds_the_loglikelihoods_of_evaluate(server, checkpoints, oracle, monkeypatch):
+    """By its own client for such servers, on token ids, with the tokenizer of the server."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    model = HarnessModel(oracle.model, oracle.tokenizer, 3)
+    api = LocalCompletionsAPI(
+        base_url=f"http://127.0.0.1:{server.port}/v1/completions", model="tiny", tokenizer_backend="remote",
+        auth_token=KEY, batch_size=4, max_length=CONTEXT,
+    )  # fmt: skip
+    assert api.tokenizer.encode("once upon") == oracle.tokenizer.encode("once upon", add_bos=False)
+    texts = strings(n=30)
+    pairs = [(a, " " + b) for a, b in zip(texts, texts[1:]) if a.strip() and b.strip() and len(a + b) < 500]
+    found = api.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    expected = model._loglikelihood_tokens([(None, *api._encode_pair(*pair)) for pair in pairs])
+    assert len(found) > 15
+    for (score, greedy), (exact, is_greedy) in zip(found, expected):
+        assert score == pytest.approx(exact, rel=1e-6, abs=1e-4) and greedy == is_greedy
+
+
+def test_text_generation_inference(server, oracle, monkeypatch):
+    """By Hugging Face's client, streamed and not; and the bodies of the BLOOM story's load test."""
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)  # it asks nobody but our server
+    client = InferenceClient(f"http://127.0.0.1:{server.port}/generate", token=KEY)
+    prompt = oracle.tokenizer.encode("Translate to chinese.")
+    expected, text = oracle.run(prompt, 20, logprobs=0), oracle.text(prompt, 20)
+    answer = client.text_generation("Translate to chinese.", max_new_tokens=20, details=True)
+    assert answer.generated_text == text and answer.details.finish_reason == "length"
+    assert [token.id for token in answer.details.tokens] == expected.new_tokens
+    parts = list(client.text_generation("Translate to chinese.", max_new_tokens=20, details=True, stream=True))
+    assert [part.token.id for part in parts] == expected.new_tokens
+    assert "".join(part.token.text for part in parts) == parts[-1].generated_text == text
+    for parameters in ({"seed": 0.123}, {"do_sample": True, "top_p": 0.9, "seed": 0.123}):
+        bodies = [{"inputs": "Trans", "parameters": {"max_new_tokens": 20} | parameters}] * 2
+        one, two = (server.post("/generate", body)["generated_text"] for body in bodies)
+        assert one == two and one
+    stop = text[4:8]
+    whole = client.text_generation("Translate to chinese.", max_new_tokens=20, stop=[stop], return_full_text=True)
+    assert whole == "Translate to chinese." + text[: text.index(stop)]
+    *_, last = client.text_generation(
+        "Translate to chinese.", max_new_tokens=20, stop=[stop], details=True, stream=True
+    )
+    assert last.generated_text == text[: text.index(stop)] and last.details.finish_reason == "stop_sequence"
+
+
+def test_tokenize(server, oracle):
+    text = "once upon a \u20ac"
+    found = server.post("/tokenize", {"prompt": text, "return_token_strs": True})
+    assert found["tokens"] == oracle.tokenizer.encode(text) and found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == CONTEXT and found["token_strs"][0] == "<|begin|>"
+    assert server.post("/detokenize", {"tokens": found["tokens"]}) == {"prompt": text}
+    assert server.post("/tokenize", {"messages": MESSAGES})["tokens"] == oracle.template.encode(MESSAGES)
+
+
+# ---------------------------------------------------------------- other ways to run it
+
+
+def greedy_text(server: Server, prompt: list[int], new: int) -> str:
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
+    return server.post("/v1/completions", body)["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_ranks(checkpoints, tmp_path, oracle):
+    """Rank 0 has the queue; the others follow. Ending torchrun ends all."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS]
+    with running(tmp_path / "log", *arguments, launcher=launcher) as server:
+        prompts = [prompt_ids(n, n) for n in (5, 60, 12, 33, 8)]
+        asks = [{"prompt": prompt, "new": 20, "params": {"temperature": 0.0}, "leaves": None} for prompt in prompts]
+        schedule = [ask | {"stream": i % 2 == 0, "delay": 5 * i} for i, ask in enumerate(asks)]
+        schedule[1]["leaves"] = 3
+        for i, (text, _) in enumerate(asyncio.run(all_requests(server, schedule))):
+            assert i == 1 or text == oracle.text(prompts[i], 20)
+        wait_for(server.idle, "all rows to be free")
+        time.sleep(2.5)  # while nothing happens
+        assert greedy_text(server, prompts[1], 20) == oracle.text(prompts[1], 20)
+
+
+@pytest.mark.slow
+def test_drafts(checkpoints, tmp_path, oracle):
+    """With proposals the tokens and their log-probabilities are those of plain decoding."""
+    prompt = [7, 8, 9, 10] * 6
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], "--draft", "prompt-lookup",
+                 "--speculate_k", 4, *OPTIONS) as server:  # fmt: skip
+        for params in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4}):
+            body = {"prompt": prompt, "max_tokens": 40, "logprobs": 0, "seed": 0} | params
+            choices = [server.post("/v1/completions", body)["choices"][0] for _ in range(2)]
+            expected = oracle.run(prompt, 40, logprobs=0, **params)
+            for choice in choices:
+                assert choice["text"] == oracle.text(prompt, 40, **params)
+                own = [logprob for logprob, _ in expected.token_logprobs]
+                assert choice["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.full
+def test_compiled_steps(checkpoints, tmp_path, oracle):
+    arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS, "--compile", "--compile_prefill"]
+    with running(tmp_path / "log", *arguments, launcher=[sys.executable]) as server:
+        for n in (3, 30, 200):
+            assert greedy_text(server, prompt_ids(n, n), 20) == oracle.text(prompt_ids(n, n), 20)
+
+
+# ---------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "the engine dies", "the HTTP process dies"])
+def test_both_processes_end_together(checkpoints, tmp_path, how):
+    """And a request that is running hears of it; nothing is printed that is longer than a line."""
+    log = tmp_path / "log"
+    with running(log, "--checkpoint_path", checkpoints[None], *OPTIONS) as server:
+        client = longest(server, stream=True)
+        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        engine, http_side = server.processes()
+        number = signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL
+        os.kill(http_side if "HTTP" in how else engine, number)
+        code = server.process.wait(PATIENCE_S)
+        assert code == {"SIGTERM": 143, "the engine dies": -signal.SIGKILL, "the HTTP process dies": 2}[how]
+        wait_for(lambda: not os.path.exists(f"/proc/{http_side}"), "the HTTP process to end")
+        if "HTTP" not in how:
+            with client.socket.makefile("rb") as rest:
+                text = rest.read().decode()
+            assert '"error": {"message": "the engine has stopped"' in text and "data: [DONE]" in text
+        client.socket.close()
+    assert len(log.read_text().splitlines()) <= 2, log.read_text()
+
+
+def test_what_cannot_be_served(checkpoints, tmp_path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        for arguments, line in (
+            (["--port", str(port)], f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"),
+            (["--port", "0", "--max_seq_length", "99999"], f"more than the model's context of {CONTEXT}"),
+        ):
+            command = [sys.executable, "serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+            assert done.returncode == 2 and line in done.stderr and len(done.stderr.splitlines()) == 1

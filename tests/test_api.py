@@ -1,0 +1,147 @@
+"""OpenAI's API as data: what requests are refused and by which name, and what is read of those that are not."""
+
+import json
+import math
+
+import pytest
+from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+from api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints):  # noqa: F811
+    return ServedModel(checkpoints[None], "tiny", CONTEXT)
+
+
+def say(content, **more):
+    return {"messages": [{"role": "user", "content": content} | more]}
+
+
+IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+BOTH = [  # (fields, the one that is refused)
+    ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1}, "min_p"), ({"min_p": -1}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"frequency_penalty": 1e9}, "frequency_penalty"), ({"presence_penalty": [1]}, "presence_penalty"),
+    ({"seed": 2**63}, "seed"), ({"seed": 0.5}, "seed"), ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"max_tokens": 2**63}, "max_tokens"),
+    ({"max_completion_tokens": "1"}, "max_completion_tokens"), ({"max_tokens": CONTEXT}, "max_tokens"),
+    ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 5}, "stop"), ({"stop": [None]}, "stop"),
+    ({"stop": "x" * 1001}, "stop"), ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+    ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"ignore_eos": 1}, "ignore_eos"), ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"), ({"model": 5}, "model"),
+    ({"n": 2}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [TOOL]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"guided_json": {}}, "guided_json"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+]  # fmt: skip
+COMPLETIONS = [
+    ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"logprobs": True}, "logprobs"),
+    ({"echo": "no"}, "echo"), ({"suffix": "x"}, "suffix"), ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"),
+    ({"prompt": [700]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [[5], "a", [None]]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "max_tokens"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
+    ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"),
+]  # fmt: skip
+CHATS = [
+    ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[2].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    (say(None), "messages[0].content"), (say(5), "messages[0].content"), (say(IMAGE), "messages[0].content"),
+    (say(["x"]), "messages[0].content"), (say([{"type": "text"}]), "messages[0].content"), (say("\ud800"), "messages"),
+    (say("x", tool_calls=[TOOL]), "messages[0].tool_calls"), (say("x " * CONTEXT), "messages"),
+    ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, param", BOTH + COMPLETIONS)
+def test_completions_that_are_refused(model, fields, param):
+    with pytest.raises(ApiError) as caught:
+        model.completion({"prompt": [5, 6]} | fields)
+    assert (caught.value.status, caught.value.param) == (400, param) and len(str(caught.value)) < 600
+    json.loads(encode(caught.value.body()))
+
+
+@pytest.mark.parametrize("fields, param", BOTH + CHATS)
+def test_chats_that_are_refused(model, fields, param):
+    with pytest.raises(ApiError) as caught:
+        model.chat({"messages": MESSAGES} | fields)
+    assert (caught.value.status, caught.value.param) == (400, param) and len(str(caught.value)) < 600
+    json.loads(encode(caught.value.body()))
+
+
+NOTHING = {
+    "n": 1, "best_of": 1, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto",
+    "user": "somebody", "store": False, "min_tokens": 0, "chat_template_kwargs": {}, "seed": None, "stop": None,
+    "top_k": -1, "metadata": {"a": 1}, "stream": None, "temperature": None, "max_tokens": None, "logprobs": None,
+}  # fmt: skip
+
+
+def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsys):
+    for _ in range(2):
+        one = model.completion({"prompt": [5, 6]} | NOTHING).asks[0].request
+        two = model.chat({"messages": MESSAGES} | NOTHING).asks[0].request
+    assert (one.max_new_tokens, two.max_new_tokens) == (16, CONTEXT - len(two.prompt))
+    assert one.params.temperature == two.params.temperature == 1 and one.params.top_k == 0
+    assert one.params.seed != two.params.seed and one.logprobs is None
+    assert sorted(line.split("'")[1] for line in capsys.readouterr().err.splitlines()) == ["metadata", "store", "user"]
+
+
+def test_a_context_that_is_exactly_full(model):
+    assert model.completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 1000}).asks[0].request.max_new_tokens == 600
+    model.completion({"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
+    with pytest.raises(ApiError, match=f"the context has {CONTEXT} tokens; the prompt has 1000 and 601 more"):
+        model.completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 999})
+
+
+def test_end_tokens(model):
+    assert model.completion({"prompt": "a"}).asks[0].request.stop_ids == {1}
+    more = {"prompt": "a", "stop_token_ids": [5, 7]}
+    assert model.completion(more).asks[0].request.stop_ids == {1, 5, 7}
+    assert model.completion(more | {"ignore_eos": True}).asks[0].request.stop_ids == {5, 7}
+
+
+def test_a_developer_is_the_system(model):
+    asked = [model.chat({"messages": [{"role": role, "content": "x"}]}) for role in ("system", "developer")]
+    assert asked[0].asks[0].request.prompt == asked[1].asks[0].request.prompt
+
+
+def test_what_json_cannot_hold(model):
+    """Infinite log-probabilities, lone surrogates in what is quoted, tokens with the same text."""
+    wishes = model.completion({"prompt": [5, 6], "max_tokens": 1, "logprobs": 2})
+    answer = OpenAIAnswer(model, wishes)
+    byte, other = [i for i in range(2, 700) if model.token_text(i).startswith("bytes:")][:2]
+    best = [(byte, -0.5), (other, -1.0)]
+    wishes.asks[0].note(Event(0, "\ufffd", 1, 0, [(9, -math.inf, best, 0)], [], "length", None))
+    found = json.loads(encode(answer.whole()))["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-9999.0] and max(found["top_logprobs"][0].values()) == -0.5
+    assert list(found["top_logprobs"][0]) == [model.token_text(i) for i in (byte, other, 9)]
+    assert encode({"message": "\ud800"}) == b'{"message": "?"}'
+    with pytest.raises(ApiError):
+        parse_object(b'{"a": Infinity}')
+
+
+def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):  # noqa: F811
+    """Token ids are served, and text is refused with a reason that names no path."""
+    (tmp_path / "config.json").write_text((checkpoints[None] / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token_id": null}')
+    bare = ServedModel(tmp_path, "bare", 50)
+    assert bare.completion({"prompt": [5, 6], "max_tokens": 3}).asks[0].request.prompt == [5, 6]
+    for work, body in ((bare.completion, {"prompt": "text"}), (bare.chat, {"messages": MESSAGES})):
+        with pytest.raises(ApiError) as caught:
+            work(body)
+        assert caught.value.status == 400 and str(tmp_path) not in str(caught.value)
+    monkeypatch.setattr(model.template, "template", None)  # which then fails
+    with pytest.raises(ApiError) as caught:
+        model.chat({"messages": MESSAGES})
+    assert str(checkpoints[None]) not in str(caught.value) and "template fails" in str(caught.value)

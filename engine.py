@@ -129,15 +129,15 @@ class Plan:
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
-    chunk_tokens: how many prompt tokens are read between two decode steps. speculation: a speculative.Speculation or
-    None. ranks: a tp.Ranks if the model is split over processes: rank 0 calls `step`, the others call `follow`.
+    chunk_tokens: how many prompt tokens are read between two decode steps (always_chunk: in any step). speculation: a
+    Speculation or None. ranks: a tp.Ranks if the model is split: rank 0 calls `step`, the others call `follow`.
     """
 
     def __init__(
         self, model, max_batch_size, max_seq_length, steps=None, chunk_tokens=128, speculation=None, ranks=None
     ):
         model.setup_caches(max_batch_size, max_seq_length)
-        self.model, self.length, self.chunk_tokens = model, max_seq_length, chunk_tokens
+        self.model, self.length, self.chunk_tokens, self.always_chunk = model, max_seq_length, chunk_tokens, False
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
         self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
@@ -227,7 +227,7 @@ class Engine:
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
-        if not decoding:
+        if not (decoding or self.always_chunk):
             return {row.index: min(max(1, PREFILL_TOKENS // len(reading)), len(row.unread)) for row in reading}
         order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:

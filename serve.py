@@ -64,10 +64,12 @@ def parse_arguments(argv=None):
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any that is free")
     add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but /health")
     add("--max_batch_size", type=count, default=8, help="requests that run at the same time; others wait")
-    add("--prefill_chunk", type=count, help="tokens of a prompt read between two decode steps (128, or 256 in bf16)")
+    add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
     check_model_options(args)
+    if args.api_key == "":
+        raise UserError("--api_key is empty; give a key, or leave it away, and nobody needs one")
     return args
 
 
@@ -86,7 +88,7 @@ def main(ranks=None):
     settings = Settings(checkpoint.directory, checkpoint.directory.resolve().name, length, args.api_key)
     with http_process(settings, listener) as connection:
         engine, _ = load_engine(args, checkpoint, args.max_batch_size, length, ranks)
-        engine.chunk_tokens = args.prefill_chunk or engine.chunk_tokens
+        engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(args, engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
         host, port = listener.getsockname()[:2]

@@ -10,15 +10,19 @@ from statistics import median
 
 import pytest
 from conftest import ROOT, random_prompts
+from test_serve import checkpoints  # noqa: F401 (a fixture)
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import batching_picture
 import measure
 import speculation
 import trees
 
 from cli import UserError
-from engine import StepFunctions
+from engine import Engine, StepFunctions
+from load import load_model
 from speculative import LookupDraft
 
 # A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
@@ -215,3 +219,41 @@ def test_trees(python, tiny, tmp_path):
             old, new = (row[tree][f"{kind}_tokens_per_s"] for tree in ("old", "new"))
             ratio = row[f"{kind}_new_over_old"]
             assert ratio == pytest.approx(new / old) and f"{ratio:.2f}" in done.stdout
+
+
+# ---------------------------------------------------------------- the server
+
+# A stand-in for llama.cpp's llama-server: our own, by llama-server's options.
+LLAMA_SERVER = """#!{python}
+import os, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["-m"] == "tiny.gguf" and options["-np"] == "8" and int(options["-c"]) >= 8 * 60, options
+os.execv(sys.executable, [sys.executable, "{serve}", "--port", options["--port"], "--checkpoint_path", "{directory}"])
+"""
+
+
+@pytest.mark.slow
+def test_serving(python, tmp_path, checkpoints):  # noqa: F811
+    program = tmp_path / "llama-server"
+    program.write_text(LLAMA_SERVER.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoints[None]))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
+    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 2, "--llama_server", program]
+    result, done = run_benchmark(python, "serving.py", tmp_path / "out.json", *sizes, *others, "--gguf", "tiny.gguf")
+    names = {"fastpath 1", "fastpath 8", "llama-server 1", "llama-server 8"}
+    assert result["servers"].keys() == names and len(result["ratios"]) == 12
+    assert all(server["tokens_per_s"] > 0 for server in result["servers"].values())
+    assert result["second_turn"]["reused_s"] > 0 and result["short_beside_long"]["chunk_s"] > 0
+    assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
+
+
+def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):
+    """Every request gets its tokens, and no step reads more than a chunk."""
+    engine = Engine(load_model(default_checkpoint), batching_picture.ROWS, 64, chunk_tokens=batching_picture.CHUNK)
+    engine.always_chunk = True
+    cells = batching_picture.run(engine)
+    for name, (_, prompt, new) in batching_picture.ARRIVALS.items():
+        mine = [cell for cell in cells if cell.name == name]
+        assert (sum(cell.read for cell in mine), sum(cell.written for cell in mine)) == (prompt, new)
+    for step in range(batching_picture.STEPS):
+        assert sum(cell.read for cell in cells if cell.step == step) <= batching_picture.CHUNK

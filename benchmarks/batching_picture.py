@@ -1,0 +1,95 @@
+"""The picture of docs/serving.md: what the rows of an engine do in each step while requests come and go.
+
+`python benchmarks/batching_picture.py` runs the default model with the requests below and draws what each step did.
+Nothing is measured: a picture of steps is the same on every machine.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from measure import ROOT
+
+from cli import UserError, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from engine import Engine, Request
+from load import load_model
+from sampling import SamplingParams
+
+ROWS, CHUNK, STEPS = 3, 8, 18
+COLOURS = {"A": "#0072B2", "B": "#E69F00", "C": "#009E73", "D": "#CC79A7", "E": "#56B4E9"}  # of Okabe and Ito
+ARRIVALS = {  # name: (the step in which it comes, tokens of its prompt, new tokens)
+    "A": (0, 6, 12), "B": (1, 30, 7), "C": (3, 5, 5), "D": (4, 11, 8), "E": (6, 4, 5),
+}  # fmt: skip
+
+
+@dataclass
+class Cell:
+    """What a row did in a step: which request it had, and how many tokens of the prompt it read or wrote."""
+
+    row: int
+    step: int
+    name: str
+    read: int
+    written: int
+
+
+def run(engine: Engine) -> list[Cell]:
+    cells, names = [], {}
+    for step in range(STEPS):
+        for name, (arrival, n, new) in ARRIVALS.items():
+            if arrival == step:
+                prompt = [ord(name) * 7 + 31 * i for i in range(n)]  # that no two have a prefix in common
+                request = Request(prompt, SamplingParams(temperature=0.0), new)
+                names[request] = name
+                engine.add(request)
+        before = {name: (0, 0) for name in ARRIVALS}
+        for row in engine.rows:
+            if row.request is not None:
+                before[names[row.request]] = len(row.tokens), len(row.request.new_tokens)
+        rows = {row.request: row.index for row in engine.rows if row.request is not None}
+        finished = engine.step()
+        rows |= {row.request: row.index for row in engine.rows if row.request is not None}
+        for request, index in rows.items():
+            tokens, new = before[names[request]]
+            row = engine.rows[index]
+            held = len(request.prompt) if request in finished or request.new_tokens else len(row.tokens)
+            read = max(0, min(held, len(request.prompt)) - min(tokens, len(request.prompt)))
+            cells.append(Cell(index, step, names[request], read, len(request.new_tokens) - new))
+    return cells
+
+
+def draw(cells: list[Cell], path: Path):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt") from None
+    figure = Figure(figsize=(9, 2.6), dpi=200, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for cell in cells:
+        style = {"facecolor": COLOURS[cell.name], "edgecolor": "white", "linewidth": 1.5}
+        if not cell.read and not cell.written:  # another prompt's turn
+            style = {"facecolor": "white", "edgecolor": COLOURS[cell.name], "linewidth": 1}
+        axes.barh(cell.row, 1, left=cell.step, height=0.8, alpha=0.55 if cell.read else 1.0, **style)
+        text = f"{cell.name}\n{cell.read}" if cell.read else cell.name
+        axes.text(cell.step + 0.5, cell.row, text, ha="center", va="center", fontsize=8, color="black")
+    for name, (arrival, *_) in ARRIVALS.items():
+        axes.annotate(f"{name} comes", (arrival + 0.1, ROWS - 0.42), fontsize=7, color=COLOURS[name], rotation=35)
+    axes.set_yticks(range(ROWS), [f"row {i}" for i in range(ROWS)])
+    axes.set_xlim(0, STEPS)
+    axes.set_ylim(-0.6, ROWS + 0.3)
+    axes.set_xlabel(
+        f"steps; pale: reads a chunk of its prompt, so many tokens (at most {CHUNK})", color="0.35", fontsize=8
+    )
+    axes.set_xticks(range(0, STEPS + 1, 2))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
+
+
+def main():
+    engine = Engine(load_model(ensure_checkpoint(None)), ROWS, 64, chunk_tokens=CHUNK)
+    engine.always_chunk = True
+    draw(run(engine), ROOT / "docs" / "continuous-batching.png")
+
+
+if __name__ == "__main__":
+    run_command(main)

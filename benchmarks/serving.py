@@ -1,0 +1,292 @@
+"""Our server beside llama.cpp's: total tokens a second, what a step takes, and how long a first token takes.
+
+`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which then answer
+in turns: same token ids, same numbers of new tokens, greedy, end tokens ignored, streamed. The client is in this
+process, on the same cores. Reading order: Stream (a request), the servers, what is measured, the report.
+
+  throughput    one stream and eight: new tokens of all streams, by the time from the first request to the last token
+  step          of 8 rows: the engine alone (generate.py), and in the server with the client beside it, by /metrics
+  HTTP CPU      seconds of the HTTP process for each token
+  short beside  the first token of a short prompt that comes while a long one is being read, and what a chunk takes
+  second turn   the first token of a prompt of which all but 20 tokens are a conversation that was just had, and of one
+                of the same length that is new
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from measure import (
+    DECODE,
+    FORMATS,
+    ROOT,
+    about_run,
+    column,
+    count,
+    make_parser,
+    medians,
+    quantized,
+    ratio,
+    run_generate,
+    save,
+    take_turns,
+)
+
+from checkpoint import read_config
+from cli import UserError, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+
+STREAMS, START_S, ANSWER_S = 8, 120.0, 600.0
+
+# ---------------------------------------------------------------- the client
+
+
+@dataclass
+class Stream:
+    """A streamed completion: when its tokens came."""
+
+    prompt: list[int]
+    new_tokens: int
+    start: float = 0.0
+    times: list[float] = field(default_factory=list)  # of the events with text, or without
+    usage: dict = field(default_factory=dict)
+
+    @property
+    def first_token_s(self) -> float:
+        return self.times[0] - self.start
+
+    async def run(self, port: int):
+        """Send the request and hear the answer; UserError where the server refuses it or gives too few tokens."""
+        body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            self.start = time.perf_counter()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise UserError(f"the server refused a request: {status.decode().strip()}")
+            while line := await reader.readline():
+                if line.startswith(b'data: {"error"'):
+                    raise UserError(f"the server broke off: {line.decode().strip()}")
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    self.usage = event.get("usage") or self.usage
+                    if event["choices"]:
+                        self.times.append(time.perf_counter())
+        finally:
+            writer.close()
+        made = self.usage.get("completion_tokens", len(self.times))
+        if made != self.new_tokens:
+            raise UserError(f"the server wrote {made} tokens, not {self.new_tokens}")
+
+
+def run_streams(port: int, streams: list[Stream], delay: float = 0.0) -> list[Stream]:
+    """Run streams side by side, each `delay` seconds after the one before."""
+
+    async def later(i: int, stream: Stream):
+        await asyncio.sleep(i * delay)
+        await stream.run(port)
+
+    async def all_of_them():
+        await asyncio.wait_for(asyncio.gather(*(later(i, stream) for i, stream in enumerate(streams))), ANSWER_S)
+
+    asyncio.run(all_of_them())
+    return streams
+
+
+# ---------------------------------------------------------------- the servers
+
+
+@contextmanager
+def server(command: list, log: Path, port: int):
+    """A server on a port of this machine, until the end of the block."""
+    with log.open("w") as file:
+        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + START_S
+        while not healthy(port):
+            if process.poll() is not None or time.monotonic() > end:
+                line = (log.read_text(errors="replace").strip() or "nothing printed").splitlines()[-1]
+                raise UserError(f"{Path(command[0]).name} did not start: {line}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def metrics(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = re.findall(r"^fastpath_(\w+) (\S+)$", answer.read().decode(), re.M)
+    return {name: float(value) for name, value in lines}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of the HTTP process, a child of the server's."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    child = next(i for i in children if "spawn_main" in Path(f"/proc/{i}/cmdline").read_text())
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class Prompts:
+    """Token ids that nobody has seen before, so that no server has read a part of them."""
+
+    def __init__(self, V: int):
+        self.random, self.V = random.Random(1), V
+
+    def draw(self, n: int) -> list[int]:
+        return [self.random.randrange(20, self.V) for _ in range(n)]
+
+    def streams(self, count: int, prompt: int, new: int) -> list[Stream]:
+        return [Stream(self.draw(prompt), new) for _ in range(count)]
+
+
+def throughput(port: int, streams: list[Stream]) -> dict:
+    run_streams(port, streams)
+    seconds = max(stream.times[-1] for stream in streams) - min(stream.start for stream in streams)
+    first = median(stream.first_token_s for stream in streams)
+    return {"tokens_per_s": sum(stream.new_tokens for stream in streams) / seconds, "first_token_s": first}
+
+
+def ours(port: int, pid: int, streams: list[Stream]) -> dict:
+    """The same of our server, with what its own counters say. Steps that read prompts are among its steps."""
+    before, cpu = metrics(port), cpu_seconds(pid)
+    found = throughput(port, streams)
+    after, tokens = metrics(port), sum(stream.new_tokens for stream in streams)
+    steps = after["step_seconds_count"] - before["step_seconds_count"]
+    found["step_s"] = (after["step_seconds_sum"] - before["step_seconds_sum"]) / steps
+    gaps = [b - a for stream in streams for a, b in zip(stream.times, stream.times[1:])]
+    return found | {"between_tokens_s": median(gaps), "http_cpu_s_per_token": (cpu_seconds(pid) - cpu) / tokens}
+
+
+def short_beside_long(port: int, prompts: Prompts, long: int, chunk: int) -> dict:
+    """A long prompt, and 50 ms later a short one: the first token of each, and what one chunk of the long one takes."""
+    alone = run_streams(port, prompts.streams(1, long, 1))[0]
+    reading, short = run_streams(port, [*prompts.streams(1, long, 1), *prompts.streams(1, 8, 1)], 0.05)
+    chunk_s = alone.first_token_s / -(-long // chunk)
+    return {"short_s": short.first_token_s, "long_s": reading.first_token_s, "chunk_s": chunk_s}
+
+
+def second_turn(port: int, prompts: Prompts, history: int) -> dict:
+    first = prompts.draw(history)
+    run_streams(port, [Stream(first, 1)])
+    again, new = Stream(first + prompts.draw(20), 1), Stream(prompts.draw(history + 20), 1)
+    for stream in (again, new):
+        run_streams(port, [stream])
+    return {"reused_s": again.first_token_s, "new_s": new.first_token_s}
+
+
+def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int | None) -> dict:
+    prompts = Prompts(read_config(directory).vocab_size - 1)
+    shape = args.prompt_tokens, args.new_tokens
+    options = f"--checkpoint_path {directory}"
+    contestants = {
+        "engine": lambda: run_generate(ROOT, options, *shape, 1, STREAMS),
+        "fastpath 1": lambda: ours(our_port, our_pid, prompts.streams(1, *shape)),
+        f"fastpath {STREAMS}": lambda: ours(our_port, our_pid, prompts.streams(STREAMS, *shape)),
+        "short beside long": lambda: short_beside_long(our_port, prompts, args.long_prompt, args.prefill_chunk),
+        "second turn": lambda: second_turn(our_port, prompts, args.history),
+    }
+    if their_port is not None:
+        for n in (1, STREAMS):
+            contestants[f"llama-server {n}"] = lambda n=n: throughput(their_port, prompts.streams(n, *shape))
+    return take_turns(contestants, args.rounds)[0]
+
+
+# ---------------------------------------------------------------- the report
+
+
+def report(found: dict[str, list]) -> dict:
+    engine_s = [STREAMS / one[DECODE] for one in found.pop("engine")]
+    short, turns = found.pop("short beside long"), found.pop("second turn")
+    rates = {name: column(rounds, "tokens_per_s") for name, rounds in found.items()}
+    one, all_streams = "fastpath 1", f"fastpath {STREAMS}"
+    ratios = ratio(f"{STREAMS}_streams_over_1", rates[all_streams], rates[one])
+    ratios |= ratio("step_with_client_over_engine", column(found[all_streams], "between_tokens_s"), engine_s)
+    ratios |= ratio("short_prompt_over_chunk", column(short, "short_s"), column(short, "chunk_s"))
+    ratios |= ratio("second_turn_new_over_reused", column(turns, "new_s"), column(turns, "reused_s"))
+    for n in (1, STREAMS):
+        if f"llama-server {n}" in rates:
+            ratios |= ratio(f"{n}_streams_over_llama_server", rates[f"fastpath {n}"], rates[f"llama-server {n}"])
+    for name, value in ratios.items():
+        if not name.endswith("_spread"):
+            low, high = ratios[f"{name}_spread"]
+            print(f"{name}: {value:.2f} ({low:.2f}-{high:.2f})")
+    return {
+        "servers": {name: medians(rounds) for name, rounds in found.items()},
+        "engine_step_s": median(engine_s),
+        "short_beside_long": medians(short),
+        "second_turn": medians(turns),
+        "ratios": ratios,
+    }
+
+
+def main():
+    parser = make_parser(__doc__, rounds=5, prompt_tokens=64, new_tokens=128)
+    parser.add_argument("--format", choices=FORMATS, default="int4", help="of the weights")
+    parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
+    parser.add_argument("--gguf", type=Path, help="its model")
+    parser.add_argument("--llama_options", default="", help="more of its options")
+    parser.add_argument("--long_prompt", type=count, default=2000, help="its tokens")
+    parser.add_argument("--history", type=count, default=1000, help="tokens of the first turn")
+    parser.add_argument("--prefill_chunk", type=count, default=128, help="as serve.py takes it")
+    args = parser.parse_args()
+    if (args.llama_server is None) != (args.gguf is None):
+        raise UserError("--llama_server and --gguf belong together")
+    directory, out = quantized(ensure_checkpoint(args.checkpoint_path), args.format), args.out
+    out = out or ROOT / "benchmarks" / "results" / "serving.json"
+    length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
+    with ExitStack() as servers:
+        port, logs = free_port(), out.with_suffix("")
+        mine = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", directory]
+        mine += ["--max_batch_size", STREAMS, "--max_seq_length", length, "--prefill_chunk", args.prefill_chunk]
+        pid, theirs = servers.enter_context(server(mine, Path(f"{logs}.log"), port)), None
+        if args.llama_server is not None:
+            theirs = free_port()
+            command = [args.llama_server, "-m", args.gguf, "--port", theirs, "-np", STREAMS, "-c", STREAMS * length]
+            command += ["-t", os.cpu_count(), *args.llama_options.split()]
+            servers.enter_context(server(command, Path(f"{logs}.llama.log"), theirs))
+        found = measure(args, directory, port, pid, theirs)
+    for log in (f"{logs}.log", f"{logs}.llama.log"):
+        Path(log).unlink(missing_ok=True)
+    shape = {"format": args.format, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+    shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
+    save(about_run() | shape | {"streams": STREAMS} | report(found), out, "serving")
+
+
+if __name__ == "__main__":
+    run_command(main)

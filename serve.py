@@ -205,7 +205,7 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection):
             if job.request.finish_reason is not None:
                 del jobs[job.key]
         if busy or events:
-            connection.send((events, (seconds, len(engine.waiting), active, engine.timing.prefill_tokens)))
+            connection.send((events, (seconds, len(jobs) - active, active, engine.timing.prefill_tokens)))
 
 
 # ---------------------------------------------------------------- the HTTP process: the engine from here
@@ -245,6 +245,7 @@ class EngineClient:
         self.connection, self.metrics, self.keys = connection, Metrics(), itertools.count()
         self.writer = ThreadPoolExecutor(1)  # a full pipe must not stop the event loop, which empties the other one
         self.running: dict[int, Running] = {}
+        self.metrics.unfinished.set_function(lambda: len(self.running))
         self.state = "starting"
 
     def start(self, on_end: Callable[[], None]):
@@ -313,6 +314,7 @@ class Metrics:
         self.reused = counter("prompt_tokens_reused", "Tokens of prompts that a cache row held already")
         self.written = counter("tokens_written", "New tokens")
         self.waiting = Gauge("fastpath_requests_waiting", "Requests that wait for a row", registry=registry)
+        self.unfinished = Gauge("fastpath_requests_unfinished", "Requests that wait or run", registry=registry)
         self.active = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
         tasks = Gauge("fastpath_tasks", "Asynchronous tasks of the HTTP process", registry=registry)
         tasks.set_function(lambda: len(asyncio.all_tasks()))

@@ -108,7 +108,7 @@ class Server:
         return float(re.search(rf"^fastpath_{re.escape(name)} (\S+)$", text, re.M).group(1))
 
     def idle(self) -> bool:
-        return self.metric("rows_active") == self.metric("requests_waiting") == 0
+        return all(self.metric(name) == 0 for name in ("rows_active", "requests_waiting", "requests_unfinished"))
 
     def processes(self) -> list[int]:
         """The engine's and the HTTP side's."""
@@ -382,7 +382,9 @@ def test_echo_scores_the_prompt(client, oracle, stream):
             own[1:], found[i]["top_logprobs"][1:], prompt[1:], scored.prompt_token_logprobs
         ):
             assert (logprob == max(top.values())) == (token == best)
-        assert texts[i] == oracle.tokenizer.decode(prompt) + oracle.text(prompt, 1)
+        shown, offsets = oracle.tokenizer.decode(prompt), found[i]["text_offset"]
+        assert texts[i] == shown + oracle.text(prompt, 1)
+        assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] == len(shown)
 
 
 @pytest.mark.parametrize("stream", [False, True])

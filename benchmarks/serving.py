@@ -27,25 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from measure import (
-    DECODE,
-    FORMATS,
-    ROOT,
-    about_run,
-    column,
-    count,
-    make_parser,
-    medians,
-    quantized,
-    ratio,
-    run_generate,
-    save,
-    take_turns,
-)
+from measure import DECODE, ROOT, column, make_parser, medians, quantized, ratio, run_generate, save, take_turns
 
 from checkpoint import read_config
 from cli import UserError, run_command
-from convert_hf_checkpoint import ensure_checkpoint
 
 STREAMS, START_S, ANSWER_S = 8, 120.0, 600.0
 
@@ -213,9 +198,9 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
 def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int | None) -> dict:
     prompts = Prompts(read_config(directory).vocab_size - 1)
     shape = args.prompt_tokens, args.new_tokens
-    options = f"--checkpoint_path {directory}"
+    flags = ["--checkpoint_path", directory]
     contestants = {
-        "engine": lambda: run_generate(ROOT, options, *shape, 1, STREAMS),
+        "engine": lambda: run_generate(ROOT, flags, *shape, STREAMS),
         "fastpath 1": lambda: ours(our_port, our_pid, prompts.streams(1, *shape)),
         f"fastpath {STREAMS}": lambda: ours(our_port, our_pid, prompts.streams(STREAMS, *shape)),
         "short beside long": lambda: short_beside_long(our_port, prompts, args.long_prompt, args.prefill_chunk),
@@ -224,7 +209,7 @@ def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int 
     if their_port is not None:
         for n in (1, STREAMS):
             contestants[f"llama-server {n}"] = lambda n=n: throughput(their_port, prompts.streams(n, *shape))
-    return take_turns(contestants, args.rounds)[0]
+    return take_turns(contestants, args.rounds)
 
 
 # ---------------------------------------------------------------- the report
@@ -256,18 +241,17 @@ def report(found: dict[str, list]) -> dict:
 
 
 def main():
-    parser = make_parser(__doc__, rounds=5, prompt_tokens=64, new_tokens=128)
-    parser.add_argument("--format", choices=FORMATS, default="int4", help="of the weights")
+    counts = {"--rounds": 5, "--prompt_tokens": 64, "--new_tokens": 128}  # of each stream
+    counts |= {"--long_prompt": 2000, "--history": 1000, "--prefill_chunk": 128}
+    parser = make_parser(__doc__, counts)
+    parser.add_argument("--format", choices=("bf16", "int8", "int4"), default="int4", help="of the weights")
     parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
     parser.add_argument("--gguf", type=Path, help="its model")
     parser.add_argument("--llama_options", default="", help="more of its options")
-    parser.add_argument("--long_prompt", type=count, default=2000, help="its tokens")
-    parser.add_argument("--history", type=count, default=1000, help="tokens of the first turn")
-    parser.add_argument("--prefill_chunk", type=count, default=128, help="as serve.py takes it")
     args = parser.parse_args()
     if (args.llama_server is None) != (args.gguf is None):
         raise UserError("--llama_server and --gguf belong together")
-    directory, out = quantized(ensure_checkpoint(args.checkpoint_path), args.format), args.out
+    directory, out = quantized(args.checkpoint_path, args.format), args.out
     out = out or ROOT / "benchmarks" / "results" / "serving.json"
     length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
     with ExitStack() as servers:
@@ -285,7 +269,7 @@ def main():
         Path(log).unlink(missing_ok=True)
     shape = {"format": args.format, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
     shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
-    save(about_run() | shape | {"streams": STREAMS} | report(found), out, "serving")
+    save("serving", shape | {"streams": STREAMS} | report(found), out)
 
 
 if __name__ == "__main__":

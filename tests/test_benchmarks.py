@@ -238,7 +238,7 @@ def test_serving(python, tmp_path, checkpoints):  # noqa: F811
     program.write_text(LLAMA_SERVER.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoints[None]))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
-    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 2, "--llama_server", program]
+    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1, "--llama_server", program]
     result, done = run_benchmark(python, "serving.py", tmp_path / "out.json", *sizes, *others, "--gguf", "tiny.gguf")
     names = {"fastpath 1", "fastpath 8", "llama-server 1", "llama-server 8"}
     assert result["servers"].keys() == names and len(result["ratios"]) == 12

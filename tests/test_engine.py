@@ -526,3 +526,22 @@ def test_no_graph_is_compiled_again(models):
     for request in requests:
         assert request.new_tokens == tokens_of(model, request)[: len(request.new_tokens)]
         assert request.finish_reason in ("length", "cancelled")
+
+
+def test_with_always_chunk_every_step_reads_one_chunk(models):
+    """Also while no row is decoding; a short prompt that comes later is read before the rest of a long one."""
+    model = models()
+    engine = Engine(model, 2, LENGTH, chunk_tokens=8)
+    engine.always_chunk = True
+    long, short = (Request(prompt, GREEDY, 4) for prompt in random_prompts([40, 5]))
+    engine.add(long)
+    engine.step()
+    assert [len(row.tokens) for row in engine.rows if row.request is long] == [8]
+    engine.add(short)
+    engine.step()
+    assert len(short.new_tokens) == 1 and not long.new_tokens
+    while engine.active:
+        before = engine.timing.prefill_tokens
+        engine.step()
+        assert engine.timing.prefill_tokens - before <= 8
+    assert [request.new_tokens for request in (long, short)] == [tokens_of(model, one) for one in (long, short)]

@@ -808,11 +808,22 @@ def test_drafts(checkpoints, tmp_path, oracle):
 
 
 @pytest.mark.full
-def test_compiled_steps(checkpoints, tmp_path, oracle):
+def test_compiled_steps(checkpoints, tmp_path, oracle, monkeypatch):
+    """Nothing is compiled again, whatever requests come together."""
+    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_code")  # each graph is logged
     arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS, "--compile", "--compile_prefill"]
-    with running(tmp_path / "log", *arguments, launcher=[sys.executable]) as server:
-        for n in (3, 30, 200):
-            assert greedy_text(server, prompt_ids(n, n), 20) == oracle.text(prompt_ids(n, n), 20)
+    with running(tmp_path / "log", *arguments) as server:
+        before = server.log.read_text()
+        assert "TRACED GRAPH" in before
+        chance = random.Random(3)
+        prompts = [prompt_ids(n, n) for n in (1, 3, 30, 200, 17, 9)]
+        asks = [{"prompt": prompt, "new": 20, "leaves": None, "stream": len(prompt) > 9} for prompt in prompts]
+        for ask in asks:
+            params = chance.choice([{"temperature": 0.0}, {"seed": 4, "top_p": 0.8}])
+            ask |= {"delay": chance.randrange(50), "params": params}
+        for ask, (text, _) in zip(asks, asyncio.run(all_requests(server, asks))):
+            assert text == oracle.text(ask["prompt"], 20, **{"temperature": 1.0} | ask["params"])
+        assert server.log.read_text() == before
 
 
 # ---------------------------------------------------------------- the end

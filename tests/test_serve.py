@@ -81,7 +81,11 @@ class Server:
         command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file, stdin=subprocess.DEVNULL)
-        self.port = int(wait_for(self._address, "a server to start", 300).group(1))
+        try:
+            self.port = int(wait_for(self._address, "a server to start", 300).group(1))
+        except BaseException:
+            self.stop()
+            raise
 
     def _address(self):
         assert self.process.poll() is None, self.log.read_text()

@@ -67,7 +67,7 @@ class ThreadCount:
         if self.steps == 1 and seconds < LONG_STEP_S:
             return  # the first step finds cold caches and sleeping threads
         before = self.typical_s.get(self.count, seconds)
-        typical = before + 0.25 * (min(seconds, 3 * before) - before)  # a single hitch shall not count for much
+        typical = before + 0.15 * (min(seconds, 3 * before) - before)  # a few hitches shall not count for much
         self.typical_s[self.count], self.usual_s = typical, min(typical, self.usual_s)
         best = min(self.typical_s, key=self.typical_s.get)
         if self._is_known() and self.typical_s[best] < 0.9 * typical:

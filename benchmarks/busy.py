@@ -64,7 +64,7 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
 
 def run_llama_bench(args) -> dict:
     sizes = ["-p", args.prompt_tokens, "-n", 16, "-r", 1, "-t", torch.get_num_threads(), "-o", "json"]
-    prefill, decode = json.loads(measure.run_program(args.llama_bench, "-m", args.gguf, *sizes))
+    prefill, decode = json.loads(measure.run_program(args.llama_bench.resolve(), "-m", args.gguf, *sizes))
     return {DECODE: decode["avg_ts"], PREFILL: prefill["avg_ts"]}
 
 

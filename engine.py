@@ -1,11 +1,11 @@
 """The engine: requests in, tokens out. This is the only generation loop (continuous batching).
 
-Read down: Request; prefill and decode; Row; Plan; Engine, whose `step` is the loop's body; `generate`, the loop.
-Knows tokens only. Text is handled by the caller (on_token); a draft and several ranks are passed in as arguments.
+Read down: Request; prefill and decode; Row; Plan; Engine, whose `step` is the body of the loop; `generate`, the loop.
+Knows token ids only: the caller handles text, in on_token. Speculation and the ranks of a split model are arguments.
 
-Requests join and leave between steps. A step gives free cache rows to waiting requests, reads a chunk of one prompt (or
-of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A row
-keeps its keys and values after its request has ended, for prompts that share a prefix with it (prefix caching).
+Requests join and leave between steps. A step gives free cache rows to waiting requests, prefills a chunk of one prompt
+(or of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A
+row keeps its keys and values after its request has ended, so that later prompts reuse a common prefix (prefix caching).
 """
 
 import os
@@ -23,9 +23,9 @@ from model import Config, Transformer
 from report import Timing, kv_bytes
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
-PREFILL_TOKENS = 2048  # per pass while no row is decoding: enough to be bound by arithmetic, with bounded memory
-MAX_WAIT = 8  # a prompt that has waited for so many chunks of other prompts is read next
-SCORED_POSITIONS = 128  # prompt_logprobs are computed for so many positions at once, to bound the (n,V) tensor
+PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
+MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
+SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many positions at once, to bound the (n,V) tensor
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 200  # fewer if the cache row is full; 0 only reads the prompt
-    stop_ids: frozenset[int] = frozenset()  # the request ends with the first of these, which is its last token
+    stop_ids: frozenset[int] = frozenset()  # the first of these ends the request, and is its last token
     on_token: Callable[[int], bool] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -49,7 +49,8 @@ class Request:
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: str | None = None  # a message, if finish_reason is "error"
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
-    # For each new token, and for each prompt token but the first: (its own, [(id, log-probability), ...] best first)
+    # An entry (log-probability of the token, [(id, log-probability), ...] of the likeliest ids) for each new token, and
+    # for each prompt token but the first.
     token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)  # time.perf_counter: added, started, first_token, finished
@@ -80,7 +81,7 @@ def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
-    """Sample a token for each row from logits (B,V), for position (B,). Several ranks use the tokens of rank 0."""
+    """Sample a token for each row from logits (B,V), for position (B,). All ranks use rank 0's tokens."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
     ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted (B,0)
     return ids if model.split is None else model.split.broadcast(ids), logprobs, logits
@@ -88,12 +89,12 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
 
 @dataclass
 class StepFunctions:
-    """The functions that the engine calls for a step: those above, or compiled ones."""
+    """The functions that the engine calls for a step: `prefill` and `decode` above, or compiled versions of them."""
 
     prefill: Callable = prefill
     decode: Callable = decode
-    fixed_shapes: bool = False  # steps run with 1 row or all rows only: each other number would need a graph of its own
-    compile: Callable = lambda function: function  # made `decode` from the function above; speculation uses it too
+    fixed_shapes: bool = False  # decode with 1 row or all rows only, as each number needs its own graph
+    compile: Callable = lambda function: function  # what compiled `decode`; speculation compiles its functions with it
 
 
 # ---------------------------------------------------------------- the engine
@@ -119,7 +120,7 @@ class Row:
 class Plan:
     """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
 
-    released: list[int] = field(default_factory=list)  # rows whose requests have ended since the last plan
+    released: list[int] = field(default_factory=list)  # rows whose requests ended since the last plan
     admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row reuses n positions of source
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
@@ -208,15 +209,15 @@ class Engine:
 
     def _admit(self, request: Request) -> tuple[int, int, int, Request]:
         """Give a request a free row that reuses the longest prefix of its prompt that any row holds."""
-        # The last token is always read, because its logits are needed; of a prompt to be scored, all tokens are.
+        # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
         common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
-            row = source  # else its prefix is copied: overwriting it would lose more tokens than are reused
+            row = source  # otherwise copy the prefix: overwriting source would lose more tokens than are reused
         self._start(row, source, common[source], request)
-        return row.index, source.index, common[source], replace(request, on_token=None)  # functions cannot be sent
+        return row.index, source.index, common[source], replace(request, on_token=None)  # a function cannot be pickled
 
     def _start(self, row: Row, source: Row, n: int, request: Request):
         if row is not source and n:
@@ -235,7 +236,7 @@ class Engine:
         return {row.index: min(self.chunk_tokens, len(row.unread)) for row in order[:1]}
 
     def _run(self, plan: Plan):
-        if plan.chunk:  # fixed: the results of torch's own products may depend on the number of threads
+        if plan.chunk:  # fixed, because the results of torch's own products may depend on the number of threads
             with self.timing.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.chunk_invariant):
                 self._read(plan.chunk)
         if plan.decoding:
@@ -245,8 +246,8 @@ class Engine:
 
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
-        Short passes are padded if the model is not chunk_invariant, because they would round differently: a prompt's
-        keys and values must not depend on how it was split into chunks."""
+        A prompt's keys and values must not depend on how it was split into chunks. If the model is not chunk_invariant,
+        short passes would round differently, so they are padded."""
         start, model, rows = time.perf_counter(), self.model, [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
         width = max(map(len, parts)) if model.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
@@ -266,24 +267,24 @@ class Engine:
             if not row.unread and row.request.max_new_tokens < 1:
                 self._finish(row.request, "length", row)
         if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
-            places = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
-            ids, logprobs, logits = draw(model, logits[done], *places.t().contiguous(), self.sampling)
+            targets = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
+            ids, logprobs, logits = draw(model, logits[done], *targets.t().contiguous(), self.sampling)
             self._accept([rows[i] for i in done], ids.tolist(), logprobs, logits)
         self.timing.add_prefill(time.perf_counter() - start, sum(map(len, parts)))
 
     def _score_prompts(self, rows: list[Row], parts: list[list[int]], x: Tensor):
         """Record prompt_logprobs of a chunk from its hidden states (B,S,D), a few positions at a time."""
         for row, part, states in zip(rows, parts, x):
-            following = row.unread[1 : len(part) + 1]  # the prompt's last token has none
-            for at in range(0, len(following) if row.request.prompt_logprobs is not None else 0, SCORED_POSITIONS):
-                ids = following[at : at + SCORED_POSITIONS]
-                logits = self.model.head(states[at : at + len(ids)])[:, : self.model.config.n_token]  # (n,V)
+            following = row.unread[1 : len(part) + 1]  # the tokens whose logits these states give
+            for start in range(0, len(following) if row.request.prompt_logprobs is not None else 0, SCORED_POSITIONS):
+                ids = following[start : start + SCORED_POSITIONS]
+                logits = self.model.head(states[start : start + len(ids)])[:, : self.model.config.n_token]  # (n,V)
                 row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
 
     def _decode(self, rows: list[Row], draft_length: int):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if self.steps.fixed_shapes and len(rows) > 1:  # a step runs with one row or with all rows: padding
+        if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
@@ -292,7 +293,7 @@ class Engine:
         else:
             new_tokens, logprobs, logits = self.speculation.step(rows, inputs, draft_length)
         for row, tokens in zip(rows, new_tokens):
-            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # what the step has read and accepted
+            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start
         kv = kv_bytes(self.model, [len(row.tokens) for row in rows])
         count = self._accept(rows, new_tokens, logprobs, logits)
@@ -307,25 +308,25 @@ class Engine:
             if self.speculation is not None and not request.new_tokens:
                 self.speculation.add(row.index, request.prompt + new_tokens[i])
             request.times.setdefault("first_token", time.perf_counter())
-            if request.logprobs is not None:  # _finish drops those of tokens after the request's end
+            if request.logprobs is not None:  # _finish drops those after the request's last token
                 request.token_logprobs += top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
             for token in new_tokens[i]:
                 if request.finish_reason is None:
-                    self._take(request, row, token)
+                    self._append_token(request, row, token)
         return sum(len(request.new_tokens) for request in requests) - before
 
-    def _take(self, request: Request, row: Row, token: int):
-        """Append a token to a request, and finish the request if it is its last."""
+    def _append_token(self, request: Request, row: Row, token: int):
+        """Append a token to a request, and finish the request if this is its last token."""
         if token < 0:
             row.tokens = []  # the cache may hold NaN
             return self._finish(request, "error", row, "the model's logits are not finite")
         request.new_tokens.append(token)
-        room = self.length + 1 - len(request.prompt)  # the last token needs no position
+        room = self.length + 1 - len(request.prompt)  # the last token is never read, so it needs no position
         reason = "length" if len(request.new_tokens) >= min(request.max_new_tokens, room) else None
         reason, error = "stop" if token in request.stop_ids else reason, None
         try:
             reason = "stop" if request.on_token is not None and request.on_token(token) else reason
-        except Exception as failure:  # ends this request only
+        except Exception as failure:  # an error of the caller's code ends this request only
             reason, error = "error", first_line(failure)
         if reason is not None:
             self._finish(request, reason, row, error)

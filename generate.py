@@ -7,7 +7,7 @@ engine.py has the generation loop, chat.py the conversation of --interactive, an
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_command handles Ctrl-C, it ends the process at once
 
 import json
 import os
@@ -77,17 +77,17 @@ def parse_arguments(argv=None):
 def add_sampling_options(add):
     add("--temperature", type=float, default=0.8, help="0: greedy")
     add("--top_k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
-    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens that add up to p")
+    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens whose probabilities add up to p")
     add("--min_p", type=float, default=0.0, help="drop tokens less likely than min_p times the likeliest")
     add("--repetition_penalty", type=float, default=1.0, help="above 1: makes tokens that occurred before less likely")
     add("--frequency_penalty", type=float, default=0.0, help="subtracted from a token's logit per earlier occurrence")
     add("--presence_penalty", type=float, default=0.0, help="subtracted from a token's logit if it was generated")
     seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
-    add("--seed", type=seed, default=1234, help="for the first row; each further row or sample has the next")
+    add("--seed", type=seed, default=1234, help="of the first row; each further row or sample has the next integer")
 
 
 def check_arguments(args):
-    """Check the arguments and add what follows from them. UserError if they contradict each other."""
+    """Check the arguments and fill in the values that depend on others. UserError if they contradict each other."""
     args.chat = args.chat or args.system is not None
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
@@ -137,7 +137,7 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
         prompts.append(template.encode([*system, message]) if template else tokenizer.encode(text))
     prompts += args.prompt_ids
     for n in args.synthetic_prompt:
-        if n > length:  # before building it
+        if n > length:  # checked before a list of this length is built
             raise UserError(f"the prompt has {n} tokens, the context is {length}")
         prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
     for i, prompt in enumerate(prompts):
@@ -165,7 +165,7 @@ def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> fro
 
 
 def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int) -> list[dict]:
-    """Run the batch for the n-th time and print the texts. Returns their entries in --json."""
+    """Run the batch for the n-th time and print the texts. Returns the entries of "samples" in --json."""
     streaming = len(prompts) == 1 and not args.json  # a single row is printed token by token
     streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
     texts = [""] * len(prompts)
@@ -183,13 +183,13 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
         requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener(row)))
     if streaming:
         print(streams[0].context_text, end="", flush=True)
-    engine.clear()  # every sample reads its prompts again, so that all are measured alike
+    engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
     for request in requests:
         engine.add(request)
     shown = 0  # characters
     while engine.active:
         engine.step()
-        if streaming:  # not in on_token, where the error of a closed pipe would end only the request
+        if streaming:  # not in on_token, where the error of a closed pipe would only end the request
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
     if n == 0:
@@ -216,16 +216,16 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
 
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
-    """Run all samples, with --profile under the profiler. Returns their fields in --json."""
+    """Run all samples, under the profiler with --profile. Returns their fields in --json."""
     compile_s = warm_up(args, engine, prompts, args.temperature > 0)
     samples, before = [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             samples += run_sample(args, engine, tokenizer, prompts, stop_ids, n)
     if args.profile:
-        with suppress(TypeError):  # a name that is not UTF-8
+        with suppress(TypeError):  # raised for a file name that is not UTF-8
             profiler.export_chrome_trace(str(args.profile))
-        if args.profile.stat().st_size == 0:  # the profiler reports no error
+        if args.profile.stat().st_size == 0:  # the profiler does not report a failed write
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
     recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
@@ -244,7 +244,7 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
     """Run the conversation of --interactive."""
     from chat import Session, chat
 
-    for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
+    for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
         warm_up(args, engine, [[0] * min(n, engine.length)], args.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
     if args.system is not None:
@@ -253,12 +253,12 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
 
 
 def main(ranks=None):
-    """ranks: a tp.Ranks if torchrun has started several processes. Rank 0 leads and the others follow it."""
+    """ranks: a tp.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     if args.profile and ranks.rank == 0:
-        args.profile.open("w").close()  # an unwritable path is reported now, not after the run
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead
+        args.profile.open("w").close()  # so that an unwritable path is reported before the run
+    sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
     checkpoint = open_checkpoint(args, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
@@ -270,7 +270,7 @@ def main(ranks=None):
     longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
     length = choose_cache_length(args, checkpoint.config, longest)
     engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
-    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # now that their memory was checked
+    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
     result = {"load_s": load_s}
     if ranks.rank:
@@ -282,7 +282,7 @@ def main(ranks=None):
     engine.close()
     if args.interactive:
         return
-    result |= measurements(engine.model, engine.timing, bool(args.profile))  # all ranks measure together
+    result |= measurements(engine.model, engine.timing, bool(args.profile))  # has collectives: all ranks call it
     if ranks.rank == 0:
         if engine.speculation is not None:
             result |= engine.speculation.report.numbers(0 if args.profile else engine.timing.decode_s)

@@ -4,8 +4,8 @@ dispatcher picks one by the device of the tensors.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
 has, quantized weights, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
-model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width. A matrix has N rows
-(outputs), K columns (inputs) and G groups of columns that share a scale.
+model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width. But a weight matrix has N
+rows (outputs), K columns (inputs) and G groups of columns that share a scale.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -22,13 +22,13 @@ import torch.nn.functional as F
 
 LIBRARY = torch.library.Library("fastpath", "DEF")
 DEVICES_WITH_KERNELS = set()  # "cpu" or "cuda", once kernels_cpu.py or kernels_triton.py has registered its kernels
-MAX_DECODE_TOKENS = 16  # up to so many new tokens a row, reading the weights limits a product; more are a prefill
+MAX_DECODE_TOKENS = 16  # up to this many new tokens per row, products are memory-bound; more are a prefill
 
 
 def define(schema, fake=None):
     """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement.
 
-    fake: a function of the same arguments that returns empty tensors of the results' shapes, for torch.compile.
+    fake: a function with the same arguments that returns empty tensors of the right shapes, for torch.compile.
     """
     LIBRARY.define(schema)
     if fake is not None:
@@ -36,11 +36,11 @@ def define(schema, fake=None):
 
 
 def has_kernels(device):
-    """Whether this device has kernels of ours. Otherwise the references run, and torch.compile fuses them."""
+    """Whether kernels for this device are registered. Otherwise the references run, and torch.compile can fuse them."""
     return device.type in DEVICES_WITH_KERNELS
 
 
-# The fields of a model's Config that the fused operations for whole blocks take into account.
+# The fields of model.Config that the fused operations (all blocks of a model in one call) take into account.
 FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
@@ -49,8 +49,8 @@ FUSED_FIELDS = (
 
 
 def uses_only(config, known):
-    """Whether every field of a dataclass that is not in `known` has its default value. The fused operations for whole
-    blocks ask this, so that they never run a model with a switch that they do not implement."""
+    """Whether all fields of a config other than `known` have their default values. With known=FUSED_FIELDS this says
+    whether a model needs a feature that the fused operations do not implement."""
     others = [field for field in fields(config) if field.name not in known]
     return all(getattr(config, field.name) == field.default for field in others)
 
@@ -118,8 +118,8 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
         seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
         k = torch.where(seen, k, 0)  # NaN in a slot would reach the output even with weight zero:
         v = torch.where(seen, v, 0)  # NaN - inf and 0 * NaN are NaN
-    # Padding sees every slot: without any, its weights would be NaN, and with an odd number of slots torch's bfloat16
-    # product spreads such a NaN to the row before.
+    # Padding tokens attend to all slots. With no slot at all their softmax would be NaN, and if the number of slots is
+    # odd, torch's bfloat16 product spreads such a NaN to the row before.
     visible = visible | (input_pos < 0)[:, :, None]
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's FlashAttention, which never stores the scores
@@ -132,8 +132,9 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
 def softmax_attention(q, k, v, visible=None, bias=None):
     """softmax(q k^T / sqrt(E) + bias) v over the visible slots, with scores in float32: (B,S,H,E).
 
-    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible (B,S,<=T) bool masks the last slots, all slots
-    before them are visible; None masks nothing. Heads of a group share keys and values without copies.
+    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the
+    last n slots, n <= T (all slots before them are visible), or None if all are. Query heads of a group share keys and
+    values without copies.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1], k.shape[2]
@@ -141,7 +142,7 @@ def softmax_attention(q, k, v, visible=None, bias=None):
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
     if visible is not None:
-        # Not -inf, which would make the weights of padding NaN: torch's bfloat16 product can spread NaN to other rows.
+        # -inf would make the weights of padding NaN, which torch's bfloat16 product can spread to other rows.
         scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)
@@ -159,7 +160,8 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,K) @ weight (N,K)^T + bias (N,): (...,N) in x's dtype. F.linear itself if S > MAX_DECODE_TOKENS."""
+    """x (...,K) @ weight (N,K)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
+    kernels call F.linear too."""
     if has_kernels(x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -187,9 +189,11 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- operations of one kind of device
 #
-# Only kernels_cpu.py and kernels_triton.py call these, and describe them. Weights are packed in a layout of their own.
+# Only kernels_cpu.py and kernels_triton.py call these operations. Each has its own layout of packed weights, which it
+# describes.
 
-# CPU. exact: activations are not quantized to 8 bits. prepare_block returns a handle of a block's weights.
+# CPU. exact: do not quantize activations to 8 bits. prepare_block returns a handle to the weights of a block, and
+# `blocks` runs all blocks, given their handles.
 define(
     "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
     lambda x, *rest: empty_with_columns(x, rest[-2]),
@@ -208,7 +212,8 @@ define(
     empty_like_first,
 )
 
-# GPU. A linear layer with RMSNorm before it and bias, SwiGLU and residual after it; RoPE and the write to the caches.
+# GPU. fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it. rotary applies
+# RoPE and writes the KV cache.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int group, bool gated, float eps) -> Tensor",
@@ -222,7 +227,7 @@ define(
 
 # ---------------------------------------------------------------- quantized weights
 
-UNPACK_BLOCK = 1 << 22  # weights that are unpacked at once: few enough to be still in the CPU's cache for the product
+UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
 
 
 def unpack_int8(weight, scales, groupsize):
@@ -252,7 +257,7 @@ def repeat_groups(x, groupsize, K):
     """Repeats each group's value for its columns: (...,G) -> (...,K) float32. The last group may be shorter."""
     if K % groupsize == 0:
         return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
-    # Not expand and a slice: torch 2.13 compiles that to reads beyond the end.
+    # An index, because torch 2.13 compiles `expand` and a slice to reads beyond the end.
     return x.float()[..., torch.arange(K, device=x.device) // groupsize]
 
 
@@ -262,7 +267,7 @@ def linear_int8(x, weight, scales, groupsize, bias=None):
     def part(rows):
         return F.linear(x, unpack_int8(weight[rows], scales[rows], groupsize).to(x.dtype))
 
-    return in_blocks(part, weight.shape[0], weight.shape[1], bias)
+    return product_in_blocks(part, weight.shape[0], weight.shape[1], bias)
 
 
 def linear_int4(x, packed, scales, mins, groupsize, bias=None):
@@ -272,12 +277,12 @@ def linear_int4(x, packed, scales, mins, groupsize, bias=None):
     def part(rows):
         return F.linear(x, unpack_int4(packed[rows], scales[rows], mins[rows], groupsize, K).to(x.dtype))
 
-    return in_blocks(part, packed.shape[0], K, bias)
+    return product_in_blocks(part, packed.shape[0], K, bias)
 
 
-def in_blocks(part, N, K, bias):
+def product_in_blocks(part, N, K, bias):
     """A product of N columns, computed in blocks of columns, so that a whole matrix is never unpacked at once.
-    part(rows) computes the columns of these weight rows. A compiled graph fuses the unpacking and needs no blocks."""
+    part(rows) computes the columns for a slice of weight rows. A compiled graph fuses the unpacking, without blocks."""
     step = N if torch.compiler.is_compiling() else max(1, UNPACK_BLOCK // K)
     y = torch.cat([part(slice(start, start + step)) for start in range(0, N, step)], dim=-1)
     return y if bias is None else y + bias
@@ -287,14 +292,15 @@ def in_blocks(part, N, K, bias):
 
 
 def top_mass(order, mass, target):
-    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`; of equal entries the first come
-    first.
+    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`; of equal entries, those with
+    lower indices are kept first.
 
     order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1) int64 >= 1. If every
     mass is 1, this is top-k; if masses are probabilities, it is top-p. Integer sums do not depend on their order, so
-    all implementations agree exactly. There is no sort: a radix select finds the lowest entry that is kept, 8 bits at a
-    time, by a histogram of the mass.
+    all implementations agree exactly. There is no sort: a radix select finds the smallest entry that is kept, 8 bits
+    at a time, with a histogram of the mass.
     """
+    # `inside`: entries that share the bits chosen so far; `above`: the mass of all larger entries.
     inside, above = torch.ones_like(order, dtype=torch.bool), torch.zeros_like(target)
     for bits in (24, 16, 8, 0):
         bucket = (order >> bits) & 0xFF
@@ -320,7 +326,7 @@ def float_to_sortable_int(x):
 def exponential_noise(seed, position, ids, stream=0):
     """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64 tensors that broadcast.
 
-    Different streams (int) give independent noise at the same position.
+    Different values of `stream` (int) give independent noise for the same position.
     """
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     keys = []
@@ -331,7 +337,7 @@ def exponential_noise(seed, position, ids, stream=0):
         keys.append(scramble(key))
     bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log1p(-uniform)  # resolution is finest near zero: argmax(p / noise) picks small noise
+    return -torch.log1p(-uniform)  # most precise near zero, because argmax(p / noise) selects small noise
 
 
 def scramble(x):
@@ -351,7 +357,7 @@ def survives(work, timeout_s=20.0):
     """Run work() in a forked child; True if the child ends by itself, False if a signal or the timeout ended it."""
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGILL, signal.SIG_DFL)  # die quietly, whatever handler the parent has
+        signal.signal(signal.SIGILL, signal.SIG_DFL)  # end without a message, even if the parent has a signal handler
         try:
             work()
         finally:
@@ -374,10 +380,12 @@ def _small_bf16_matmul():
 
 
 def guard_amx():
-    """Forbid oneDNN to use AMX where that kills the process (SIGILL): some virtual machines advertise AMX without it.
+    """Forbid oneDNN to use AMX on machines that advertise AMX but kill a process that uses it (SIGILL), as some virtual
+    machines do.
 
-    torch.cpu._init_amx() succeeds even there, so a child process tries a matmul. This must happen before oneDNN reads
-    the environment, at the first matmul. Nothing is changed without AMX, or if the user has set the variable.
+    torch.cpu._init_amx() succeeds even on these, so a child process tries a matmul. The check must run before the first
+    matmul of this process, because oneDNN then reads the environment. Without AMX, or if the user has set
+    ONEDNN_MAX_CPU_ISA, nothing changes.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
         return

@@ -1,15 +1,17 @@
 """Builds and installs the C++ kernels of kernels.cpp, for CPUs with AVX-512.
 
-Read down: `install`, which makes a loaded model use them; all blocks as one operation; the packed layers; how weights
-are packed; the build, which happens at first use. kernels.py says what each operation computes.
+Read down: `install`, which makes a loaded model use the kernels; FusedBlocks, which runs all blocks as one operation;
+the packed layers; the packing of weights; the build, which happens at first use. kernels.py says what each operation
+computes.
 
-The speed of decoding is limited by reading the weights. torch's own products with one row use a part of the memory
-bandwidth; these use nearly all of it. The bits of a row's result depend neither on the other rows nor on the number of
-threads. For weights that are not quantized, a prefill (more than 16 new tokens a row) uses torch's own products.
+Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
+of the memory bandwidth; these kernels use nearly all of it. The bits of a row's result depend neither on the other rows
+nor on the number of threads. If the weights are not quantized, a prefill (more than 16 new tokens per row) uses torch's
+own products.
 
-With quantized weights, activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp: products
-are then sums of integers. With exact activations, and always in float32, weights are converted to float32 in registers
-instead. Prefill uses the same kernels, and gives the same bits.
+If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp:
+products are then sums of integers. With exact activations, and always in float32, the kernels convert the weights to
+float32 in registers instead. Prefill and decoding use the same kernels, so they give the same bits.
 """
 
 import fcntl
@@ -46,14 +48,14 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
     if model.device.type != "cpu" or not load_kernels():
         return False
     layers = {name: module for name, module in model.named_modules() if type(module) in PACKED}
-    # Packing pads rows and columns; what there is no room for gets memory of its own.
+    # The extra 5 % are for padded rows and columns. Tensors that do not fit are allocated separately.
     memory = HugePages(sum(tensor.nbytes for layer in layers.values() for tensor in layer.buffers()) * 21 // 20)
     for name in list(layers):
         plain = layers.pop(name)
         model.set_submodule(name, PACKED[type(plain)](plain, exact_activations, memory.copy))
         del plain
-        release_freed_memory()  # or the heap fragments, by up to half the model's size
-    # Arithmetic limits a prefill. With plain weights it runs block by block, because torch's products are faster.
+        release_freed_memory()  # otherwise fragmentation costs up to half the model's size
+    # A prefill is compute-bound. If weights are not quantized, torch's products are faster, so it runs block by block.
     all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
     model.max_kernel_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
     if can_fuse(model.config) and model.split is None:  # tensor parallelism has all-reduces inside the blocks
@@ -63,7 +65,7 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
 
 
 def can_fuse(config: Config) -> bool:
-    """Whether the operation `blocks` supports this architecture; other models run operation by operation."""
+    """Whether the fused operation `blocks` supports this architecture; other models run operation by operation."""
     known = uses_only(config, FUSED_FIELDS)
     return known and config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
 
@@ -71,7 +73,7 @@ def can_fuse(config: Config) -> bool:
 class FusedBlocks:
     """All blocks of a model as one operation, for Transformer.fused. Hooks of a block or its layers are not called.
 
-    Keeps the weights that the blocks have now: it does not notice a layer that is replaced later.
+    It keeps the weights that the blocks have at this time, so a layer that is replaced later has no effect.
     """
 
     def __init__(self, blocks: nn.ModuleList):
@@ -94,7 +96,7 @@ def linears_of(block: Block) -> list[nn.Module]:
 
 
 def prepare_block(block: Block) -> int:
-    """Pass a block's weights to the kernels; returns their handle of it."""
+    """Register a block's weights with the kernels; returns a handle to them."""
     attention, mlp, config = block.attention, block.mlp, block.attention.config
     linears, norms = linears_of(block), [block.attention_norm, block.mlp_norm]
     weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
@@ -109,7 +111,7 @@ def prepare_block(block: Block) -> int:
 
 
 class PackedLinear(nn.Module):
-    """A quantized linear layer, with its weights packed for the kernels."""
+    """A quantized linear layer, with its weights packed for the kernels. copy: moves a tensor to other memory."""
 
     def __init__(self, plain: Int8Linear | Int4Linear, exact: bool, copy: Callable = lambda tensor: tensor):
         super().__init__()
@@ -121,7 +123,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("mins", None if is_int8 else copy(pack_groups(plain.mins)))
         self.register_buffer("bias", plain.bias)
         self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
-        # nn.Module takes as long to look up buffers as a small product takes, so the arguments are kept ready.
+        # Looking up buffers in an nn.Module takes as long as a small product, so the arguments are collected once.
         tensors = (self.weight, self.scales) if is_int8 else (self.weight, self.scales, self.mins)
         self.exact = exact
         self.arguments = (*tensors, self.groupsize, self.bias, self.out_features, exact)
@@ -131,13 +133,13 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(PackedLinear):
-    """A quantized embedding; `logits` uses the same weights as the output head."""
+    """A quantized embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
 
     logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
         block, lane = tokens // LANES, tokens % LANES
-        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32) or nibbles in half as many bytes
+        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32) int8, or (B,S,Kb*16) with two nibbles per byte
         if self.mins is None:
             q, mins = q.view(torch.int8) ^ -128, None
         else:
@@ -149,31 +151,33 @@ class PackedEmbedding(PackedLinear):
 PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
 PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
-# ---------------------------------------------------------------- packing: kernels.cpp describes the layouts
+# ---------------------------------------------------------------- packing
+#
+# kernels.cpp describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
 
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x (N,K), padded with zeros to multiples of `rows` and `columns`."""
+    """Pad x (N,K) with zeros to multiples of `rows` and `columns`."""
     missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     return F.pad(x, missing) if any(missing) else x
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """int8 (N,K) to uint8 (Nb,Kb,8,16,4)."""
+    """Pack int8 (N,K) to uint8 (Nb,Kb,8,16,4): of each group 8 times 4 columns, for 16 rows."""
     q = pad_to_multiple(weight, LANES, GROUP).view(torch.uint8)
     q = q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
     return q.bitwise_xor_(128)  # q + 128, as uint8
 
 
 def pack_int4(packed: Tensor, K: int) -> Tensor:
-    """uint8 (N,ceil(K/2)), the low nibble the even column, to uint8 (Nb,Kb,4,16,4)."""
+    """Repack uint8 (N,ceil(K/2)) to uint8 (Nb,Kb,4,16,4). A byte then holds two columns that are 16 apart."""
     q = pad_to_multiple(unpack_nibbles(packed, K), LANES, GROUP)
-    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # half of the group, j, column of j
+    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # (Nb,16,Kb,2,4,4)
     return (q[:, :, :, 0] | q[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def pack_groups(x: Tensor) -> Tensor:
-    """Scales or mins, float16 (N,G), to (Nb,G,16)."""
+    """Pack scales or mins, float16 (N,G), to (Nb,G,16)."""
     return pad_to_multiple(x, LANES, 1).view(-1, LANES, x.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -184,7 +188,7 @@ def pack_groups(x: Tensor) -> Tensor:
 def load_kernels() -> bool:
     """Build the kernels if no build is cached, and load them. If that fails, print the reason and return False."""
     if not all(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512", "avx512_bf16", "vnni")):
-        return False  # without a message: the user cannot change it
+        return False  # without a message, because the user cannot change the CPU
     compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
     if compiler is None:
         print_status("no C++ compiler (g++, clang++, CXX=...): the CPU kernels are not built, torch's own are used")
@@ -200,14 +204,14 @@ def load_kernels() -> bool:
 
 
 def build(compiler: str) -> Path:
-    """Compile kernels.cpp to a cached library, and return its path. Of processes that start together, one builds and
-    the others wait for it. Raises RuntimeError with the compiler's first error."""
+    """Compile kernels.cpp to a cached library, and return its path. If several processes need it at once, one builds
+    it and the others wait. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on it
+    cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on the CPU
     key = repr((SOURCE.read_text(), compiler, version, FLAGS, torch.__version__, cpu))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:

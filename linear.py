@@ -1,13 +1,14 @@
 """The quantized formats: how weights are packed into 8 and 4 bits, and the layers that hold packed weights.
 
-Read down: Quantization (a checkpoint's settings), the two formats (`pack`), the layers, `swap`, which puts them into a
-model. Knows nothing of files.
+Read down: Quantization (a checkpoint's settings), the two formats (`pack`), the quantized layers, and `swap`, which
+puts these layers into a model. Knows nothing of files.
 
-Each row of a matrix (N,K) is divided into G groups of `groupsize` columns; the last group may be shorter.
+A weight matrix (N,K) has N rows (outputs) and K columns (inputs). Each row is divided into G groups of `groupsize`
+columns; the last group may be shorter.
   int8  symmetric:  w = q * scale,        q -127..127;  weight int8 (N,K), scales float16 (N,G)
   int4  asymmetric: w = q * scale + min,  q 0..15;      packed uint8 (N,ceil(K/2)), the low nibble the even column;
                                                         scales, mins float16 (N,G)
-That is the layout on disk, the same for every device. A groupsize of 0 is one group a row (per channel).
+This is the layout on disk, the same for every device. A groupsize of 0 means one group per row (per channel).
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from model import Embedding, Linear, Transformer
 MODES = ("int8", "int4", "int4-gptq")
 FORMATS = ("int8", "int4", "none")
 GROUPSIZES = (0, 32, 64, 128)
-PACKED_AT_ONCE = 1 << 20  # weights in a block of rows; packing holds several float32 copies of a block
+PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Quantization:
             raise ValueError(f"quantization exceptions must name formats of {FORMATS}, not {self.exceptions!r}")
 
     def format(self, name: str) -> str:
-        """ "int8", "int4" or "none" for the module of this name."""
-        usual = self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
-        return self.exceptions.get(name, usual)
+        """The format of the module with this name: "int8", "int4" or "none"."""
+        default = self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
+        return self.exceptions.get(name, default)
 
 
 class Packed(NamedTuple):
@@ -58,7 +59,7 @@ class Packed(NamedTuple):
 
 
 def split_groups(w: Tensor, groupsize: int) -> Tensor:
-    """w (N,K) as (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
+    """Reshape w (N,K) to (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
     N, K = w.shape
     size = groupsize or K
     missing = -K % size
@@ -67,7 +68,7 @@ def split_groups(w: Tensor, groupsize: int) -> Tensor:
 
 
 def round_up_to_half(x: Tensor) -> Tensor:
-    """x (float32, >= 0) as float16, rounded up, so that the range of a group includes its largest weight."""
+    """Round x (float32, >= 0) up to float16. A scale that was rounded down could not reach a group's largest weight."""
     half = x.to(torch.float16)
     return torch.where(half.float() < x, torch.nextafter(half, torch.full_like(half, float("inf"))), half)
 
@@ -81,7 +82,7 @@ def check_finite(w: Tensor, *stored: Tensor):
 
 
 def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; raises ValueError if w is not finite."""
+    """Quantize w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; raises ValueError if w is not finite."""
     g = split_groups(w, groupsize)
     scales = round_up_to_half(g.abs().amax(2) / 127)
     check_finite(w, scales)
@@ -91,7 +92,7 @@ def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
-    """(scales, mins), float16 (N,G), for 16 levels from the smallest to the largest weight of each group of w (N,K)."""
+    """Returns scales and mins, float16 (N,G): 16 levels span the smallest to the largest weight of each group of w."""
     g = split_groups(w, groupsize)
     mins = g.amin(2).to(torch.float16)
     scales = round_up_to_half(((g.amax(2) - mins.float()) / 15).clamp(min=0))
@@ -100,7 +101,7 @@ def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """w (N,K) to {"packed", "scales", "mins"}, rounded to the nearest level; raises ValueError if w is not finite."""
+    """Quantize w (N,K) to the nearest levels: {"packed", "scales", "mins"}; raises ValueError if w is not finite."""
     scales, mins = int4_grid(w, groupsize)
     steps = scales.float()[:, :, None]
     q = torch.where(steps > 0, (split_groups(w, groupsize) - mins.float()[:, :, None]) / steps, 0)
@@ -109,7 +110,7 @@ def pack_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble is the even column."""
+    """Pack uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble holds the even column."""
     q = torch.nn.functional.pad(q, (0, q.shape[1] % 2))
     return q[:, 0::2] | q[:, 1::2] << 4
 
@@ -118,7 +119,7 @@ PACK = {"int8": pack_int8, "int4": pack_int4}
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
-    """pack_int8 or pack_int4 of w (N,K), by blocks of rows, so that it needs little memory besides w."""
+    """Quantize w (N,K) with pack_int8 or pack_int4, in blocks of rows to need little memory besides w."""
     parts = [PACK[format](rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -127,7 +128,7 @@ def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
 
 
 class Int8Linear(nn.Module):
-    """y = x unpack_int8(weight)^T + bias."""
+    """y = x W^T + bias, where W is unpack_int8(weight, scales)."""
 
     def __init__(self, K: int, N: int, bias: bool, groupsize: int):
         super().__init__()
@@ -141,7 +142,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """y = x unpack_int4(packed)^T + bias."""
+    """y = x W^T + bias, where W is unpack_int4(packed, scales, mins)."""
 
     def __init__(self, K: int, N: int, bias: bool, groupsize: int):
         super().__init__()
@@ -156,7 +157,7 @@ class Int4Linear(nn.Module):
 
 
 class Int8Embedding(Int8Linear):
-    """An 8-bit embedding; `logits` uses the same weights as the output head."""
+    """An 8-bit embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
 
     logits = Int8Linear.forward
 
@@ -165,7 +166,7 @@ class Int8Embedding(Int8Linear):
 
 
 class Int4Embedding(Int4Linear):
-    """A 4-bit embedding; `logits` uses the same weights as the output head."""
+    """A 4-bit embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
 
     logits = Int4Linear.forward
 
@@ -179,12 +180,12 @@ EMBEDDING = {"int8": Int8Embedding, "int4": Int4Embedding}
 
 
 def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
-    """(name, module) of everything that can be quantized: the linear layers and the embedding."""
+    """(name, module) of the modules that can be quantized: the linear layers and the embedding."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
 
 
 def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
-    """Replace the model's layers by quantized ones on the meta device, without weights yet; returns the model."""
+    """Replace the model's layers by quantized ones on the meta device, which have no weights yet; returns the model."""
     for name, module in matrices(model) if quantization else ():
         format = quantization.format(name)
         if format == "none":
@@ -198,17 +199,17 @@ def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
 
 
 def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
-    """Quantize a loaded model layer by layer, also layers that are int8 already; returns the model."""
+    """Quantize a loaded model layer by layer. Layers that are int8 already are quantized again. Returns the model."""
     for name, module in list(model.named_modules()):
         is_int8 = isinstance(module, Int8Linear)
         format = quantization.format(name)
         if format == "none" or not (is_int8 or isinstance(module, (Linear, Embedding))):
             continue
-        is_table = isinstance(module, (Embedding, Int8Embedding))
+        is_embedding = isinstance(module, (Embedding, Int8Embedding))
         w = unpack_int8(module.weight, module.scales, module.groupsize) if is_int8 else module.weight
         N, K = w.shape
         bias = getattr(module, "bias", None)
-        layer = (EMBEDDING if is_table else LINEAR)[format](K, N, False, quantization.groupsize)
+        layer = (EMBEDDING if is_embedding else LINEAR)[format](K, N, False, quantization.groupsize)
         layer.load_state_dict(pack(w, format, quantization.groupsize), assign=True)
         layer.bias = bias
         model.set_submodule(name, layer)

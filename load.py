@@ -1,7 +1,7 @@
-"""From the command line's arguments to an Engine: checkpoint, model, kernels, ranks, draft, compiled steps.
+"""Makes an Engine from command-line arguments: checkpoint, model, kernels, ranks, draft, compiled steps.
 
-Read down: the options that commands share, the checkpoint, `load_engine`, which puts everything together, then its
-parts. Optional parts (kernels, drafts, several ranks) are imported only if they are used.
+Read down: the options that several commands share; the checkpoint; `load_engine`, which puts everything together; then
+its parts. The files of optional features (kernels, drafts, several ranks) are imported only if they are used.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from cli import Stopwatch, UserError, first_line, keep_freed_memory, number, pri
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
 from linear import Quantization, quantize_model
-from model import Config, Transformer
+from model import SCRATCH_SLOTS, Config, Transformer
 from report import Timing
 from sampling import SamplingParams
 from threads import Threads, share_processors
@@ -38,26 +38,27 @@ def add_model_options(parser: argparse.ArgumentParser):
     count = number(int, "at least 1", lambda n: n >= 1)
     add = parser.add_argument_group("the model and the machine").add_argument
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
-    add("--checkpoint_path", help=f"{sources}; without it SmolLM2-135M-Instruct")
-    add("--device", help="cpu, cuda, cuda:1, mps ...; without it the fastest there is")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache")
-    length = "positions of the cache; without it what is needed, rounded up (--interactive: up to 8192)"
+    add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
+    add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache")
+    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
     add("--max_seq_length", type=count, help=length)
-    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: no kernels of our own, only torch's")
-    exact = "quantized weights are multiplied with activations as they are, not with 8 bits of them (CPU)"
+    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: only PyTorch's own operations")
+    exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
-    threads = "on a CPU, that compute each step; without it what is fastest at the moment, up to OMP_NUM_THREADS"
+    threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
     add("--threads", type=number(int, "between 1 and 1024", lambda n: 1 <= n <= 1024), metavar="N", help=threads)
-    add("--compile", action="store_true", help="compile the decode step")
-    add("--compile_prefill", action="store_true", help="compile prefill")
+    add("--compile", action="store_true", help="compile the decode step with torch.compile")
+    add("--compile_prefill", action="store_true", help="compile prefill with torch.compile")
 
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
     add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
-    kinds = "prompt-lookup: what followed the same words before; lookup:FILE: in a text file, too; int4-self: the model"
-    add("--draft", metavar="KIND", type=draft_kind, help=f"{kinds} itself in 4 bits (or the checkpoint just named)")
-    how_many = "tokens to propose at a time; auto: as many as pay, by what is measured meanwhile (auto)"
+    kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
+    kinds += " file, too; int4-self: the model itself in 4 bits (--draft_checkpoint_path may name that copy)"
+    add("--draft", metavar="KIND", type=draft_kind, help=kinds)
+    how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)
-    add("--draft_tp", action="store_true", help="split the draft model over the ranks, too (else each has all of it)")
+    add("--draft_tp", action="store_true", help="split the draft model over the ranks, too, instead of copying it")
 
 
 def draft_length(text: str) -> int | str:
@@ -78,7 +79,7 @@ def draft_kind(text: str) -> str:
 def check_model_options(args):
     """Raise UserError if options contradict each other."""
     if args.draft_checkpoint_path == "":
-        raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it away")
+        raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
     if args.speculate_k and not (args.draft or args.draft_checkpoint_path):
         raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
     if args.draft_tp and not args.draft_checkpoint_path:
@@ -132,7 +133,7 @@ def choose_cache_length(args, config: Config, needed: int) -> int:
     """Cache positions per row: --max_seq_length, or `needed` rounded up to a common length within the context."""
     given, context = args.max_seq_length, config.max_seq_length
     if given is not None:
-        if given > context and not config.alibi:  # ALiBi has no longest context
+        if given > context and not config.alibi:  # ALiBi has no maximum context
             raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
         return given
     return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), context)
@@ -145,7 +146,7 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     """An engine with `rows` cache rows of `length` positions, and the seconds that reading the weights took."""
     device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
     texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
-    slots = rows * (length + 8)
+    slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
     if device.type == "cpu":
         keep_freed_memory()
@@ -157,8 +158,8 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     speculation = make_speculation(args, checkpoint, model, ranks, texts)
     steps = compiled_steps(args.compile, args.compile_prefill)
     chunk_tokens = 128 if checkpoint.quantization else 256
-    several = ranks if ranks.size > 1 else None
-    engine = Engine(model, rows, length, steps, chunk_tokens, speculation, several)
+    ranks_or_none = ranks if ranks.size > 1 else None
+    engine = Engine(model, rows, length, steps, chunk_tokens, speculation, ranks_or_none)
     engine.timing.threads.fixed = args.threads is not None or device.type != "cpu"
     return engine, load_s
 
@@ -188,7 +189,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
-    """Return the model; if kernels is "auto", with our kernels installed for its device, if they can run there.
+    """Install the kernels for the model's device if `kernels` is "auto" and they can run there. Returns the model.
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
@@ -199,7 +200,7 @@ def install_kernels(model: Transformer, kernels: str = "auto", exact_activations
             from kernels_triton import install
         else:
             from kernels_cpu import install
-    except ModuleNotFoundError as error:  # Triton is missing, or the file itself: models run without either
+    except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
         print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
         return model
     if model.device.type == "cuda":
@@ -223,8 +224,8 @@ def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
 def compile_per_shape(function: Callable) -> Callable:
     """Compile function(model, ...) as one graph for each model, cache size and shapes of the arguments.
 
-    The graphs skip Dynamo's guards on the model (about 2,000 of them, a fifth of a step of the default model in int4),
-    so a model must not be changed between steps, but for its caches.
+    The graphs skip Dynamo's guards on the model: there are about 2,000, which take a fifth of a step of the default
+    model in int4. Therefore only the contents of a model's caches may change between steps.
     """
     graphs = {}
 
@@ -232,10 +233,10 @@ def compile_per_shape(function: Callable) -> Callable:
         shapes = (x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments)
         case = model, model.blocks[0].attention.k_cache.shape, *shapes
         if case not in graphs:
-            # Dynamo keeps graphs by code object: each case gets a copy of its own.
+            # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # as mode="reduce-overhead"
-            if model.max_kernel_tokens:  # the kernels have threads of their own; what is left is small
+            options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # like mode="reduce-overhead"
+            if model.max_kernel_tokens:  # the kernels have their own threads; other operations are small
                 options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
@@ -244,15 +245,15 @@ def compile_per_shape(function: Callable) -> Callable:
 
 
 def guards_on_arguments(guards) -> list[bool]:
-    """Which guards a graph keeps: none on the models, none on torch's global state (the number of threads)."""
+    """Which guards a graph keeps: all but those on the models and on torch's global state (the number of threads)."""
     on_model = re.compile(r"(L\['(model|draft)'\]|(model|draft)\b)")
     return [guard.guard_type != "GLOBAL_STATE" and on_model.match(guard.name) is None for guard in guards]
 
 
 def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> float:
-    """Compile the steps by running a few; returns the seconds it took, which no rate includes.
+    """Compile the steps by running some of each kind. Returns the seconds that this took, which no rate includes.
 
-    Decode gets two graphs, for one row and for all rows.
+    Decode gets two graphs, one for a single row and one for all rows.
     """
     parts = [name for name, wanted in (("decode", args.compile), ("prefill", args.compile_prefill)) if wanted]
     if not parts:
@@ -263,8 +264,8 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
             if engine.speculation is not None:
                 engine.speculation.rehearsing = True
             params = SamplingParams(temperature=1.0 if random else 0.0)
-            for some in (prompts[:1], prompts) if len(engine.rows) > 1 else (prompts,):
-                generate(engine, [Request(list(prompt), params, 3) for prompt in some])
+            for batch in (prompts[:1], prompts) if len(engine.rows) > 1 else (prompts,):
+                generate(engine, [Request(list(prompt), params, 3) for prompt in batch])
             if engine.speculation is not None:
                 engine.speculation.rehearsing = False
     except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -300,7 +301,7 @@ def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
         return []
     path = Path(os.path.expanduser(name))
     if checkpoint.tokenizer.vocabulary is None:
-        raise UserError("--draft lookup:FILE is about text, and the checkpoint has no tokenizer")
+        raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
     try:
         ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -312,7 +313,7 @@ def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
 def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Transformer:
     """The model of --draft_checkpoint_path, or for --draft int4-self the model itself in 4 bits with groups of 32.
 
-    Each rank has the whole draft, unless --draft_tp splits it or it shares the target model's split caches.
+    Each rank has the whole draft, unless --draft_tp splits it, or the target model is split and shares its caches.
     """
     directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
@@ -329,7 +330,7 @@ def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Trans
     ranks.check_same(path)
     other = read_config(path)
     if args.draft == "int4-self" and other != config:
-        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave --draft away")
+        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft")
     if difference := Tokenizer(path).difference(tokenizer):
         raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
     if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:

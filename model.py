@@ -28,17 +28,18 @@ from kernels import attention, layer_norm, linear, rms_norm
 
 def check_positive(numbers: dict, kinds: tuple = (int, float)):
     for name, value in numbers.items():
-        most = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= most:
+        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
             kind = "integer" if kinds == (int,) else "number"
-            raise ValueError(f"{name} must be a positive {kind} of at most {most:g}, not {value!r}")
+            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
 
-    kind: "linear" (all by factor), "llama3" (low frequencies only), "yarn" (a ramp between), "factors" (one for each).
+    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
+    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own).
     """
 
     kind: str
@@ -48,7 +49,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the ramp's ends are whole dimensions
+    truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
     factors: tuple[float, ...] = ()  # factors: E/2 divisors
 
@@ -131,8 +132,8 @@ SCRATCH_SLOTS = 8  # extra slots at the end of each cache row: see setup_caches
 class Transformer(nn.Module):
     """Tokens at positions in, logits out. Build it on the meta device, fill it by assignment, then set up the caches.
 
-    Rows are independent: each token carries its position in its own row, so rows may be at different places
-    (ragged prompts, speculation, continuous batching). Padding has position -1 and stands on the right.
+    Rows are independent: each token has its position in its own row, so rows may have different lengths
+    (ragged prompts, speculation, continuous batching). Padding is on the right and has position -1.
     """
 
     def __init__(self, config: Config):
@@ -146,11 +147,11 @@ class Transformer(nn.Module):
         self.split = None  # this rank's tp.Shard, if tp.py has split the model over ranks
         # Kernels may replace the loop over blocks by one call: fused(blocks, x, rope, input_pos, rows) -> x.
         self.fused: Callable | None = None
-        # The largest S for which `fused` is called, and for which kernels compute all products. There, results do not
-        # depend on the number of threads.
+        # The largest S for which `fused` is called and the kernels compute all matrix products. Up to this S, results
+        # do not depend on the number of threads.
         self.max_kernel_tokens = 0
         # Whether a call with few tokens per row (up to 16, as in decoding) gives bitwise the same K/V and logits as a
-        # call with many. If not, the same prompt read in other chunks may differ in the last bits.
+        # call with many. If not, the K/V of a prompt may differ in the last bits when it is read in other chunks.
         self.chunk_invariant = False
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
@@ -160,23 +161,23 @@ class Transformer(nn.Module):
         to it. The other seven only round T up for vector code. Bytes: 2 n_layer R K T E times the size of the dtype.
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        config = self.blocks[0].attention.config  # not self.config: in a split model a block has this rank's heads only
+        config = self.blocks[0].attention.config  # a split model's blocks have only this rank's heads
         shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
         # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
         rope, slopes = (None, None), None
         if self.config.alibi:
-            own = slice(None) if self.split is None else list(self.split.own(self.config.n_head))
-            slopes = alibi_slopes(self.config.n_head).to(weight.device)[own]  # one tensor for all layers
+            heads = slice(None) if self.split is None else list(self.split.own(self.config.n_head))
+            slopes = alibi_slopes(self.config.n_head).to(weight.device)[heads]  # one tensor for all layers
         else:  # a table, because a compiled cosine differs from the eager one in the last bit
             freqs = rope_frequencies(self.config).to(weight.device)
             rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
         for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
             self.register_buffer(name, table, persistent=False)
         nbytes = 2 * len(self.blocks) * math.prod(shape) * weight.itemsize
-        make = HugePages(nbytes).zeros if weight.device.type == "cpu" else weight.new_zeros
+        zeros = HugePages(nbytes).zeros if weight.device.type == "cpu" else weight.new_zeros
         for block in self.blocks:
             for name in ("k_cache", "v_cache"):
-                block.attention.register_buffer(name, make(shape, dtype=weight.dtype), persistent=False)
+                block.attention.register_buffer(name, zeros(shape, dtype=weight.dtype), persistent=False)
             block.attention.register_buffer("slopes", slopes, persistent=False)
 
     @property
@@ -196,7 +197,7 @@ class Transformer(nn.Module):
         real token, (B,V), or with all_logits those of every token, (B,S,V); the logits of padding are undefined.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
-        if not all_logits:  # so a long prompt never needs an (S,V) tensor
+        if not all_logits:  # a long prompt then never needs an (S,V) tensor
             last = input_pos.argmax(1)  # padding is -1
             x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
         return self.head(x)
@@ -221,7 +222,7 @@ class Transformer(nn.Module):
         return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
 
     def head(self, x: Tensor):
-        """Hidden states (...,D) to logits (...,V). If the model is split over ranks, every rank gets all V."""
+        """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V logits."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
         return logits if self.split is None else self.split.gather(logits, self.config.vocab_size)
 
@@ -269,7 +270,7 @@ class Attention(nn.Module):
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
 
         cache_rows = torch.arange(B, device=x.device) if rows is None else rows
-        slots = (cache_rows[:, None], slice(None), input_pos)  # (B,S,K,E) of (R,K,T,E); position -1 is the scratch slot
+        slots = (cache_rows[:, None], slice(None), input_pos)  # selects (B,S,K,E); -1 is the scratch slot
         self.k_cache[slots] = k
         self.v_cache[slots] = v
         y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
@@ -298,8 +299,8 @@ class MLP(nn.Module):
 
 # ---------------------------------------------------------------- layers
 #
-# Not those of torch.nn, which initialize their weights: that takes time, and on the meta device it imports torch's
-# compiler (1.2 s).
+# The layers of torch.nn are not used, because they initialize their weights. That takes time, and on the meta device it
+# imports torch's compiler (1.2 s).
 
 
 class Linear(nn.Module):
@@ -372,13 +373,13 @@ def rope_frequencies(config: Config) -> Tensor:
     context = scaling.original_max_seq_length
     if scaling.kind == "llama3":
         # Frequencies with more than high_freq_factor rotations in the training context are kept; those with fewer than
-        # low_freq_factor are divided by factor; those between are interpolated.
-        turns = context * freqs / (2 * math.pi)
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        # low_freq_factor are divided by factor; those between are interpolated. `keep` is the weight of the original.
+        rotations = context * freqs / (2 * math.pi)
+        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:  # yarn
 
-        def dimension(turns):  # the pair that rotates this often in the training context
-            return E * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+        def dimension(rotations):  # the index of the frequency with so many rotations in the training context
+            return E * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
         if scaling.truncate:
@@ -391,7 +392,8 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or DeepSeek's ratio of two."""
+    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22). With mscale and mscale_all_dim, as
+    DeepSeek's models have them, it is the ratio of two such factors."""
 
     def magnitude(m):
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
@@ -409,8 +411,8 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
 
 
 def alibi_slopes(H: int) -> Tensor:
-    """ALiBi's H slopes in float32: 2^(-8/n), 2^(-16/n) ... for the power of two n below H, and for further heads every
-    other slope of 2n (arXiv:2108.12409, and the authors' code where H is no power of two)."""
+    """ALiBi's H slopes in float32 (arXiv:2108.12409). The first n heads, n being the largest power of two up to H, have
+    2^(-8/n), 2^(-16/n) ... As in the authors' code, the other heads have every second slope of the series for 2n."""
     n = 2 ** int(math.log2(H))
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
     slopes += [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * (H - n), 2)]
@@ -420,5 +422,5 @@ def alibi_slopes(H: int) -> Tensor:
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
     cos, sin = rope
-    y = x.float()  # converted first, because torch multiplies mixed dtypes ten times slower
+    y = x.float()  # first, because torch multiplies tensors of different dtypes ten times slower
     return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -50,7 +50,8 @@ class Timing:
 def weight_bytes(model: Transformer, rows: float) -> float:
     """Bytes of weights that one decode step reads.
 
-    It reads all weights, but of an embedding table that is not tied to the head only one vector per row.
+    It reads all weights once, except for an embedding table that is not tied to the output head: of this table, it
+    reads one vector per row.
     """
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
@@ -58,8 +59,8 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 
 
 def kv_bytes(model: Transformer, lengths: list[int]) -> int:
-    """Bytes of live keys and values that one decode step reads, for rows with this many positions filled."""
-    config = model.blocks[0].attention.config  # has this rank's heads only, if the model is split
+    """Bytes of keys and values that one decode step reads. lengths: the number of filled positions of each row."""
+    config = model.blocks[0].attention.config  # if the model is split: with this rank's heads only
     positions = config.n_layer * sum(lengths)
     if config.sliding_window is not None:
         windows = [config.window(layer) for layer in range(config.n_layer)]
@@ -70,18 +71,18 @@ def kv_bytes(model: Transformer, lengths: list[int]) -> int:
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
     """FLOPs and bytes per token of a decode step with `rows` rows, each with `context` positions filled.
 
-    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second. FLOPs are two for each
-    weight of a matrix, and four for each element of a query and each position that it attends to.
+    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second. There are two
+    FLOPs for each weight of a matrix, and four for each element of a query and each position that it attends to.
     """
     with torch.device("meta"):
         model = swap(Transformer(config).to(dtype), quantization)
     linears = [module for module in model.modules() if hasattr(module, "in_features")]
     matrices = sum(module.in_features * module.out_features for module in linears if module is not model.embedding)
     matrices += config.vocab_size * config.dim if model.output is None else 0
-    seen = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
+    attended = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
     weights, kv = weight_bytes(model, rows), kv_bytes(model, [context] * rows)
     return {
-        "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * seen,
+        "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * attended,
         "weight_bytes_per_token": weights / rows,
         "kv_bytes_per_token": kv / rows,
         "bandwidth_bytes_per_s": bandwidth,
@@ -90,7 +91,7 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
 
 def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, quantization=None) -> list[dict]:
-    """`roofline` at several lengths of context, up to the longest that the model supports."""
+    """`roofline` for several context lengths, up to the longest that the model supports."""
     contexts = [n for n in (1, 512, 2048, 8192, 32768, 131072) if n <= config.max_seq_length]
     return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows, quantization) for n in contexts]
 
@@ -142,14 +143,14 @@ def synchronize(device: torch.device):
 
 def compile_counts() -> tuple[int, int]:
     """(graphs compiled, graph breaks) in this process so far."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import would take a second
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled: an import, only to read zeros, would take a second
         return 0, 0
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
-    """The measured part of --json. Under the profiler there are no rates, because it slows every operation."""
+    """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation."""
     weight, tokens, steps = model.norm.weight, timing.decode_tokens, timing.decode_steps
     peak = peak_memory(weight.device)  # before the bandwidth is measured
     weights = kv = rate = None  # bytes per token, tokens per second
@@ -168,12 +169,12 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # takes most of a second
         "threads": timing.threads.used(),
         "other_programs_cpus": None if model.split else CpuTimes.now().others_since(timing.start),
-        "mean_accepted_tokens": None,  # speculation sets it
+        "mean_accepted_tokens": None,  # Speculation.report replaces it
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    if model.split is not None:  # then all bytes are those of one rank
+    if model.split is not None:  # all numbers of bytes are then those of one rank
         fields["ranks"] = model.split.ranks
         fields["communication_share"] = rate and all_reduces_s(model) * steps / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -201,9 +202,9 @@ def print_report(result: dict, timing: Timing):
     if (about := result.get("speculation")) is not None:
         accepted = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
-        line = f"speculation: {about['steps']} steps, of {about['mean_proposed_tokens']:.1f} tokens proposed "
-        line += f"{result['mean_accepted_tokens']:.1f} accepted ({accepted} by position), "
-        lines.append(line + f"{about['plain_steps']} steps without" + f"; {shares}" * bool(shares))
+        line = f"speculation: {about['steps']} steps with {about['mean_proposed_tokens']:.1f} proposed tokens per row, "
+        line += f"{result['mean_accepted_tokens']:.1f} of them accepted (by position: {accepted}); "
+        lines.append(line + f"{about['plain_steps']} steps without a proposal" + f"; {shares}" * bool(shares))
     if "ranks" in result:
         line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
         if (share := result["communication_share"]) is not None:  # may be above 1, where ranks share cores
@@ -215,7 +216,7 @@ def print_report(result: dict, timing: Timing):
 
 
 def threads_text(used: dict[str, dict[int, int]]) -> str:
-    """As in "prefill 2, decode 2 (97%) or 1 (3%)"; used: of each kind of step, the steps by number of threads."""
+    """A text like "prefill 2, decode 2 (97%) or 1 (3%)". used: kind of step -> number of threads -> number of steps."""
     kinds = []
     for kind, steps in used.items():
         shares = [f"{n} ({count / sum(steps.values()):.0%})" for n, count in steps.items()]
@@ -233,13 +234,13 @@ def main():
     from cli import ArgumentParser
     from hf_directory import hf_config
 
-    parser = ArgumentParser(description="The upper bound on tokens per second, by the bytes that a model reads.")
-    parser.add_argument("directory", type=Path, help="with a config.json, ours or Hugging Face's")
-    parser.add_argument("--bandwidth", type=float, required=True, metavar="GB/s", help="what one device reads")
-    parser.add_argument("--devices", type=int, default=1, help="that share the weights (1)")
-    parser.add_argument("--rows", type=int, default=1, help="that are decoded together (1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (bfloat16)")
-    quantized = "as quantize.py would quantize it, in groups of 32 with a head of 8 bits"
+    parser = ArgumentParser(description="The upper bound on tokens per second, from the bytes that a token reads.")
+    parser.add_argument("directory", type=Path, help="has a config.json, ours or Hugging Face's")
+    parser.add_argument("--bandwidth", type=float, required=True, metavar="GB/s", help="memory bandwidth of one device")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices that share the weights (1)")
+    parser.add_argument("--rows", type=int, default=1, help="batch size: rows that are decoded together (1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache (bfloat16)")
+    quantized = "assume that quantize.py has quantized the model with this mode, groups of 32 and an int8 head"
     parser.add_argument("--mode", choices=("int8", "int4"), help=quantized)
     args = parser.parse_args()
     if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):

@@ -1,11 +1,11 @@
 """From logits to probabilities to token ids. Each row has its own settings.
 
 Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
-filters. Knows nothing of models or text.
+penalties and filters. Knows nothing of models or text.
 
 The token that a row samples depends only on its logits, settings, seed and position: not on the other rows, nor on
-whether the code is compiled. Therefore the noise is a hash of (seed, position, stream, token id) instead of a random
-generator with a state, and the sums that decide which tokens are kept are integer sums, which do not depend on the
+whether the code is compiled. Therefore the noise is a hash of (seed, position, token id) instead of the output of a
+random generator with state, and the sums that decide which tokens are kept are integer sums, which are exact in any
 order. Nothing is sorted: the top-k and top-p thresholds are found with histograms.
 
 All settings are always present, as tensors, so that one compiled step serves any mix of requests. The fast kernels skip
@@ -27,15 +27,16 @@ from kernels import define, exponential_noise, float_to_sortable_int, has_kernel
 class SamplingParams:
     """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
-    Filters apply in the order of the fields. The repetition penalty (arXiv:1909.05858) divides the logits of tokens
-    that occur in the prompt or the answer, and multiplies negative ones. OpenAI's penalties are subtracted from a
-    token's logit: the frequency penalty for each time that it occurs in the answer, the presence penalty once.
+    The settings apply in the order of the fields. The repetition penalty (arXiv:1909.05858) changes the logits of
+    tokens that occur in the prompt or the answer: it divides positive logits and multiplies negative ones. The
+    frequency and presence penalties are those of OpenAI's API: the first is subtracted from a token's logit once for
+    each occurrence in the answer, the second once if the token occurs in the answer at all.
     """
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    temperature: float = 1.0  # 0: the likeliest token, exactly
+    temperature: float = 1.0  # 0: greedy, exactly the argmax of the logits
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # sample from the fewest tokens that have this probability together (arXiv:1904.09751)
     min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
@@ -44,10 +45,9 @@ class SamplingParams:
     def __post_init__(self):
         for name, low, high in RANGES:
             value = getattr(self, name)
-            whole = name in ("top_k", "seed")
-            kinds = (int,) if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                raise ValueError(f"{name} must be {'an integer' * whole or 'a number'} from {low} to {high}: {value!r}")
+            kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
+            if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+                raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
         if self.top_p == 0 or self.min_p == 1:
             raise ValueError("top_p must be above 0 and min_p below 1")
 
@@ -66,7 +66,7 @@ class Sampling(NamedTuple):
     """The settings of R cache rows: (R,) tensors, as in SamplingParams."""
 
     seed: Tensor  # int64
-    temperature: Tensor  # float32, as are the others but top_k
+    temperature: Tensor  # float32, like all fields without a comment
     top_k: Tensor  # int64
     top_p: Tensor
     min_p: Tensor
@@ -103,24 +103,25 @@ class Sampling(NamedTuple):
 ARGUMENTS = ", ".join(f"Tensor {name}" for name in ("logits", "rows", "position", "drafted", *Sampling._fields))
 
 
-def shape_of_ids(logits, rows, position, drafted, seed, temperature, *rest):
+def fake_sample(logits, rows, position, drafted, seed, temperature, *rest):
     return seed.new_empty(logits.shape[:2]), temperature.new_empty(logits.shape[:2])
 
 
-define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)", shape_of_ids)
+define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)", fake_sample)
 define(f"probabilities({ARGUMENTS}) -> Tensor", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32))
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
     """Sample a token for each of S consecutive positions of B rows.
 
-    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: which row of
-    `settings` each uses. position (B,) int64: the position of the first sampled token; 0 or less marks a padding row,
-    whose logits may be anything. drafted (B,S-1) int64: the drafted token at each position but the last, which the
-    penalties of later positions count; a negative one is no token.
+    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: the row of
+    `settings` that each batch row uses. position (B,) int64: the position of the first sampled token; 0 or less marks a
+    padding row, whose logits may be anything. drafted (B,S-1) int64: with speculation, the drafted tokens at all
+    positions but the last, so that the penalties at later positions count them; a negative id is no token.
 
-    Returns ids (B,S) int64, -1 for padding and where the largest logit is not finite (NaN anywhere, or infinity); and
-    the log-probability of each in the unmodified logits, (B,S) float32, NaN where the id is -1.
+    Returns ids (B,S) int64, which are -1 for padding and where the largest logit is not finite (a logit is NaN or inf,
+    or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32, NaN where the id is
+    -1.
     """
     operation = torch.ops.fastpath.sample if has_kernels(logits.device) else sample_reference
     return operation(logits, rows, position, drafted, *settings)
@@ -140,9 +141,9 @@ def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
         weights = filtered(x, rows, settings).exp()
-        place, token = (torch.arange(n, device=logits.device) for n in logits.shape[1:])
-        at = position[:, None, None] + place[:, None]  # (B,S,1)
-        noise = exponential_noise(settings.seed[rows, None, None], at, token)  # (B,S,V)
+        offset, token = (torch.arange(n, device=logits.device) for n in logits.shape[1:])
+        positions = position[:, None, None] + offset[:, None]  # (B,S,1)
+        noise = exponential_noise(settings.seed[rows, None, None], positions, token)  # (B,S,V)
         drawn = (weights / noise).argmax(-1)  # argmax(p / Exponential(1)) is a sample from p, normalized or not
         ids = torch.where(random[:, None], drawn, ids)
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -163,7 +164,7 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
 def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None = None) -> list:
     """For each of m ids and its logits (m,V): (log-probability, [(id, log-probability), ...] of the n likeliest ids).
 
-    logprobs (m,): the log-probabilities of the ids, if they are known already.
+    logprobs (m,): the log-probabilities of the m ids, if the caller has them already.
     """
     if logprobs is not None and n == 0:
         return [(own, []) for own in logprobs[: len(ids)].tolist()]
@@ -177,7 +178,8 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where asking would synchronize."""
+    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where reading the tensor would
+    wait for the device."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 
@@ -195,10 +197,10 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
 
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
-    """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf where top_k, top_p or min_p drop."""
+    """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf for dropped tokens."""
     temperature, top_k, top_p, min_p = (setting[rows, None, None] for setting in settings[1:5])  # (B,1,1)
     order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
-    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # because 0 * inf is NaN
+    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # no inf: 0 * inf is NaN
     if any_row(top_k > 0):
         target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
         x = x.masked_fill(~top_mass(order, torch.ones_like(order), target), float("-inf"))

@@ -4,8 +4,8 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than a pass over one token, because both are bound by reading the weights. The target model accepts a prefix of each
 proposal and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, which decide exactness; the drafts; DraftLengthController, which decides how many tokens
-to propose; Speculation, the step that the engine calls. Knows models and sampling, nothing of text.
+Read down: verify and accept, on which exactness depends; the drafts; DraftLengthController, which decides how many
+tokens to propose; Speculation, whose `step` the engine calls. Knows models and sampling, nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -17,8 +17,9 @@ from the target model, with the same noise as plain decoding, and accept the pro
 with a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
 
 What it gains. If each proposed token is accepted with probability a, a step yields 1 + a + ... + a^k =
-(1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the cost of one drafted token
-and v that of the target's pass over k + 1 tokens. The controller measures a, c and v while it runs.
+(1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the time of drafting one
+token, and v that of the target's pass over k + 1 tokens, both relative to a plain step. The controller measures a, c
+and v while it runs.
 """
 
 import os
@@ -34,25 +35,25 @@ from model import Transformer
 from report import kv_bytes, synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 
-MAX_K = 15  # a pass then has 16 tokens; up to that it is bound by reading weights
+MAX_K = 15  # the verifying pass then has 16 tokens per row, and is still memory-bound
 AUTO_K = 7  # the largest k that --speculate_k auto uses
 WIDTHS = (2, 4, 8, 16)  # tokens per row of a verifying pass with fixed shapes: k + 1 is rounded up to one of these
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
-DRAFT_SEED = 0x5851F42D4C957F2D  # is mixed into the seeds, so that the draft's noise is independent of the target's
-ACCEPT = 1  # the noise stream that decides what is accepted; tokens are drawn with stream 0
+DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
+ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
 # ---------------------------------------------------------------- verification
 
 
 def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Tensor | None, sampling: Sampling):
-    """Run the target model over the last token and the drafted tokens of each row, and accept what `accept` allows.
+    """Run the target model over the last token and the drafted tokens of each row, and decide which ones to accept.
 
-    inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64 holds a proposal in the first lengths (B,) places
-    of each row, then padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or None if
-    the draft is deterministic.
+    inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64: the first lengths (B,) tokens of each row are
+    its proposal, the rest is padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or
+    None if the draft is deterministic.
 
     Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1) and logits (B,k+1,V). The first `count` tokens of a
-    row are its new tokens: the accepted ones and one of the target model.
+    row are its new tokens: the accepted tokens and one token of the target model.
     """
     token, position, rows = inputs.unbind(0)
     offsets = torch.arange(drafted.shape[1] + 1, device=token.device)
@@ -73,10 +74,11 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
 
 
 def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, position: Tensor, seed: Tensor):
-    """Accept or resample (arXiv:2211.17192, algorithm 1), with the arguments and results of `verify`.
+    """Accept drafted tokens or resample (arXiv:2211.17192, algorithm 1). Returns tokens and count as `verify` does.
 
-    p_target (B,k+1,V) float32 are the target's distributions. position (B,) int64 is that of the first drafted token,
-    seed (B,) int64 that of the row. Where p_target is not finite the row's last new token is -1.
+    p_target (B,k+1,V) float32 are the target's distributions; p_draft, drafted and lengths are as in `verify`. position
+    (B,) int64: the position of the first drafted token; seed (B,) int64: the row's seed. If p_target is not finite, the
+    row's last new token is -1.
     """
     B, k = drafted.shape
     offsets = torch.arange(k + 1, device=drafted.device)
@@ -88,7 +90,7 @@ def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, 
     row = torch.arange(B, device=drafted.device)
     target, draft = p_target[row, accepted], p_draft[row, accepted]  # (B,V), at the first token that is not accepted
     residual = (target - draft).clamp(min=0)
-    residual = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)  # if all zero, they differ by rounding
+    residual = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)  # all 0: equal but for rounding
     ids = torch.arange(target.shape[1], device=drafted.device)
     last = (residual / exponential_noise(seed[:, None], (position + accepted)[:, None], ids)).argmax(1)  # (B,)
     last = torch.where(target.sum(1).isfinite(), last, -1)
@@ -96,7 +98,7 @@ def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, 
 
 
 def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
-    """How many of the first lengths (B,) values in each row of is_right (B,k) are True before the first False, (B,)."""
+    """The number of True values before the first False, among the first lengths (B,) values of each row of is_right."""
     offsets = torch.arange(is_right.shape[1], device=is_right.device)
     return (is_right & (offsets < lengths[:, None])).long().cumprod(1).sum(1)
 
@@ -107,10 +109,10 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   begin(engine)            is called once, by Speculation.begin
 #   add(row, tokens)         a request has started in this cache row; tokens are its prompt and its first new token
 #   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
-#   accepted(row, tokens)    these are a step's new tokens, the last of which is the target model's own
-#   remove(row)              the request has ended
-#   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows that
-#                            have so many tokens
+#   accepted(row, tokens)    the row has these new tokens after a step; the last one is the target model's own
+#   remove(row)              the request in this cache row has ended
+#   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows with
+#                            these numbers of tokens
 
 
 @dataclass
@@ -129,22 +131,23 @@ class Batch:
 @dataclass
 class Proposal:
     drafted: Tensor  # (B,k) int64
-    lengths: Tensor  # (B,) int64: how many of them are proposed; the rest is padding
-    p_draft: Tensor | None = None  # (B,k,V) float32: what they were drawn from; None if the draft is deterministic
+    lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
+    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
 
 
 class ModelDraft:
     """A draft model with the target's vocabulary.
 
-    It is either a smaller model with KV caches of its own, or with `shares_caches` the target model in fewer bits. The
-    latter uses the target's KV caches: it need not read prompts, and the verifying pass overwrites what it writes.
+    It is either a smaller model with its own KV caches, or, with `shares_caches`, the target model in fewer bits. In
+    the second case it uses the target's KV caches: it need not read prompts, and the verifying pass overwrites the keys
+    and values that it has written.
     """
 
     def __init__(self, draft: Transformer, shares_caches: bool):
         self.draft, self.shares_caches = draft, shares_caches
         self.weight_bytes = weight_bytes(draft, 1)
-        self.cached: list[list[int]] = []  # for each of its own cache rows, the tokens whose keys and values it holds
-        self.drafted_in_cache: dict[int, int] = {}  # how many tokens of a row's last proposal are in its cache
+        self.cached: list[list[int]] = []  # if it has its own caches: the tokens whose K/V each cache row holds
+        self.drafted_in_cache: dict[int, int] = {}  # cache row -> number of tokens of its last proposal in the cache
 
     def begin(self, engine):
         self.engine, self.sampling = engine, engine.sampling
@@ -156,7 +159,7 @@ class ModelDraft:
 
     def add(self, row: int, tokens: list[int]):
         if not self.shares_caches:
-            # Reuse a prefix, but no more of it than the engine does, which is nothing after Engine.clear.
+            # Reuse a prefix, but at most the one that the engine has reused: it reuses nothing after Engine.clear.
             reused = tokens[: self.engine.rows[row].request.cached_tokens]
             self.cached[row] = os.path.commonprefix([self.cached[row], reused])
 
@@ -168,10 +171,11 @@ class ModelDraft:
             self.cached[row] = self.cached[row] + tokens[:-1][: self.drafted_in_cache.pop(row, 0)]
 
     def propose(self, batch, k: int) -> Proposal | None:
-        """k tokens for each row, each drawn from the draft's distribution after those before it.
+        """Propose up to k tokens for each row, one pass of the draft for each token.
 
-        With caches of its own, the draft's first pass reads two tokens. The draft has not read the last new token, and
-        if the target accepted its whole proposal, not the one before either. Reading a token again changes nothing.
+        If the draft has its own caches, its first pass always reads the last two tokens: it has not read the newest
+        one, and if the target accepted the whole last proposal, it has not read the one before either. If it has,
+        reading that token again writes the same K/V.
         """
         token, position, rows = batch.inputs.unbind(0)
         tokens, input_pos = token[:, None], position[:, None]  # (B,1)
@@ -198,7 +202,7 @@ class ModelDraft:
         return Proposal(drafted, lengths, p_draft)
 
     def _draw(self, tokens: Tensor, input_pos: Tensor, rows: Tensor, lengths: Tensor, k: int, random: bool):
-        """k tokens (B,k) after tokens (B,S), one pass for each, and if random their distributions (B,k,V)."""
+        """Draw k tokens (B,k) that follow tokens (B,S). Also returns, if random, their distributions (B,k,V)."""
         V = self.engine.model.config.n_token or self.engine.model.config.vocab_size
         position = input_pos[:, -1]
         drafted, probs = [], []
@@ -211,9 +215,9 @@ class ModelDraft:
         return torch.stack(drafted, 1), torch.stack(probs, 1) if random else None
 
     def catch_up(self, rows: list):
-        """Read a chunk of each row of which the draft's cache lacks more than the last two tokens.
+        """Prefill the draft: read a chunk of every row in which more than the last two tokens are missing in its cache.
 
-        The time counts as prefill, although it passes in the middle of a decode step.
+        The time counts as prefill, although the engine measures it as a part of a decode step.
         """
         behind = [row for row in rows if len(self.cached[row.index]) < len(row.tokens) - 1]
         chunks = [row.tokens[len(self.cached[row.index]) :][:CATCH_UP_TOKENS] for row in behind]
@@ -239,7 +243,7 @@ class ModelDraft:
 
 
 def share_caches(model: Transformer, draft: Transformer):
-    """Let the draft use the KV caches and the tables of positions of the target model."""
+    """Let the draft use the KV caches, RoPE tables and ALiBi slopes of the target model."""
     for name in ("rope_cos", "rope_sin"):
         draft.register_buffer(name, getattr(model, name), persistent=False)
     for block, target_block in zip(draft.blocks, model.blocks):
@@ -248,9 +252,10 @@ def share_caches(model: Transformer, draft: Transformer):
 
 
 def next_token(draft, tokens: Tensor, input_pos: Tensor, rows: Tensor, sampling: Sampling, V: int, random: bool):
-    """The draft's next token (B,) after tokens (B,S) at positions (B,S) of cache rows (B,), one of the target's V ids.
+    """Draw the draft's next token (B,) after tokens (B,S) at positions (B,S) of cache rows (B,).
 
-    Also returns, if random, the distribution (B,V) that it was drawn from, else None.
+    V is the size of the target's vocabulary, to which the token belongs. Also returns the distribution (B,V) that the
+    token was drawn from, or None if not random.
     """
     logits = draft(tokens, input_pos, rows)[:, None, : draft.config.n_token]
     logits = logits[..., :V]  # (B,1,V), or narrower if the draft has fewer ids
@@ -264,10 +269,10 @@ def next_token(draft, tokens: Tensor, input_pos: Tensor, rows: Tensor, sampling:
 
 
 class LookupDraft:
-    """Prompt lookup: finds where the newest tokens occurred before, and proposes what followed there.
+    """Prompt lookup: finds an earlier occurrence of the newest tokens, and proposes the tokens that followed it.
 
-    It searches the row's own tokens, prompt included, and other texts if there are any (retrieval). The longest match
-    wins, of equally long ones the latest. There is no second model.
+    It searches the row's own tokens, prompt included, and `texts`, if there are any (retrieval). It takes the longest
+    match, and the latest of equally long ones. There is no second model.
     """
 
     def __init__(self, texts: list[list[int]] = ()):
@@ -319,22 +324,22 @@ class BigramIndex:
         self.ends: dict[tuple[int, int], list[int]] = {}
 
     def end_positions(self, pair: tuple[int, int]) -> list[int]:
-        """The latest end positions of this bigram, ascending, without one at the very end of the text."""
+        """The latest end positions of this bigram, ascending, except the end of the text, which no token follows."""
         for end in range(self.indexed + 1, len(self.tokens)):
             self.ends.setdefault((self.tokens[end - 2], self.tokens[end - 1]), []).append(end)
         self.indexed = max(self.indexed, len(self.tokens) - 1)
         return self.ends.get(pair, [])[-self.MAX_PLACES :]
 
     def following(self, end: int, n: int) -> list[int]:
-        """The n tokens from position `end` on. If the text ends before, they are repeated: a loop is continued."""
+        """The n tokens from position `end` on. If there are fewer, they are repeated, which continues a loop."""
         tokens = self.tokens[end : end + n]
         while len(tokens) < n:
             tokens.append(tokens[len(tokens) - (len(self.tokens) - end)])
         return tokens
 
     def match(self, tail: list[int], n: int) -> tuple[int, list[int]]:
-        """The length of the best match with the end of `tail`, and the up to n tokens that follow it; (0, []) if fewer
-        than two tokens match."""
+        """Find the longest match with the end of `tail`. Returns its length and up to n tokens that follow it, or
+        (0, []) if fewer than two tokens match."""
         best, best_end = 0, 0
         for end in reversed(self.end_positions(tuple(tail[-2:]))) if n > 0 and len(tail) > 1 else ():
             limit, size = min(self.MAX_MATCH, end, len(tail)), 2
@@ -346,7 +351,7 @@ class BigramIndex:
 
 
 class StaticIndex(BigramIndex):
-    """The same for a text that does not grow, as sorted tensors: 16 bytes per token."""
+    """A BigramIndex of a text that does not grow. It is held in sorted tensors: 16 bytes per token."""
 
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
@@ -365,7 +370,9 @@ class StaticIndex(BigramIndex):
 
 # ---------------------------------------------------------------- how many tokens to propose
 
-CURIOSITY = 1.005  # what was not tried in a step counts as this much faster in the next, so that it is tried again
+# Exploration: in each step, the kind of step that was not run (plain, or with a proposal) is assumed to have become
+# faster by this factor, so that it is tried again at some time.
+EXPLORATION_FACTOR = 1.005
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -374,7 +381,7 @@ def expected_tokens(a: float, k: int) -> float:
 
 
 def update_estimate(estimate: float, seconds: float) -> float:
-    """A running minimum that may rise by an eighth at each measurement: one slow step hardly changes it."""
+    """A running minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
     return min(seconds, 1.125 * estimate) if estimate else seconds
 
 
@@ -383,8 +390,9 @@ class DraftLengthController:
     """Decides how many tokens to propose: always k, or if `automatic` the number from 0 to k that is fastest.
 
     A step with k proposed tokens yields expected_tokens(a, k) tokens and takes k * draft_s + verify_s seconds. Plain
-    steps and steps with proposals are measured when they are chosen; the longer one kind was not, the faster it is
-    assumed to be. So useless drafts are tried again rarely: it costs about 1 % of the time, and more if they are slow.
+    steps and steps with a proposal are measured only when they are chosen. The longer one kind has not been chosen, the
+    faster it is assumed to be (EXPLORATION_FACTOR). Trying a useless draft again costs about 1 % of the time, and more
+    if the draft is slow.
     """
 
     k: int
@@ -392,10 +400,10 @@ class DraftLengthController:
     plain_s: float = 0.0  # estimated seconds of a plain step
     draft_s: float = 0.0  # of the draft, for each proposed token
     verify_s: float = 0.0  # of the rest of a step with a proposal
-    accepted: float = 0.0  # tokens; older steps count less
-    judged: float = 0.0  # tokens that were accepted or rejected
-    plain_bonus: float = 1.0  # assumed speedup since the last plain step, and since the last step with a proposal
-    proposal_bonus: float = 1.0
+    accepted: float = 0.0  # accepted tokens; older steps count less
+    judged: float = 0.0  # accepted or rejected tokens; those after a rejected token are neither
+    plain_bonus: float = 1.0  # assumed speedup of plain steps since the last one
+    proposal_bonus: float = 1.0  # assumed speedup of steps with a proposal since the last one
     steps: int = 0
 
     def choose(self) -> int:
@@ -412,13 +420,13 @@ class DraftLengthController:
         return expected_tokens(a, k) / max(1e-9, k * self.draft_s + self.verify_s if k else self.plain_s)
 
     def update(self, seconds: float, k: int = 0, draft_s: float = 0.0, accepted: list[int] = ()):
-        """Learn from a step: its time, the draft's part of it, and how many of k tokens each row accepted."""
+        """Update the estimates with a step: its seconds, those of the draft, and how many tokens each row accepted."""
         self.steps += 1
         if k == 0:
             self.plain_s = update_estimate(self.plain_s, seconds)
-            self.plain_bonus, self.proposal_bonus = 1.0, self.proposal_bonus * CURIOSITY
+            self.plain_bonus, self.proposal_bonus = 1.0, self.proposal_bonus * EXPLORATION_FACTOR
             return
-        self.plain_bonus, self.proposal_bonus = self.plain_bonus * CURIOSITY, 1.0
+        self.plain_bonus, self.proposal_bonus = self.plain_bonus * EXPLORATION_FACTOR, 1.0
         self.draft_s = update_estimate(self.draft_s, draft_s / k)
         self.verify_s = update_estimate(self.verify_s, seconds - draft_s)
         self.accepted = 0.9 * self.accepted + sum(accepted)
@@ -437,11 +445,11 @@ class Report:
     proposed: int = 0  # tokens
     draft_s: float = 0.0
     target_s: float = 0.0  # of the target model's passes, those of plain steps included
-    accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens by their place in the proposal
-    judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted, or the first of its row that was not
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their place in the proposal
+    judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
 
     def add(self, accepted: list[int], lengths: list[int]):
-        """Count a step: how many tokens each row accepted, and of how many."""
+        """Count a step. accepted, lengths: how many tokens each row accepted, and how many were proposed to it."""
         self.steps += 1
         self.proposed += sum(lengths)
         for n, length in zip(accepted, lengths):
@@ -450,7 +458,7 @@ class Report:
                 self.judged[place] += 1
 
     def numbers(self, decode_s: float) -> dict:
-        """The fields of --json: means over proposals, shares of the judged tokens, shares of decode_s seconds."""
+        """The fields of --json: means per proposal, acceptance rates by place, shares of decode_s seconds."""
         proposals = max(1, self.judged[0])  # the first token of each proposal is always judged
         shares = {"draft": self.draft_s / decode_s, "verify": self.target_s / decode_s} if decode_s else {}
         speculation = {
@@ -464,10 +472,10 @@ class Report:
 
 
 class Speculation:
-    """A draft, the number of tokens that it proposes, and the verification: the engine calls it for a decode step.
+    """Runs the decode steps of the engine with a draft: propose, verify, and choose the next number of tokens.
 
-    k is the number of tokens to propose, or if `automatic` the largest. While `rehearsing` is True, every step runs all
-    graphs that a later step may need, so that they are compiled.
+    k is the number of tokens to propose, or if `automatic` the largest number. While `rehearsing` is True, as in
+    load.warm_up, every step runs all graphs that a later step may need, so that they are compiled.
     """
 
     def __init__(self, draft, k: int = AUTO_K, automatic: bool = True):
@@ -495,7 +503,7 @@ class Speculation:
         start = time.perf_counter() - timing.prefill_s
         proposal = self.draft.propose(batch, k) if k else None
         synchronize(self.model.device)
-        start += timing.prefill_s  # a draft model that read a prompt has added the time to prefill: it does not count
+        start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
         if self.rehearsing:
             self._rehearse(batch, proposal)
@@ -513,7 +521,7 @@ class Speculation:
         return new_tokens, logprobs, logits
 
     def _measure(self, rows: list, k: int, proposal, accepted: list[int], draft_s: float, target_s: float):
-        """Tell the report, the controller and the engine's timing about a step."""
+        """Add a step to the report, the controller's estimates and the engine's timing."""
         self.report.draft_s += draft_s
         self.report.target_s += target_s
         if proposal is None:
@@ -528,7 +536,7 @@ class Speculation:
         self.engine.timing.kv_bytes += kv
 
     def _verify(self, batch, proposal: Proposal):
-        """Call `verify`, if shapes are fixed with the proposal padded to the next of WIDTHS."""
+        """Call `verify`. With fixed shapes, first pad the proposal to the next of WIDTHS."""
         drafted, p_draft = proposal.drafted, proposal.p_draft
         if self.steps.fixed_shapes:
             width = next(width for width in WIDTHS if width > drafted.shape[1])
@@ -540,7 +548,7 @@ class Speculation:
     def _rehearse(self, batch, proposal: Proposal | None):
         """Run the verification in each width that k can need, with empty proposals.
 
-        The arguments are new tensors, because a slice would have other strides, for which the graph is compiled again.
+        The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
         """
         for width in WIDTHS:
             if width // 2 <= self.controller.k:

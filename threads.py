@@ -1,11 +1,11 @@
-"""How many threads compute a step on a CPU: chosen while running, because other programs come and go.
+"""Tunes the number of CPU threads while the engine runs, because the load of other programs changes.
 
-Threads that share a product wait for each other some hundred times a step. Where another program takes one of their
-cores, each wait may last until the system lets the thread run again, and two threads are then many times slower than
-one. The results do not depend on the number of threads, so it may change between any two steps.
+The threads of a step wait for each other at some hundred barriers. If another program occupies one of their cores, a
+wait may last until the operating system schedules the late thread again: two threads are then many times slower than
+one. The results of a step do not depend on the number of threads, so the number may change between any two steps.
 
-Read down: ThreadCount, which finds the best number for one kind of work; Threads, which the engine puts around each
-step; CpuTimes, which measures what other programs take.
+Read down: ThreadCount, which finds the fastest number of threads for one kind of step; Threads, the context manager
+that the engine puts around each step; CpuTimes, which measures how much processor time other programs use.
 """
 
 import os
@@ -18,107 +18,111 @@ from pathlib import Path
 
 import torch
 
-SHARE, GRACE_S = 0.01, 0.01  # trials may cost this share of all time, and so many seconds more
-FAILED_S, LOOK_S = 1.0, 0.25  # from a trial that failed, and from any other look around, to the next
-TRIAL_STEPS = 4
-LONG_STEP_S = 0.05  # one step that takes so long is enough to judge by
+# Trials of other numbers of threads may cost this share of the total time, plus a constant number of seconds.
+TRIAL_SHARE, TRIAL_ALLOWANCE_S = 0.01, 0.01
+FAILED_TRIAL_PAUSE_S = 1.0  # after a trial that was not faster, no trial is considered for this long
+PAUSE_S = 0.25  # the same after any other decision whether to start a trial
+TRIAL_STEPS = 4  # steps that a trial measures, after a first step that may have had to wake threads
+LONG_STEP_S = 0.05  # a step of this length needs no repetition to be a reliable measurement
 
 
 @dataclass
 class ThreadCount:
-    """The number of threads for one kind of work: decode steps, or prefill passes.
+    """The number of threads for one kind of step: decode steps, or prefill passes.
 
-    Most steps use `count`, the fastest number known. About once a second the next smaller or larger one of `counts` is
-    tried for a few steps, and taken if it was faster. Only steps of equal `work` are compared: what they compute, say
-    the number of rows and tokens. A step that grows slow, because another program has begun, brings the next trial
-    forward. A larger number is rarely tried while other programs use the processors that it would need.
+    Most steps use `count`, the fastest number known so far. About once a second, a trial runs a few steps with the next
+    smaller or larger number of `counts`, and `count` becomes that number if it was faster. Only steps with the same
+    amount of work are compared: `work` is, for example, (number of rows, number of tokens). If steps become slower,
+    because another program has started, the next trial starts sooner. A larger number is rarely tried while other
+    programs use the processors that it needs.
     """
 
-    counts: list[int]  # that may be taken, ascending
-    count: int
-    can_run: Callable[[int], bool | None] = lambda n: None  # whether other programs leave us so many processors
+    counts: list[int]  # the numbers of threads to choose from, ascending
+    count: int  # the current choice
+    can_run: Callable[[int], bool | None] = lambda n: None  # whether n processors are free for us; None if unknown
     work: Hashable = None
-    typical_s: dict[int, float] = field(default_factory=dict)  # of a step of this work, by number of threads
-    usual_s: float = float("inf")  # the smallest that typical_s[count] has been since the last look
-    steps: int = 0  # since work or count have changed
-    trying: int | None = None
-    trial_s: list[float] = field(default_factory=list)
-    upwards: bool = False  # where the last trial looked
-    next_look: float = 0.0
-    skipped: int = 0  # looks since the last trial
-    total_s: float = 0.0  # of all steps
-    trials_s: float = 0.0  # lost by trials
+    average_s: dict[int, float] = field(default_factory=dict)  # number of threads -> seconds of a step of this work
+    baseline_s: float = float("inf")  # the smallest average_s[count] since a trial was last considered
+    steps: int = 0  # since work or count changed
+    trying: int | None = None  # the number of threads of the trial that is running
+    trial_s: list[float] = field(default_factory=list)  # seconds of each step of the trial
+    upwards: bool = False  # whether the trial considered last was of a larger number
+    next_trial: float = 0.0  # no trial is considered before this time, unless steps become slower
+    considered: int = 0  # how often a trial was considered since the last one
+    total_s: float = 0.0  # seconds of all steps
+    trials_s: float = 0.0  # seconds lost by trials of slower numbers
 
     def choose(self, work: Hashable) -> int:
         """The number of threads for the next step."""
         if work != self.work:
-            self.work, self.typical_s, self.trying = work, {}, None
-            self._settle(self.count)
-        if self.trying is None and len(self.counts) > 1 and self._is_known():
-            self._look()
+            self.work, self.average_s, self.trying = work, {}, None
+            self._set_count(self.count)
+        if self.trying is None and len(self.counts) > 1 and self._is_measured():
+            self._consider_trial()
         return self.count if self.trying is None else self.trying
 
     def add(self, seconds: float):
-        """What the step took that `choose` was asked for."""
+        """Record the seconds that a step took with the number of threads that `choose` returned for it."""
         self.total_s += seconds
         if self.trying is not None:
             return self._add_trial(seconds)
         self.steps += 1
         if self.steps == 1 and seconds < LONG_STEP_S:
-            return  # the first step finds cold caches and sleeping threads
-        before = self.typical_s.get(self.count, seconds)
-        typical = before + 0.15 * (min(seconds, 3 * before) - before)  # a few hitches shall not count for much
-        self.typical_s[self.count], self.usual_s = typical, min(typical, self.usual_s)
-        best = min(self.typical_s, key=self.typical_s.get)
-        if self._is_known() and self.typical_s[best] < 0.9 * typical:
-            self._settle(best)
+            return  # the first step is slower, with cold caches and sleeping threads
+        before = self.average_s.get(self.count, seconds)
+        average = before + 0.15 * (min(seconds, 3 * before) - before)  # a few slow steps have little weight
+        self.average_s[self.count], self.baseline_s = average, min(average, self.baseline_s)
+        best = min(self.average_s, key=self.average_s.get)
+        if self._is_measured() and self.average_s[best] < 0.9 * average:
+            self._set_count(best)
 
-    def _is_known(self) -> bool:
-        return self.steps > 4 or self.steps * self.typical_s.get(self.count, 0.0) > LONG_STEP_S
+    def _is_measured(self) -> bool:
+        """Whether enough steps were measured for average_s[count] to be reliable."""
+        return self.steps > 4 or self.steps * self.average_s.get(self.count, 0.0) > LONG_STEP_S
 
-    def _look(self):
-        """Begin a trial of a neighbouring number, if it is time for one and it is worth its cost."""
-        now, typical = time.perf_counter(), self.typical_s[self.count]
-        if now < self.next_look and typical < 1.5 * self.usual_s:
+    def _consider_trial(self):
+        """Start a trial of the next larger or smaller number, if one is due and worth its cost."""
+        now, average = time.perf_counter(), self.average_s[self.count]
+        if now < self.next_trial and average < 1.5 * self.baseline_s:
             return
-        at, self.next_look, self.usual_s = self.counts.index(self.count), now + LOOK_S, typical
-        self.upwards = at == 0 or (not self.upwards and at + 1 < len(self.counts))
-        other = self.counts[at + 1 if self.upwards else at - 1]
-        left = GRACE_S + SHARE * self.total_s - self.trials_s  # what trials may still cost
+        index, self.next_trial, self.baseline_s = self.counts.index(self.count), now + PAUSE_S, average
+        self.upwards = index == 0 or (not self.upwards and index + 1 < len(self.counts))
+        other = self.counts[index + 1 if self.upwards else index - 1]
+        budget_s = TRIAL_ALLOWANCE_S + TRIAL_SHARE * self.total_s - self.trials_s  # seconds that trials may still cost
         free = self.can_run(max(self.count, other))
-        self.skipped += 1
+        self.considered += 1
         if self.upwards:
-            worthwhile = free or (left > 0 and (free is None or self.skipped > 8))
-        else:  # half of the threads may take twice the time
-            worthwhile = left > (0.0 if free is False else typical)
+            worthwhile = free or (budget_s > 0 and (free is None or self.considered > 8))
+        else:  # a step with half of the threads may take twice the time
+            worthwhile = budget_s > (0.0 if free is False else average)
         if worthwhile:
-            self.trying, self.trial_s, self.skipped = other, [], 0
+            self.trying, self.trial_s, self.considered = other, [], 0
 
     def _add_trial(self, seconds: float):
-        """Judge a trial by its steps: it ends with the first one that is much slower than usual."""
-        usual = self.typical_s[self.count]
-        self.trials_s += max(0.0, min(seconds, 8 * usual) - usual)  # of a hitch no more is the trial's fault
+        """Record a step of a trial. The trial ends after a few steps, or at the first one that is clearly slower."""
+        average = self.average_s[self.count]
+        self.trials_s += max(0.0, min(seconds, 8 * average) - average)  # a longer delay has other causes
         self.trial_s.append(seconds)
-        first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # which may have had to wake threads
-        slow = seconds > (3 if first else 1.2) * usual
+        first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # the first step may have had to wake threads
+        slow = seconds > (3 if first else 1.2) * average
         if not slow and len(self.trial_s) <= TRIAL_STEPS and sum(self.trial_s) < LONG_STEP_S:
             return
-        judged = self.trial_s[1:] or self.trial_s
-        mean = sum(judged) / len(judged)
-        self.typical_s[self.trying], other, self.trying = mean, self.trying, None
-        if not slow and mean < 0.97 * usual:
-            self._settle(other)
+        measured = self.trial_s[1:] or self.trial_s
+        mean = sum(measured) / len(measured)
+        self.average_s[self.trying], other, self.trying = mean, self.trying, None
+        if not slow and mean < 0.97 * average:
+            self._set_count(other)
         else:
-            self.next_look = time.perf_counter() + FAILED_S
+            self.next_trial = time.perf_counter() + FAILED_TRIAL_PAUSE_S
 
-    def _settle(self, count: int):
-        self.count, self.steps, self.usual_s = count, 0, float("inf")
+    def _set_count(self, count: int):
+        self.count, self.steps, self.baseline_s = count, 0, float("inf")
 
 
 class Threads:
-    """The number of threads of each step of an engine: `with threads.of("decode", work):` around it.
+    """Sets the number of threads of each step of an engine: `with threads.of("decode", work):` runs the step.
 
-    The most that it takes is torch.get_num_threads(), and that is what it always takes if `fixed`.
+    The largest number is torch.get_num_threads() outside of steps. If `fixed`, every step uses that number.
     """
 
     def __init__(self, fixed: bool = False):
@@ -126,19 +130,20 @@ class Threads:
         self.forget()
 
     def forget(self):
-        """Start to measure anew, as after a compilation."""
+        """Discard all measurements, for example after a compilation or when the largest number has changed."""
         self.kinds: dict[str, ThreadCount] = {}
         self.most = torch.get_num_threads()
-        self.steps: dict[str, Counter] = {}  # of each kind, by number of threads
-        self.cpu_times, self.free = (
-            CpuTimes.now(),
-            float(self.most),
-        )  # when last looked at; processors for us since then
+        self.steps: dict[str, Counter] = {}  # kind of step -> number of threads -> steps
+        self.cpu_times = CpuTimes.now()  # the last measurement of other programs' processor time
+        self.free = float(self.most)  # processors that other programs had left to us at that time
 
     @contextmanager
     def of(self, kind: str, work: Hashable, fixed: bool = False):
-        """fixed: this step takes the most, because its results depend on the number."""
-        if torch.get_num_threads() != self.most:  # set by somebody else
+        """A context that runs one step of this kind with the number of threads that is fastest for this work.
+
+        fixed: use the largest number, because the results of this step depend on the number of threads.
+        """
+        if torch.get_num_threads() != self.most:  # the program has changed it
             self.forget()
         fixed = fixed or self.fixed
         if kind not in self.kinds:
@@ -155,11 +160,11 @@ class Threads:
             self.kinds[kind].add(time.perf_counter() - start)
 
     def used(self) -> dict[str, dict[int, int]]:
-        """Steps of each kind by their number of threads, the most frequent number first."""
+        """For each kind of step: number of threads -> number of steps, the most frequent number first."""
         return {kind: dict(steps.most_common()) for kind, steps in self.steps.items()}
 
     def can_run(self, n: int) -> bool | None:
-        """Whether other programs have left about n processors to us lately; None if that is unknown."""
+        """Whether other programs have recently left about n processors to this one; None if that is unknown."""
         now = CpuTimes.now()
         others = now.others_since(self.cpu_times)
         if others is not None:
@@ -168,26 +173,27 @@ class Threads:
 
 
 def share_processors():
-    """Of several ranks that torchrun has started on this machine, bound each to its share of the processors.
+    """If torchrun has started several ranks on this machine, limit this rank to its share of the processors.
 
-    torchrun sets OMP_NUM_THREADS to 1 if nobody has set it, which its own environment shows.
+    torchrun sets OMP_NUM_THREADS=1 for its ranks if the user has not set it. Whether the user has, is seen in the
+    environment of the torchrun process, which is the parent of this one.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks < 2:
         return
-    share, by_user = max(1, processors() // ranks), True
+    share, set_by_user = max(1, processors() // ranks), True
     with suppress(OSError):
-        by_user = b"\0OMP_NUM_THREADS=" in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    torch.set_num_threads(min(share, torch.get_num_threads()) if by_user else share)
+        set_by_user = b"\0OMP_NUM_THREADS=" in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    torch.set_num_threads(min(share, torch.get_num_threads()) if set_by_user else share)
 
 
 def processors() -> int:
-    """How many this program may use."""
+    """The number of processors that this program may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """The powers of two below `most`, and `most`, ascending."""
     return sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
 
 
@@ -196,11 +202,14 @@ def powers_of_two(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds of processor time at one moment: of all programs on the processors that this one may use, and its own."""
+    """Processor time in seconds that was used up to one moment.
 
-    wall: float
-    all: float | None  # None where the system does not tell
-    own: float
+    The difference of two moments tells how many processors other programs have used in between.
+    """
+
+    wall: float  # wall-clock seconds
+    all: float | None  # of all programs, on the processors that this program may use; None if the system has no /proc
+    own: float  # of this program
 
     @staticmethod
     def now() -> "CpuTimes":
@@ -208,7 +217,7 @@ class CpuTimes:
         with suppress(OSError, AttributeError, ValueError, IndexError):
             allowed = {f"cpu{i}" for i in os.sched_getaffinity(0)}
             lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
-            # user, nice, system, then idle and waiting for disks, then interrupts of two kinds and other machines
+            # The columns are user, nice, system, idle, iowait, irq, softirq, steal: all but columns 3 and 4 are busy.
             ticks = [[int(x) for x in line[1:9]] for line in lines if line[0] in allowed]
             used = sum(sum(row) - row[3] - row[4] for row in ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
         return CpuTimes(time.perf_counter(), used, own)
@@ -216,5 +225,5 @@ class CpuTimes:
     def others_since(self, before: "CpuTimes") -> float | None:
         """How many processors other programs have used on average since an earlier moment; None if that is unknown."""
         if self.all is None or before.all is None or self.wall - before.wall < 0.1:
-            return None  # the system counts in hundredths of a second
+            return None  # /proc/stat counts in hundredths of a second, too coarse for a shorter time
         return max(0.0, self.all - before.all - (self.own - before.own)) / (self.wall - before.wall)

@@ -1,17 +1,16 @@
 """Tensor parallelism: one model over several processes (ranks), each with a slice of every large matrix.
 
-Read down: SPLIT, the table of how each module is split; Shard, one rank's share of a model; the checks whether a model
-can be split; run_together and Ranks, the processes of one run as torchrun starts them.
-Knows nothing of text or of the options.
+Read down: SPLIT, the table that says how each module is split; Shard, one rank's share of a model; the checks whether a
+model can be split; run_together and Ranks, which manage the processes that torchrun has started. Knows nothing of text.
 
 A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's input are split by
-outputs (column-parallel), so that each rank has whole heads and whole hidden units. Those that write to the residual
-are split by inputs (row-parallel), and the all-reduce adds up the ranks' products. Embedding and
-head are split by vocabulary.
+outputs (column-parallel), so that each rank has whole heads and whole hidden units. The matrices that write to the
+residual stream are split by inputs (row-parallel), and the all-reduce adds up the ranks' products. Embedding and head
+are split by vocabulary.
 
 A model is split in two steps, and its weights are loaded between them: `cut` shrinks each tensor to this rank's slice
-and says which slice of the checkpoint's tensor that is; `connect` puts the all-reduces in. Every rank gathers all
-logits and draws the same tokens from them.
+and returns which slices of the checkpoint's tensors these are; `connect` inserts the all-reduces. Every rank gathers
+all logits and draws the same tokens from them.
 """
 
 import dataclasses
@@ -38,13 +37,14 @@ from torch import Tensor, nn
 from cli import UserError, first_line, run_command
 from model import Config, Transformer
 
-# How a module's weight (N,K), N outputs and K inputs, and its bias (N,) are split, by the end of the module's name:
+# How the weight (N,K) of a module, with N outputs and K inputs, and its bias (N,) are split. The keys are the ends of
+# the modules' names; the values are (how, number of matrices that are stored as one):
 #   heads    by outputs: the rows of this rank's query heads, then those of the key and value heads that they attend to
-#   outputs  by outputs: the same share of the rows of each of the matrices (this many) that are stored as one
+#   outputs  by outputs: the same share of the rows of each of the matrices that are stored as one
 #   inputs   by inputs; an all-reduce adds up the ranks' products, and only rank 0 has the bias
 #   vocab    by rows, padded with zeros if V is not a multiple of the number of ranks
 #   whole    on every rank
-# A family with modules of other names needs its lines here: a module that is not in the table is refused.
+# A family whose modules have other names needs lines of its own: a module that is not in the table is refused.
 SPLIT = {
     "embedding": ("vocab", 1),
     "attention.qkv": ("heads", 1),
@@ -84,14 +84,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `ranks`. group: the process group for the model's tensors; control: one for tensors on the CPU.
+    """One rank's share of a model: rank `rank` of `ranks`. A split model has it as `model.split`.
 
-    A split model has it as `model.split`, with which `model.head` gathers the columns of the logits.
+    group: the process group for tensors on the model's device; control: the process group for tensors on the CPU.
     """
 
     rank: int
     ranks: int
-    group: Any = None  # its name, which the functional collectives take; `cut` needs no group
+    group: Any = None  # the group's name, which the functional collectives take; `cut` needs no group
     control: Any = None
 
     @classmethod
@@ -105,8 +105,8 @@ class Shard:
     def kv_heads(self, config: Config) -> list[int]:
         """The key and value heads that this rank keeps, in the order of its query heads.
 
-        Each serves the same number of query heads. If neither K nor the number of ranks is a multiple of the other,
-        the ranks cut through groups of query heads, and each query head gets its own copy.
+        Each of them serves the same number of query heads. If neither K nor the number of ranks is a multiple of the
+        other, the ranks cut through groups of query heads, and each query head gets its own copy.
         """
         H, K = config.n_head, config.n_kv_head
         heads = [head // (H // K) for head in self.own(H)]
@@ -120,7 +120,7 @@ class Shard:
     def cut(self, model: Transformer) -> dict[str, Slice]:
         """Shrink each tensor (it may be on meta) to this rank's slice, and return the slices by the tensors' names.
 
-        Raises UserError if the model cannot be split over so many ranks.
+        Raises UserError if the model cannot be split over this number of ranks.
         """
         check(model, self.ranks)
         slices = {}
@@ -176,7 +176,7 @@ class Shard:
             module.out_features = len(next(iter(weights(module).values())))
 
     def connect(self, model: Transformer):
-        """Put the collectives into a model that `cut` has shrunk."""
+        """Insert the collectives into a model that `cut` has shrunk."""
         for block in model.blocks:
             block.attention.out = SumOverRanks(block.attention.out, self.group)
             block.mlp.down = SumOverRanks(block.mlp.down, self.group)
@@ -187,7 +187,7 @@ class Shard:
     # Python functions around them wrap their results in a lazy tensor.
 
     def gather(self, logits: Tensor, V: int) -> Tensor:
-        """All ranks' columns of the logits (...,V/ranks), in order and without the padding: (...,V)."""
+        """Gather the logits of all ranks, (...,V/ranks) each, in order and without the padding: (...,V)."""
         columns = logits.movedim(-1, 0).contiguous()  # all_gather concatenates along the first dimension
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))[:V].movedim(0, -1)
@@ -205,7 +205,7 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
 
 
 class SumOverRanks(nn.Module):
-    """A linear layer that is split by its inputs."""
+    """A linear layer that is split by its inputs (row-parallel): an all-reduce adds up the ranks' products."""
 
     def __init__(self, linear: nn.Module, group: Any):
         super().__init__()
@@ -236,7 +236,7 @@ class SplitEmbedding(nn.Module):
 
 
 def split_of(name: str) -> tuple[str, int]:
-    """The line of SPLIT with the longest name that matches a module. Modules without weights need none."""
+    """The entry of SPLIT with the longest key that matches a module's name. Modules without weights need none."""
     fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
     return SPLIT[max(fitting, key=len)] if fitting else ("unknown", 0)
 
@@ -248,7 +248,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
-    """The reasons why a model cannot be split over so many ranks; empty if it can."""
+    """The reasons why a model cannot be split over this number of ranks; empty if it can."""
     config = model.config
     sizes = {"n_head": config.n_head, "hidden_dim": config.hidden_dim}
     reasons = [f"{name} {n} is not a multiple of {ranks}" for name, n in sizes.items() if n % ranks]
@@ -274,20 +274,20 @@ def check(model: Transformer, ranks: int):
 # ---------------------------------------------------------------- the processes of one run
 #
 # Start-up, synchronization and shutdown of the ranks under torchrun. Only rank 0 reads the command line and the
-# prompts, talks to the user and prints. All ranks end together:
-#   an error   the rank that has it writes the reason to torchrun's store; rank 0 prints it, and all exit
-#   a death    every rank sets a heartbeat in the store twice a second; a rank that sees none of another for TIMEOUT_S,
-#              or for BROKEN_TIMEOUT_S after a connection broke, writes the reason
+# prompts and prints. If one rank ends, all ranks end:
+#   an error   the rank with the error writes it to torchrun's store; rank 0 prints it, and all ranks exit
+#   a crash    every rank sets a heartbeat in the store twice a second; a rank that sees no new heartbeat of another
+#              rank for TIMEOUT_S, or BROKEN_TIMEOUT_S after a connection broke, writes this as an error to the store
 #   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
 
 HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
 MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs a second one
-START_S = 300.0  # until all ranks must have started: importing torch from a cold disk is slow
-COLLECTIVE_TIMEOUT = timedelta(days=7)  # a user may be idle for long; the watch thread notices a dead rank
+START_S = 300.0  # time limit for the start of all ranks; importing torch from a cold disk is slow
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # long, because a user may be idle; the watch thread notices a dead rank
 
 
 def run_together(main: Callable):
-    """Run main(Ranks) in every rank and exit, all ranks with the same code: run_command's, or 1 after a traceback."""
+    """Run main(Ranks) in every rank, then exit. All ranks exit with the code of run_command, or 1 after a traceback."""
     ranks = Ranks()
     errors = []
     try:
@@ -318,7 +318,7 @@ class Ranks:
 
     def connect(self):
         """Set up the store, the watch thread, and a process group for tensors on the CPU."""
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun; else by rank 0
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store, or else rank 0
         self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
         self.store.set(f"alive {self.rank}", "0")
         try:
@@ -328,7 +328,7 @@ class Ranks:
             raise UserError(f"of {self.size} ranks {missing} did not start within {START_S:.0f} s") from None
         self.watch = threading.Thread(target=self._watch, daemon=True)
         self.watch.start()
-        stdout = os.dup(1)  # gloo prints a line there, where --json must have one object and nothing else
+        stdout = os.dup(1)  # gloo prints a line to stdout, where --json must print one object and nothing else
         os.dup2(2, 1)
         try:
             group = dist.PrefixStore("group", self.store)
@@ -343,14 +343,15 @@ class Ranks:
     def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
         """A connection to the store, with this timeout for each call.
 
-        A call that waits blocks other threads on the same connection, so the watch thread has its own.
+        A waiting call blocks other threads on the same connection, so the watch thread has its own connection.
         """
         options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
         store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
         return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def run(self, main: Callable):
-        """Connect, and return main(self). Signals end it at once: a Python handler would wait for the collective."""
+        """Connect, and return main(self). Signals end the process at once: a Python handler would wait for the end of a
+        collective."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         self.connect()
@@ -358,7 +359,7 @@ class Ranks:
 
     def shard(self, device: torch.device) -> Shard:
         """This rank's Shard of a model on its device."""
-        dist.barrier(self.control)  # until every rank has checked that it has enough memory
+        dist.barrier(self.control)  # wait until every rank has checked that it has enough memory
         group = self.control
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -462,7 +463,7 @@ class Ranks:
         reason = json.dumps([code, self.rank, text])
         try:
             reason = self._client().compare_set("end", "", reason)
-        except dist.DistError:  # nobody will read it
+        except dist.DistError:  # the store has gone, so nobody can read the reason
             pass
         self._exit(*json.loads(reason))
 
@@ -473,7 +474,7 @@ class Ranks:
         if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
             name = f"{Path(sys.argv[0]).name}: error: "
             text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
-            print(text, file=sys.__stderr__, flush=True)  # the real one
+            print(text, file=sys.__stderr__, flush=True)  # sys.stderr is the null device, except on rank 0
         try:
             sys.stdout.flush()
             store = self._client()
@@ -496,7 +497,7 @@ class Ranks:
                     return
                 store.set(f"alive {self.rank}", str(beat))
                 beats = store.multi_get([f"alive {rank}" for rank in others])
-                for rank, value in zip(others, beats):  # in our own heartbeats: a machine may have been suspended
+                for rank, value in zip(others, beats):  # silence counts our own beats: the machine may sleep
                     silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
                     last[rank] = value
                 limit = BROKEN_TIMEOUT_S if self.connection_broke else TIMEOUT_S

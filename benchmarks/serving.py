@@ -261,7 +261,17 @@ def main():
         pid, theirs = servers.enter_context(server(mine, Path(f"{logs}.log"), port)), None
         if args.llama_server is not None:
             theirs = free_port()
-            command = [args.llama_server.resolve(), "-m", args.gguf, "--port", theirs, "-np", STREAMS, "-c", STREAMS * length]
+            command = [
+                args.llama_server.resolve(),
+                "-m",
+                args.gguf,
+                "--port",
+                theirs,
+                "-np",
+                STREAMS,
+                "-c",
+                STREAMS * length,
+            ]
             command += ["-t", os.cpu_count(), *args.llama_options.split()]
             servers.enter_context(server(command, Path(f"{logs}.llama.log"), theirs))
         found = measure(args, directory, port, pid, theirs)

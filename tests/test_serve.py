@@ -817,6 +817,9 @@ def test_compiled_steps(checkpoints, tmp_path, oracle, monkeypatch):
     monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_code")  # each graph is logged
     arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS, "--compile", "--compile_prefill"]
     with running(tmp_path / "log", *arguments) as server:
+        meanwhile = server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0})
+        assert meanwhile["choices"][0]["text"] == oracle.text([5, 6, 7], 20, temperature=0.0)
+        wait_for(lambda: "decode is compiled" in server.log.read_text(), "compiled steps")
         before = server.log.read_text()
         assert "TRACED GRAPH" in before
         chance = random.Random(3)

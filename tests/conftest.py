@@ -3,6 +3,7 @@
 Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension fails.
 """
 
+import copy
 import os
 
 # The models are tiny. On a busy machine, several threads would take ten times as long as one.
@@ -24,10 +25,12 @@ with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
 
 import transformers
+from tokenizers import pre_tokenizers
 
 import kernels
-from convert_hf_checkpoint import convert, ensure_checkpoint, hf_source
+from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
 from load import load_model
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
@@ -132,6 +135,32 @@ def tiny_model(tiny):
 def default_checkpoint():
     """The default model in bfloat16, converted into checkpoints/ at first use as it is for a user."""
     return ensure_checkpoint(None)
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_checkpoint):
+    return Tokenizer(default_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def gguf_oracle():
+    """transformers' tokenizer of the default GGUF file, which takes seconds to read."""
+    path = default_gguf()
+    return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+@pytest.fixture(scope="session")
+def default_oracle(gguf_oracle):
+    """The same with the pre-tokenizer of the file ("smollm": digits first).
+
+    transformers 5.23 does not know "smollm" and splits as GPT-2 does. Whitespace before a digit then gets
+    other ids than with the model's own tokenizer.json or llama.cpp.
+    """
+    oracle = copy.deepcopy(gguf_oracle)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
+    return oracle
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from pathlib import Path
 import jinja2
 import pytest
 import transformers
-from test_tokenizer import default_oracle, default_tokenizer  # noqa: F401 (fixtures)
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
@@ -141,7 +140,7 @@ def test_ids_equal_transformers_or_both_refuse(request, library, name, tmp_path)
 
 
 @pytest.fixture
-def write(default_tokenizer, tmp_path):  # noqa: F811
+def write(default_tokenizer, tmp_path):
     """write(source) -> the ChatTemplate of a directory with this template."""
 
     def make(source):
@@ -156,7 +155,7 @@ def test_no_end_ids_where_no_special_token_follows_an_answer(write, source):
     assert write(source).end_ids() == set()
 
 
-def test_a_directory_without_a_template_or_with_an_unreadable_one(default_tokenizer, tmp_path):  # noqa: F811
+def test_a_directory_without_a_template_or_with_an_unreadable_one(default_tokenizer, tmp_path):
     path = tmp_path / "chat_template.jinja"
     assert "has no chat template" in refusal(ChatTemplate, tmp_path, default_tokenizer)
     path.write_bytes(b"{{ bos_token }}\xff")
@@ -174,7 +173,7 @@ LANGUAGE = """  {% set x = namespace({'a': 1}, b=2) %}
 """
 
 
-def test_the_template_language_is_that_of_transformers(write, default_oracle):  # noqa: F811
+def test_the_template_language_is_that_of_transformers(write, default_oracle):
     oracle = copy.deepcopy(default_oracle)
     oracle.chat_template = LANGUAGE
     assert equal_to_transformers(write(LANGUAGE), oracle, talk("Hi <b>", 'Grüße, "日本"\n', "Bye", system="s"))

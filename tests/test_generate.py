@@ -161,7 +161,7 @@ def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
 def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkeypatch):
     """Texts with --stop are the texts without it, cut before the first stop string in them."""
     args = ["--prompt", "The three largest", "--prompt", "def f(x):\n", "--prompt", "1, 2, 3,", "--dtype", "float32"]
-    args += ["--max_new_tokens", 40, "--ignore_eos", *GREEDY]
+    args += ["--max_new_tokens", 24, "--ignore_eos", *GREEDY]
     whole = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
     texts = [sample["text"] for sample in whole]
     stops = [texts[0][50:61], texts[1][31:33], texts[2][-2:], "never to be found", texts[0][50:62] + "#"]
@@ -172,7 +172,7 @@ def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkey
         assert sample["text"] == before["text"][:end]
         assert sample["token_ids"] == before["token_ids"][: len(sample["token_ids"])]
         assert sample["finish_reason"] == ("length" if end is None else "stop")
-    assert len(stopped[0]["token_ids"]) < 40
+    assert len(stopped[0]["token_ids"]) < 24
     shown, _ = main(capsys, monkeypatch, "--prompt", "The three largest", *args[6:], *flags)
     assert shown == "The three largest" + stopped[0]["text"] + "\n"
 
@@ -338,17 +338,15 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     assert len(capsys.readouterr().err.splitlines()) == (code == 2)
 
 
-@pytest.mark.slow
-def test_profile_writes_a_trace(tiny, tmp_path):
+def test_profile_writes_a_trace(tiny, tmp_path, capsys, monkeypatch):
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6", "--max_new_tokens", 4, "--json"]
-    done = run(*args, "--profile", tmp_path / "trace.json")
-    assert done.returncode == 0 and "tokens/s" not in done.stderr
-    result = json.loads(done.stdout)
+    result, err = main(capsys, monkeypatch, *args, "--profile", tmp_path / "trace.json")
+    assert "tokens/s" not in err
     assert result["decode_tokens_per_s"] is None and result["prefill_tokens_per_s"] is None
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {"aten::linear", "fastpath::linear"} & {str(event.get("name")) for event in trace["traceEvents"]}
-    bad = run(*args, "--profile", tmp_path / "no" / "trace.json")
-    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1 and "no/trace.json" in bad.stderr
+    with pytest.raises((UserError, OSError), match="no/trace.json"):
+        main(capsys, monkeypatch, *args, "--profile", tmp_path / "no" / "trace.json")
 
 
 @pytest.mark.slow
@@ -397,13 +395,13 @@ def check_default(pair, prompts, n):
         assert request.new_tokens == hf_greedy(oracle, request.prompt, n), request.prompt[:8]
 
 
-TEXTS = ["Once upon a time", "def fibonacci(n):\n", "The capital of France is", "日本の首都は", "1, 1, 2, 3, 5, 8, 13,"]
+TEXTS = ["Once upon a time", "def fibonacci(n):\n", "日本の首都は", "1, 1, 2, 3, 5, 8, 13,"]
 
 
 @pytest.mark.slow
 def test_default_model_equals_transformers(default_pair):
     tokenizer = default_pair[2]
-    check_default(default_pair, [tokenizer.encode(text) for text in TEXTS[:4]], 24)
+    check_default(default_pair, [tokenizer.encode(text) for text in TEXTS], 12)
 
 
 @pytest.mark.full

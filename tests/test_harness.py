@@ -152,7 +152,7 @@ def task_files(tmp_path_factory):
     """Tasks with a data set in a file, which need no network."""
     folder, texts = tmp_path_factory.mktemp("tasks"), [text for text in strings(n=80) if len(text.split()) > 1]
     with open(folder / "data.jsonl", "w") as file:
-        for i, text in enumerate(texts[:24]):
+        for i, text in enumerate(texts[:12]):
             words = text.split()[:7]
             choices = [words[-1], words[0] + "ing", "the"]
             file.write(json.dumps({"q": " ".join(words[:-1]), "c": choices, "a": i % 3}) + "\n")

@@ -28,7 +28,7 @@ if not kernels_cpu.load_kernels():
 
 ops = torch.ops.fastpath
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # tolerances
-sizes = {"M": st.sampled_from([*range(1, 18), 45]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
+sizes = {"M": st.sampled_from([*range(1, 18), 45, 300]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
 threads = st.integers(1, 3)
 
 
@@ -254,7 +254,8 @@ def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragg
     torch.set_num_threads(n)
     q, k_cache, v_cache, *places = attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged)
     found = ops.attention(q, k_cache, v_cache, *places)
-    close(found, attention_reference(q.float(), k_cache.float(), v_cache.float(), *places), DTYPES[dtype])
+    tolerance = DTYPES[dtype] + slopes * T * 1e-7  # the reference adds biases of up to T to scores in float32
+    close(found, attention_reference(q.float(), k_cache.float(), v_cache.float(), *places), tolerance)
 
 
 @pytest.mark.parametrize("window, slopes", [(None, False), (150, True)])
@@ -375,11 +376,11 @@ def test_blocks_of_another_model_are_refused(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, quantization", MODELS[1:3])
-def test_compiled_equals_eager(checkpoint, name, quantization):
+def test_compiled_equals_eager(checkpoint):
+    """A quantized model. (tests/test_model.py compiles models with plain weights.)"""
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)
-    model = load_model(checkpoint(name, quantization), dtype=torch.float32)
+    model = load_model(checkpoint(*MODELS[2]), dtype=torch.float32)
     prefill, decode = (
         torch.compile(lambda *x: model(*x), fullgraph=True, dynamic=dynamic) for dynamic in (True, False)
     )
@@ -403,8 +404,9 @@ def wide_model(format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("format", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    "format, compiled", [(None, False), (None, True), ("int8", False), ("int4", False), ("int4", True)]
+)
 def test_a_row_of_a_wide_model_has_the_same_bits_in_any_batch(format, compiled):
     """A whole model, token by token: each row alone or beside rows of other lengths, with one thread and with two."""
     torch.use_deterministic_algorithms(False)
@@ -470,7 +472,8 @@ def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoin
 
 # ---------------------------------------------------------------- the build
 
-SAY = "import kernels_cpu, torch; print(kernels_cpu.load_kernels()); print(torch.ops.fastpath.linear)"
+SAY = "import kernels_cpu, torch; kernels_cpu.FLAGS.append('-O0'); print(kernels_cpu.load_kernels())"
+SAY += "; print(torch.ops.fastpath.linear)"  # built without optimization, which is faster
 
 
 def start(cache: Path, code: str = SAY, **environment):

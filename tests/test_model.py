@@ -20,14 +20,14 @@ def positions(B, S, start=0):
 
 @pytest.mark.parametrize("name", TINY)
 def test_equals_transformers(tiny, tiny_model, name):
-    """64 greedy tokens after 8 prompts of different lengths in one batch, and all logits of the longest sequence."""
+    """32 greedy tokens after 5 prompts of different lengths in one batch, and all logits of the longest sequence."""
     oracle = tiny(name)[0]
-    model = tiny_model(name, rows=1, length=192)
-    prompts = random_prompts((1, 2, 5, 16, 17, 40, 77, 126))
-    expected = [hf_greedy(oracle, prompt, 64) for prompt in prompts]
-    assert greedy(model, prompts, 64) == expected
-    model.setup_caches(1, 190)
-    assert len({tuple(ids) for ids in expected}) == 8, "the oracle should continue each prompt differently"
+    model = tiny_model(name, rows=1, length=160)
+    prompts = random_prompts((3, 9, 17, 60, 126))
+    expected = [hf_greedy(oracle, prompt, 32) for prompt in prompts]
+    assert greedy(model, prompts, 32) == expected
+    model.setup_caches(1, 158)
+    assert len({tuple(ids) for ids in expected}) == 5, "the oracle should continue each prompt differently"
 
     sequence = torch.tensor([prompts[-1] + expected[-1]])
     with torch.no_grad():

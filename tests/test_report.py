@@ -8,6 +8,8 @@ import torch
 from conftest import ROOT, only_torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import report
+from cli import UserError
 from load import load_model
 from report import kv_bytes, roofline, weight_bytes
 
@@ -35,10 +37,11 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
 
 
 @pytest.mark.slow
-def test_bloom_176b_needs_no_weights(tmp_path):
+def test_bloom_176b_needs_no_weights(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_bytes((ROOT / "tests/data/configs/bigscience__bloom.json").read_bytes())
     command = [sys.executable, str(ROOT / "report.py"), str(tmp_path), "--bandwidth", "1555", "--devices", "16"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].split() == ["2048", "360.689", "352,494.5", "8,220.8", "69.0"], done.stderr
-    bad = subprocess.run([*command, "--bandwidth", "-1"], capture_output=True, text=True)
-    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", [*command[1:], "--bandwidth", "-1"])
+    with pytest.raises(UserError, match="must be above 0"):
+        report.main()

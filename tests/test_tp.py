@@ -44,7 +44,6 @@ CASES = {
     "2 llama, MHA": (2, LLAMA, 6, 6, 10, 44, 58, False, None, "auto", False),
     "2 qwen2, K copied, int8": (2, QWEN2, 6, 3, 32, 52, 128, True, ("int8", 32, "int8"), "torch", False),
     "2 bloom, int4 in whole rows": (2, BLOOM, 10, 10, 6, 50, 84, True, ("int4", 0, "int4"), "auto", False),
-    "2 window, int4": (2, WINDOW, 4, 2, 48, 60, 192, False, ("int4", 32, "none"), "torch", False),
     "2 qwen3, K on both, compiled": (2, QWEN3, 4, 1, 14, 38, 46, False, None, "auto", True),
     "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 192, True, ("int4", 32, "int8"), "auto", False),
     "3 qwen3, K copied": (3, QWEN3, 6, 2, 12, 40, 54, False, None, "torch", False),
@@ -52,14 +51,11 @@ CASES = {
     "3 window, K on all, int8 in whole rows": (3, WINDOW, 3, 1, 20, 42, 69, False, ("int8", 0, "int8"), "auto", False),
     "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 256, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
-    "4 qwen3, K copied": (4, QWEN3, 12, 6, 10, 48, 76, True, None, "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
-    "4 window, K split": (4, WINDOW, 8, 4, 22, 58, 68, True, None, "torch", False),
 }  # fmt: skip
 
 DRAFTS = {  # the draft is the model itself, whole on every rank or split
     "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "4 qwen2, K split, int4": "split",
-    "4 window, K split": "whole",
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_turns_equal_answers_without_cache(tiny, tiny_model, name, temperature):
     assert len(session.turns[-1].prompt) == 78
 
 
-def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
+def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model, monkeypatch):
     """A new system message, a new conversation that begins with the same words, and an interrupted answer."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=6)
@@ -108,8 +108,14 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model):
         shown.append(piece)
         if len(shown) == 4:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # a second Ctrl-C, which is ignored
 
+    cancel = session.engine.cancel
+
+    def interrupt_again(request):
+        os.kill(os.getpid(), signal.SIGINT)  # a second Ctrl-C, which is ignored
+        cancel(request)
+
+    monkeypatch.setattr(session.engine, "cancel", interrupt_again)
     with chat.one_interrupt():
         turn = session.ask(text_of(33), interrupt)
     assert turn.finish_reason == "cancelled" and len(turn.new_tokens) == 4

@@ -172,7 +172,9 @@ def test_sliding_layers(tmp_path):
     assert [c.window(i) for i in range(5)] == [None, None, None, 9, 9]
     edit(tmp_path, layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"])
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [9, None, 9, None, 9]
-    edit(tmp_path, use_sliding_window=False, layer_types=...)
+    edit(tmp_path, layer_types=...)
+    assert [hf_config(tmp_path).window(i) for i in range(5)] == [None, None, None, 9, 9], "by max_window_layers"
+    edit(tmp_path, use_sliding_window=False)
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [None] * 5
 
 

@@ -34,6 +34,10 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
     config = tiny_model("mistral-window").config
     near, far = (roofline(config, 1e9, context=context) for context in (config.sliding_window, 200))
     assert near == far != roofline(config, 1e9, context=3)
+    model = tiny_model("qwen2-sliding")
+    config = model.config
+    seen = 37 + 3 * config.sliding_window  # the first of four layers has no window
+    assert kv_bytes(model, [37]) == seen * 2 * config.n_kv_head * config.head_dim * 4
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ def test_triton_draws_what_the_reference_draws(monkeypatch):
     if not on_gpu:
         monkeypatch.setattr(kt, "SAMPLE_BLOCK", 64)
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for seed in range(200 if on_gpu else 8):
+    for seed in range(200) if on_gpu else (*range(8), 13, 18):  # the last two have presence penalties that matter
         args = random_case(seed, max_V=150)
         found = kt.sample(*[x.cuda() if on_gpu else x for x in args])
         assert_same_draws([x.cpu() for x in found], REFERENCE.sample(*args))

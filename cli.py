@@ -127,7 +127,8 @@ class Stopwatch:
     """Measures a with block, and says on stderr what takes so long.
 
     `with Stopwatch("compiling", "about a minute") as watch: ...` prints "compiling (about a minute) ..." at the start,
-    on a terminal with a count of seconds, and the total at the end. Afterwards watch.seconds is the total.
+    on a terminal with a count of seconds, and the total at the end. Afterwards watch.seconds is the total. On a narrow
+    terminal the end of the hint is cut off.
     """
 
     def __init__(self, what: str, hint: str = ""):
@@ -146,9 +147,9 @@ class Stopwatch:
 
     def _show_seconds(self):
         while True:
-            line = f"{self.line} {time.perf_counter() - self.start:.0f} s"
-            columns = shutil.get_terminal_size().columns
-            sys.stderr.write("\r\033[K" + line[max(0, len(line) - columns + 1) :])  # the seconds are at the end
+            seconds = f" ... {time.perf_counter() - self.start:.0f} s"
+            room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # a longer line would wrap
+            sys.stderr.write("\r\033[K" + self.line.removesuffix(" ...")[:room] + seconds)
             sys.stderr.flush()
             if self.done.wait(0.5):
                 return

@@ -193,9 +193,11 @@ def print_report(result: dict, timing: Timing):
         weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
         got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9
         line = f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights"
-        line += (
-            f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s, {got / possible:.0%} of the {possible:.1f} measured here"
-        )
+        line += f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s, "
+        if got <= possible:
+            line += f"{got / possible:.0%} of the {possible:.1f} measured here"
+        else:  # other programs slowed the measurement, or the weights were partly in the processor's caches
+            line += f"more than the {possible:.1f} measured here afterwards"
         lines.append(line)
     if result["device"] == "cpu":
         lines.append(f"threads: {threads_text(result['threads'])}{others_text(result['other_programs_cpus'])}")

@@ -143,7 +143,7 @@ def choose_cache_length(args, config: Config, needed: int) -> int:
 
 
 def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> tuple[Engine, float]:
-    """An engine with `rows` cache rows of `length` positions, and the seconds that reading the weights took."""
+    """An engine with `rows` cache rows of `length` positions, and the seconds that loading model and draft took."""
     device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
     texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
     slots = rows * (length + SCRATCH_SLOTS)
@@ -154,8 +154,8 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.directory, device, dtype, *how)
-    load_s = time.perf_counter() - start
     speculation = make_speculation(args, checkpoint, model, ranks, texts)
+    load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)
     chunk_tokens = 128 if checkpoint.quantization else 256
     ranks_or_none = ranks if ranks.size > 1 else None
@@ -321,6 +321,7 @@ def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Trans
         quantization = checkpoint.quantization
         if quantization is not None and quantization.mode != "int8":
             raise UserError(f"--draft int4-self: {directory} has 4 bits already; a draft should be smaller")
+        print_status("quantizing the draft to 4 bits ...")
         draft = quantize_model(read_model(directory, device, dtype), Quantization("int4", 32, "int8"))
         if model.split is not None:
             model.split.cut(draft)

@@ -757,6 +757,7 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, mo
         out = convert(hf_source(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
     assert ensure_checkpoint(str(expected)) == expected, "our config.json is told from BLOOM's, which has n_layer too"
+    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
 
 

@@ -99,9 +99,9 @@ def test_only_steps_of_the_same_work_are_compared(monkeypatch):
         machine.run(machine.now + 0.05, work)
     assert machine.counts.count == 2
     machine.run(machine.now + 5, work)
-    assert len(machine.counts.typical_s) == 2
+    assert len(machine.counts.average_s) == 2
     machine.counts.choose(7)
-    assert not machine.counts.typical_s, "nothing is known of other work yet"
+    assert not machine.counts.average_s, "nothing is known of other work yet"
 
 
 def test_long_passes_are_tried_with_fewer_threads_only_if_processors_are_taken(monkeypatch):

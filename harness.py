@@ -29,8 +29,9 @@ def run_tasks(model: "HarnessModel", names: list[str], num_fewshot: int | None, 
     names: tasks of the harness, or paths of YAML files that define tasks. num_fewshot: examples before each question.
     limit: the number of documents to use of each task.
     """
-    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # Python puts it first
-        sys.path.append(sys.path.pop(0))  # tasks may import a package called evaluate, not our evaluate.py
+    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        # Python puts our directory first, but `import evaluate` in a task means a package, not our evaluate.py.
+        sys.path.append(sys.path.pop(0))
     with redirect_stdout(sys.stderr):  # the harness prints its progress
         try:
             config = EvaluatorConfig(tasks=names)
@@ -78,7 +79,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         ids, bos = self.tokenizer.encode(string, add_bos=False), self.tokenizer.bos_id
         add_bos = self.tokenizer.add_bos and add_special_tokens is not False
-        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have added it
+        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have written BOS
 
     @property
     def tokenizer_name(self):
@@ -93,29 +94,29 @@ class HarnessModel(TemplateLM):
     # ------------------------------------------------------------ the three calls of the harness
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
-        """For each (texts, context ids, continuation ids), the continuation's log-probability in nats, and whether
-        greedy decoding would give the continuation.
+        """For each (texts, context ids, continuation ids): the log-probability of the continuation in nats, and whether
+        greedy decoding would generate it.
         """
-        prompts = []
+        scoring = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 n = len(continuation)
                 raise UserError(f"a task scores {n} tokens at once, but the context holds {self.max_length}")
             ids = (context + continuation)[-self.max_length - 1 :]
-            prompts.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
-        self.run(prompts, "scoring")
+            scoring.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
+        self.run(scoring, "scoring")
         answers = []
-        for (texts, _, continuation), prompt in zip(requests, prompts):
-            first = len(prompt.prompt) - len(continuation)
-            scored = list(zip(continuation, prompt.prompt_token_logprobs[first - 1 :])) if continuation else []
-            greedy = all(likeliest == token for token, (_, [(likeliest, _)]) in scored)
-            answers.append((sum(logprob for _, (logprob, _) in scored), greedy))
+        for (texts, _, continuation), scored in zip(requests, scoring):
+            first = len(scored.prompt) - len(continuation)
+            tokens = list(zip(continuation, scored.prompt_token_logprobs[first - 1 :])) if continuation else []
+            greedy = all(likeliest == token for token, (_, [(likeliest, _)]) in tokens)
+            answers.append((sum(logprob for _, (logprob, _) in tokens), greedy))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """For each (text,), its log-probability in nats, in the windows that the harness makes of it."""
+        """For each (text,): its log-probability in nats, summed over the windows into which the harness cuts it."""
         windows, owner = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -130,7 +131,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """For each (context, settings), the text that follows, up to one of settings["until"] or an EOS token."""
+        """For each (context, settings): generated text, up to one of settings["until"] or an EOS token."""
         answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
         self.run([answer.request for answer in answers], "generating")
         texts = [answer.finish() for answer in answers]
@@ -158,13 +159,13 @@ class HarnessModel(TemplateLM):
 
 
 class Answer:
-    """A text that is generated for a task: the request to the engine, and the text so far."""
+    """An answer that is generated for a task: its request to the engine, and its text so far."""
 
     def __init__(self, model: HarnessModel, context: str, settings: dict, seed: int):
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
-        most = settings["max_gen_toks"]
-        if not 1 <= most < model.max_length:
-            raise UserError(f"a task asks for {most} new tokens, but the context allows 1 to {model.max_length - 1}")
+        new = settings["max_gen_toks"]
+        if not 1 <= new < model.max_length:
+            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {model.max_length - 1}")
         try:
             params = SamplingParams(
                 temperature=float(settings.get("temperature") or 0.0),
@@ -177,8 +178,8 @@ class Answer:
         until = settings.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         self.stream, self.text = TextStream(model.tokenizer, stop=until), ""
-        prompt = model.tok_encode(context)[most - model.max_length :] or [model.prefix_token_id]
-        self.request = Request(prompt, params, most, frozenset(model.tokenizer.eos_ids), self.add)
+        prompt = model.tok_encode(context)[new - model.max_length :] or [model.prefix_token_id]
+        self.request = Request(prompt, params, new, frozenset(model.tokenizer.eos_ids), self.add)
 
     def add(self, token: int) -> bool:
         """Add a new token to the text. Returns True if a stop string is complete."""
@@ -186,5 +187,5 @@ class Answer:
         return self.stream.stopped
 
     def finish(self) -> str:
-        """The whole text, with what was held back as a possible stop string."""
+        """The whole text, with the end that was held back as a possible stop string."""
         return self.text + self.stream.add([], last=True)

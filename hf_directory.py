@@ -1,8 +1,8 @@
 """Reads Hugging Face directories: the Config, the tensors, the tokenizer.
 
-Read down: config.json, in which every field is used, known as harmless, refused, or warned about; the weights, from
-safetensors or .bin files; the tokenizer's settings, from up to five files. Fields mean what they mean in transformers,
-with its defaults for those that a file leaves out. Nothing is guessed from the directory's name.
+Read down: config.json, in which every field is used, known to be harmless, refused, or warned about; the weights, from
+safetensors or .bin files; the tokenizer's settings, from up to five files. Fields have the meaning and the defaults
+that they have in transformers. Nothing is guessed from the directory's name.
 """
 
 import json
@@ -24,7 +24,7 @@ from model import Config, RopeScaling, check_positive, yarn_attention_factor
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FAMILIES |= {"qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
 
-# Fields that do not change what the model computes: for training, other programs, or defaults of generation.
+# Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
 HARMLESS = """
     _attn_implementation _name_or_path architectures attention_dropout attention_softmax_in_fp32 attn_implementation
     auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion bos_token_id chunk_size_feed_forward
@@ -55,7 +55,7 @@ NEUTRAL = {
 
 
 def hf_config(directory: Path) -> Config:
-    """The Config of a Hugging Face directory. Every field is used, known as harmless, refused, or warned about."""
+    """The Config of a Hugging Face directory. UserError for an unknown family or an unsupported value of a field."""
     path = directory / "config.json"
     fields = Fields(path, read_json(path))
     family = fields.take("model_type", None)
@@ -77,9 +77,9 @@ def hf_config(directory: Path) -> Config:
 
 
 def hf_fields(family: str, fields: "Fields") -> dict:
-    """The fields of Config, with transformers' defaults for those that a file leaves out."""
+    """The fields of Config for all families but BLOOM."""
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
-    check_positive({"n_layer": n_layer}, (int,))  # before a list of layers is made
+    check_positive({"n_layer": n_layer}, (int,))  # first, because hf_window makes a list of this many layers
     base, scaling, context = hf_rope(fields)
     window, sliding_layers = hf_window(fields, family, n_layer)
     bias = family in ("llama", "qwen3") and (fields.take("attention_bias", False) or False)
@@ -107,10 +107,10 @@ def hf_fields(family: str, fields: "Fields") -> dict:
 
 
 def bloom_fields(fields: "Fields") -> dict:
-    """The fields of Config for BLOOM. The context is that of training, although ALiBi itself has no limit."""
+    """The fields of Config for BLOOM. Its context is the length of training sequences, although ALiBi has no limit."""
 
     def either(old, new):
-        """A field that has another name in older configs."""
+        """The value of a field that older configs have under the name `old`."""
         a, b = fields.take(old, None), fields.take(new, None)
         if a is not None and b is not None and a != b:
             fields.refuse(old, f"is not equal to {new} = {b!r}, another name for the same field")
@@ -138,12 +138,13 @@ def bloom_fields(fields: "Fields") -> dict:
 
 
 class Fields:
-    """The fields of a source's config.json. It records which ones were taken, so that `finish` can check the others."""
+    """The fields of a source's config.json. It records which ones were taken, and `finish` checks the others."""
 
     def __init__(self, path: Path, fields: dict):
         self.path, self.all, self.taken = path, fields, set()
 
     def take(self, name: str, *default):
+        """The value of a field, or the default. UserError if the field is missing and there is no default."""
         self.taken.add(name)
         if name not in self.all and not default:
             raise UserError(f"{self.path} lacks {name}")
@@ -185,7 +186,7 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
-    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # they are null or have no effect here
+    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # what remains of them is null or has no effect
         rope.pop(key, None)
     if rope:
         fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
@@ -198,9 +199,9 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
         values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
-    # The longer context may be used even if max_position_embeddings was not raised to it.
-    stretched = context if context > original else int(original * values.get("factor", 1.0))
-    return base, RopeScaling(kind, **values), stretched
+    # The scaled context may be used even if max_position_embeddings is still the original one.
+    scaled_context = context if context > original else int(original * values.get("factor", 1.0))
+    return base, RopeScaling(kind, **values), scaled_context
 
 
 def hf_window(fields: Fields, family: str, n_layer: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -230,7 +231,7 @@ def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tu
 
     def unpacked():
         for name, tensor in tensors():
-            name = name.removeprefix("transformer.")  # only in files that were saved with the head
+            name = name.removeprefix("transformer.")  # a prefix only in files that were saved with the head
             if ".query_key_value." in name and tensor.shape[:1] == (3 * config.dim,):
                 heads = tensor.view(config.n_head, 3, config.head_dim, *tensor.shape[1:])
                 tensor = heads.transpose(0, 1).reshape(tensor.shape)
@@ -240,7 +241,7 @@ def bloom_tensors(config: Config, tensors: Callable) -> Callable[[], Iterator[tu
 
 
 def vocabulary_size(directory: Path, V: int) -> int | None:
-    """The tokenizer's highest id plus one, or None if the embedding table of V rows has no rows beyond it."""
+    """The tokenizer's highest id plus one, or None if the embedding table of V rows has no padding."""
     if not (directory / "tokenizer.json").exists():
         return None
     size = 1 + max(open_tokenizer(directory).get_vocab(with_added_tokens=True).values(), default=-1)
@@ -279,12 +280,12 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, memory-mapped if its format allows. Never runs code from the file."""
+    """The tensors of a .bin file, memory-mapped if its format allows this. Code in the file is never run."""
     try:
         with warnings.catch_warnings():  # torch's warnings about unusual files do not help the user
             warnings.simplefilter("ignore")
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError:  # torch's own message suggests to run the code nevertheless
+    except pickle.UnpicklingError:  # torch's own message suggests running the code anyway
         why = "it is damaged, or it would run code"
         raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None
     except Exception as error:  # damaged files can raise anything
@@ -310,7 +311,7 @@ def write_hf_tokenizer(directory: Path, writer: Writer):
     settings = read_tokenizer_settings(directory)
     try:
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if template and not (writer.path / "chat_template.jinja").exists():
             (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -324,12 +325,12 @@ def read_optional(directory: Path, name: str) -> dict:
 
 
 def read_tokenizer_settings(directory: Path) -> dict:
-    """tokenizer_config.json, and special_tokens_map.json, in which older checkpoints name their special tokens."""
+    """tokenizer_config.json, with the special tokens of special_tokens_map.json, where older checkpoints have them."""
     return read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
 
 
 def hf_special_tokens(directory: Path, settings: dict) -> dict:
-    """Our tokenizer_config.json, from Hugging Face's, the vocabulary, and the model's config.json."""
+    """Our tokenizer_config.json, made from Hugging Face's, the vocabulary, and the model's config.json."""
     generation, config = read_optional(directory, "generation_config.json"), read_json(directory / "config.json")
     ids = {entry["content"]: int(i) for i, entry in settings.get("added_tokens_decoder", {}).items()}
     ids |= read_optional(directory, "added_tokens.json")
@@ -348,7 +349,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     if "add_bos_token" in settings:
         add_bos = bool(settings["add_bos_token"])
     elif library is not None:
-        add_bos = library.encode("a").ids[:1] == [bos]  # the tokenizer's post-processor adds it
+        add_bos = library.encode("a").ids[:1] == [bos]  # the post-processor in tokenizer.json adds BOS
     else:
         add_bos = (directory / "tokenizer.model").exists()
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -359,11 +360,11 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         if type(i) is not int or i < 0:
             raise ValueError(f"{i!r} is not a token id (bos_token_id or eos_token_id, or in generation_config.json)")
     texts = {i: token for token, i in ids.items()}
-    found = {"bos_token": texts.get(bos), "eos_token": texts.get(eos[0]) if eos else None}  # used if no file names them
+    by_id = {"bos_token": texts.get(bos), "eos_token": texts.get(eos[0]) if eos else None}  # for files without names
     return {
         "bos_token_id": bos,
         "eos_token_ids": list(dict.fromkeys(eos)),
-        **found,
+        **by_id,
         **named,
         "add_bos_token": add_bos,
         "special_tokens": ids,

@@ -1,34 +1,34 @@
 """The operations of kernels.py as Triton kernels for GPUs, and `install`, which makes a loaded model use them.
 
 Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
-operations, sampling, packing, `install`, the fused block. kernels.py and model.py say what each operation computes.
-Shapes are named as there. In addition: G query heads share a key/value head; a product has M rows of activations, N
-outputs and K columns of the weight matrix.
+operations, sampling, packing, `install`, the fused block. kernels.py and model.py say what each operation computes, and
+name the shapes. In addition: GROUP query heads share a key/value head; a product has M rows of activations, N outputs
+and K columns of the weight matrix.
 
 **Attention.** In plain PyTorch, these two lines stand between the two products of attention:
     scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
-    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # reads S*T, writes S*T, and the casts again
+    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # reads S*T, writes S*T; the casts do so again
 Here the scores never leave the registers: `attend` does both products, the mask, ALiBi and the softmax, in float32.
 This is possible because softmax can be computed in blocks of slots. For each block, with scores a and values v, let
 m = max(a), l = sum exp(a - m), acc = sum exp(a - m) v. Two blocks are merged by m' = max(m1, m2), c = exp(m - m') and
     l' = c1 l1 + c2 l2,    acc' = c1 acc1 + c2 acc2,    softmax(a) v = acc' / l'
-This is exact for any division into blocks. Prefill computes them one after the other (FlashAttention-2,
-arXiv:2307.08691). Decode computes them on many multiprocessors, and then merges them (flash-decoding). With S = T =
-8192 and 32 heads, the two lines and the products around them would move every score six times, 26 GB in bfloat16;
-q, k, v and the result are 0.2 GB. Decode reads each live key and value once, 2 T K E elements, and nothing beyond the
-row's own length. Positions are read on the device, so that one captured CUDA graph serves every length.
+This is exact for any division into blocks. Prefill computes the blocks one after the other (FlashAttention-2,
+arXiv:2307.08691). Decode computes them on many multiprocessors, and then merges the results (flash-decoding). With S =
+T = 8192 and 32 heads, the two lines and the products around them would read or write every score six times, 26 GB in
+bfloat16; q, k, v and the result are 0.2 GB. Decode reads each live key and value once, 2 T K E elements, and nothing
+beyond the row's own length. Positions are read on the device, so that one captured CUDA graph serves every length.
 
-**Products** with at most 16 new tokens a row are limited by reading the weights: N K bits / 8 bytes, and 2 or 4 more a
-group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a time, and unpacked in registers. Operations
-next to the product are fused with it: RMSNorm (its division applies to a whole row, so it can follow the sum), bias,
-SwiGLU and the residual. A Llama block takes 7 launches: qkv, rotary with cache write, attention, its merge, out,
-gate_up, down; and one more for each product that is split along K.
+**Products** with at most 16 new tokens a row are limited by reading the weights: N K bits / 8 bytes, and 2 or 4 more
+bytes a group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a time, and unpacked in registers.
+Operations next to the product are fused with it: RMSNorm (its division applies to a whole row, so it can follow the
+sum), bias, SwiGLU and the residual. A Llama block takes 7 launches: qkv, rotary with cache write, attention, its merge,
+out, gate_up, down; and one more for each product that is split along K.
 
 Every result is summed in an order that does not depend on the batch, the other tokens of its row, or the length of the
-cache: a tile has 8 rows of M whatever M is, a chunk of attention belongs to a split by its number in the cache, and
-do_not_specialize makes one compiled kernel serve all these sizes. So a batch, and the verification of drafts, give the
-same bits as plain decoding. The price: every 8 rows read the weights again, from the L2 cache. More than 16 new tokens
-a row (prefill) take other kernels, with other bits.
+cache: a tile has 8 rows of M whatever M is, the position of a chunk in the cache alone decides to which split it
+belongs, and with do_not_specialize one compiled kernel serves all these sizes. So a batch, and the verification of
+drafts, give the same bits as plain decoding. The price: every 8 rows read the weights again, from the L2 cache. More
+than 16 new tokens a row (prefill) are computed by other kernels, which round differently.
 """
 
 import functools
@@ -55,13 +55,13 @@ from kernels import (
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Transformer
 
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
-TILE_M = tl.constexpr(8)  # rows of activations in a tile, the least that a tensor core takes; padded with zeros
-QUERIES = tl.constexpr(32)  # queries in a tile of decode attention: tokens times heads of a group
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
+TILE_M = tl.constexpr(8)  # rows of activations in a tile: the fewest that a tensor core takes, padded with zeros
+QUERIES = tl.constexpr(32)  # queries in a tile of decode attention; a query is one head of one token
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
 SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c belongs to split c % SPLITS
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: on CPU tensors, for tests
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1 runs kernels on CPU tensors, for tests
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def attend(
                 visible &= t[None, :] > pos[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no visible slot yet: -inf - -inf is NaN
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # if no slot was visible yet, -inf - -inf would be NaN
         weights = tl.exp2(scores - m_safe[:, None])
         rescale = tl.exp2(m - m_safe)
         l = l * rescale + tl.sum(weights, 1)
@@ -114,8 +114,9 @@ def attend(
 
 @triton.jit
 def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Load queries number `at` (Q,), counted by token and then by head of the group: (values, positions, ALiBi slopes,
-    indices among all (B,S,H), whether the query exists)."""
+    """Load the queries with the indices `at` (Q,), which count the heads of a group within each token.
+
+    Returns their values, positions, ALiBi slopes, indices in (B,S,H), and whether each query exists."""
     token, h = at // GROUP, head * GROUP + at % GROUP
     valid = token < S
     pos = tl.load(input_pos + b * S + token, mask=valid, other=-1).to(tl.int32)
@@ -162,7 +163,7 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
-    """Merge the splits of a query: grid (B * S * H,). Always sums all SPLITS, so that the order of the sum is fixed."""
+    """Merge the splits of a query: grid (B * S * H,). All SPLITS are summed in a fixed order, also empty ones."""
     place = tl.program_id(0).to(tl.int64)
     split, e = tl.arange(0, SPLITS), tl.arange(0, BLOCK_E)
     m = tl.load(stats + (place * SPLITS + split) * 2)
@@ -172,7 +173,7 @@ def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
     part = tl.load(parts + where, mask=seen[:, None] & (e < E)[None, :], other=0.0)  # (SPLITS,BLOCK_E)
     factor = tl.where(seen, tl.exp2(m - tl.max(tl.where(seen, m, -1e38), 0)), 0.0)
     total = tl.sum(factor * l, 0)
-    y = tl.sum(factor[:, None] * part, 0) / tl.where(total > 0, total, 1.0)  # padding sees nothing and gives zeros
+    y = tl.sum(factor[:, None] * part, 0) / tl.where(total > 0, total, 1.0)  # padding sees no slot; its result is 0
     tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
 
 
@@ -182,14 +183,14 @@ def prefill_kernel(
     GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks that are in its future or before its window,
-    and masks only those that are partly visible. The longest tiles start first."""
+    and masks only chunks that are partly visible. Tiles with the most chunks start first."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     at = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     slope_of = slopes + h if slopes is not None else None
     q, pos, slope, place, valid = load_queries(q + h * E, input_pos, slope_of, b, 0, at, S, H, E, 1, BLOCK_E)
     last, first = tl.max(pos, 0), 0
-    oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # position of a token that is not padding
+    oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # the first position that is not padding
     if WINDOW:
         first = tl.maximum(oldest - window + 1, 0)
     row = tl.load(rows + b) if rows is not None else b
@@ -225,15 +226,15 @@ def prefill_kernel(
 #
 # Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row. Field j (4 or 8 bits)
 # of word i holds column 32 j + i of the tile. Field j of all 32 words is therefore 32 consecutive columns of one group,
-# in the order that the tensor cores take. Scales are (tiles,N,groups of a tile), or (N,) if a row has one. With 4
-# bits a scale is a word, whose upper half is the min. Other weights stay as they are, (N,K).
+# in the order that the tensor cores need. Scales are (tiles,N,groups of a tile), or (N,) if a row has one. With 4
+# bits a scale is a 32-bit word, whose upper half is the min. Weights that are not quantized stay as they are, (N,K).
 
 TILE_BITS = tl.constexpr(1024)
 
 
 @triton.jit
 def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
-    """Tile t of these rows: (BLOCK_N,32) words, or (BLOCK_N,columns) weights that are not quantized."""
+    """Load tile t of these rows: words (BLOCK_N,32), or weights (BLOCK_N,columns) that are not quantized."""
     if BITS < 16:
         start = (row.to(tl.int64) + t * N) * 32
         tile = tl.load(weight + start[:, None] + tl.arange(0, 32)[None, :], eviction_policy="evict_first")
@@ -250,15 +251,15 @@ def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Field j of all words as numbers of this dtype; int4 in bfloat16 gives 128 + q, not q.
+    """Field j of all words as numbers of this dtype. For int4 in bfloat16 it returns 128 + q instead of q.
 
-    128 is 0x4300 in bfloat16, and the last bit of its fraction has the value 1. So `0x4300 | q` is 128 + q, for two
-    values at once. A conversion would take many times as long as the product.
+    128 is 0x4300 in bfloat16, and the last bit of its fraction has the value 1. So `0x4300 | q` is 128 + q, and one
+    operation does this for two values. Converting integers would take many times as long as the product.
     """
     if BITS >= 16:
         values = words
     elif BITS == 8:
-        values = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # shifts extend the sign
+        values = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # these shifts extend the sign
     elif dtype == tl.bfloat16:
         two = ((words >> (4 * (j % 4))) & 0x000F000F) | 0x43004300
         values = (two >> (16 * (j // 4))).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -269,7 +270,8 @@ def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def epilogue(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
-    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M), and store the result;
+    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M), and store the result.
+
     squares (TILE_M,) are the sums of the squares of x."""
     inside = (n < N)[:, None] & (m < M)[None, :]
     place = m.to(tl.int64)[None, :] * N + n[:, None]
@@ -289,13 +291,14 @@ def epilogue(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.
 
 @triton.jit
 def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """sum x (q * scale + min), from y = sum x (q + OFFSET) and sum_x = sum x, both (BLOCK_N,...); scales: BLOCK_N
-    pointers."""
+    """sum x (q * scale + min), from y = sum x (q + OFFSET) and sum_x = sum x, both (BLOCK_N,...).
+
+    scales: pointers (BLOCK_N,)."""
     values = tl.load(scales)
     if BITS == 4:
         scale = values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        least = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        y = y * scale[:, None] + sum_x * (least - OFFSET * scale)[:, None]
+        minimum = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = y * scale[:, None] + sum_x * (minimum - OFFSET * scale)[:, None]
     else:
         y = y * values.to(tl.float32)[:, None]
     return y
@@ -307,19 +310,22 @@ def linear_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm (or no norm) of x (M,K) @ weight (N or 2N,K)^T: grid (tiles of M, tiles of N, SPLIT_K).
+    """x (M,K), after an optional RMSNorm, @ weight (N or 2N,K)^T: grid (tiles of M, tiles of N, SPLIT_K).
 
     GROUP: columns that share a scale; 0 if a row has one scale or none. EVEN: K is a multiple of a tile's columns.
-    SPLIT_K > 1: programs share K, and write float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares (SPLIT_K,M), which
-    reduce_kernel adds. The weights are the left operand, because then 8 rows of x fill a tensor core; else it takes 16.
+    SPLIT_K > 1: K is split over several programs, which write float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares
+    (SPLIT_K,M); reduce_kernel adds them. The weights are the left operand of tl.dot, because then 8 rows of x fill a
+    tensor core's operand; as the left operand x would need 16 rows.
     """
-    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)  # first in the grid: tiles that share weights run together
+    m = tl.program_id(0) * TILE_M + tl.arange(
+        0, TILE_M
+    )  # the first grid dimension: tiles with the same weights run together
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     COLUMNS: tl.constexpr = TILE_BITS // BITS
     FIELDS: tl.constexpr = 32 // BITS if BITS < 16 else 1
     WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one tl.dot
-    GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP else 1  # of a tile
+    GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP else 1  # groups of a tile
     EACH: tl.constexpr = FIELDS // GROUPS  # fields of a group
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     ROWS = 2 * N if GATED else N
@@ -345,7 +351,7 @@ def linear_kernel(
                     square += value * value
                     factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
                     part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
-                if BITS == 4:  # on tensor cores, which are idle: each thread gets the sums that it needs
+                if BITS == 4:  # on the idle tensor cores, which give each thread the sums that it needs
                     sum_x = dot(ones, part, sum_x)
                 y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
                 if GATED:
@@ -370,7 +376,7 @@ def linear_kernel(
         tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], total, mask=inside)
         if GATED:
             tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], total_up, mask=inside)
-        if norm is not None:  # all tiles of N have the same sum, and all write it
+        if norm is not None:  # the sum is the same for all tiles of N, and each of them writes it
             tl.store(squares + split * M + m, square_sum, mask=m < M)
 
 
@@ -403,7 +409,7 @@ def matmul_kernel(
 ):  # fmt: skip
     """x (M,K) with many rows @ quantized weight (N,K)^T: grid (tiles of M, tiles of N).
 
-    Arithmetic limits it. A weight is unpacked once for BLOCK_M rows, in x's dtype, to the value of the reference.
+    It is limited by arithmetic. A weight is unpacked once for BLOCK_M rows, to the reference's value in x's dtype.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -487,7 +493,7 @@ def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK
 
 # ---------------------------------------------------------------- tile sizes: default or tuned
 
-MIN_TILES_PER_SPLIT = 8  # with fewer, a program ends before enough loads are in flight
+MIN_TILES_PER_SPLIT = 8  # with fewer tiles, a program ends before enough loads are in flight
 
 
 @functools.cache
@@ -496,9 +502,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def default_tiles(bits: int, N: int, K: int, processors: int) -> dict:
-    """Tile sizes of a product with few rows, chosen by its shape and never by M: wide tiles, or narrow ones where wide
-    ones would not occupy all multiprocessors. (16 rows are one warp, too few to unpack weights as fast as they arrive.)
-    Where that is not enough, K is split, which costs a second launch for the sum."""
+    """Tile sizes of a product with few rows, chosen by its shape and never by M.
+
+    Tiles are wide, or narrow if wide ones would not occupy all multiprocessors. (A tile of 16 outputs has one warp,
+    which cannot unpack weights as fast as they arrive, so only plain weights have such tiles.) If narrow tiles are
+    still too few, K is split, which costs a second launch for the sum."""
     enough, split_k = processors * 5 // 4, 1
     blocks = (64, 32, 16) if bits >= 16 else (64, 32)
     block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
@@ -537,7 +545,7 @@ def tuned_tiles(device: torch.device) -> dict:
 
 
 def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
-    """kernels.attention. Programs share the slots of a row for up to MAX_DECODE_TOKENS new tokens, else its tokens."""
+    """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
     group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
@@ -560,12 +568,12 @@ def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=Non
 
 
 def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
-    wide = block_e * dtype.itemsize  # bytes of a key
-    return {"num_warps": 8 if wide > 256 else 4, "num_stages": 2 if wide >= 256 else 3}
+    key_bytes = block_e * dtype.itemsize
+    return {"num_warps": 8 if key_bytes > 256 else 4, "num_stages": 2 if key_bytes >= 256 else 3}
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
-    if dtype == torch.float32:  # products without tensor cores, whose operands fill the registers
+    if dtype == torch.float32:  # without tensor cores, the operands of products fill the registers
         return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
     if block_e > 128:
         return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
@@ -573,17 +581,17 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 
 def linear(x, weight, bias):
-    """kernels.linear. Arithmetic limits a product with many rows, and there torch's own is as fast as any."""
+    """kernels.linear. A product with many rows is limited by arithmetic; torch's own is the fastest there."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return F.linear(x, weight, bias)
     return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
 
 
 def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
-    """x (...,K) @ weight^T, packed or plain, to (...,N) in x's dtype; gated: weight has 2 N rows, gate and up.
+    """x (...,K) @ weight^T, packed or plain, to (...,N) in x's dtype. gated: weight has 2 N rows, gate and up.
 
     norm (K,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With more than
-    MAX_DECODE_TOKENS new tokens a row, only packed weights without norm, gate and residual are supported."""
+    MAX_DECODE_TOKENS new tokens a row, only packed weights are supported, without norm, gate and residual."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return matmul(x, weight, scales, bias, N, bits, group)
     x, K = x.contiguous(), x.shape[-1]
@@ -644,7 +652,7 @@ def layer_norm(x, weight, bias, eps, subtract_mean=True):
 
 
 def register(library: torch.library.Library, device: str):
-    """Register these functions as the operations of a device, by its name in torch's dispatcher, such as "CUDA"."""
+    """Register these functions as the operations of a device. device: a dispatch key of torch, such as "CUDA"."""
     for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm):
         library.impl(function.__name__, function, device)
 
@@ -672,7 +680,7 @@ def noise_key(seed, position, start: tl.constexpr):
 
 @triton.jit
 def exponential_noise(key, key_2, ids):
-    """-log(1 - u). For u <= 1/2 it is the series of 2 atanh(u / (2 - u)), because log loses precision near 1."""
+    """-log(1 - u) for uniform u. For u <= 1/2 it is the series of 2 atanh(u / (2 - u)): log is inexact near 1."""
     bits = scramble(scramble(ids.to(tl.uint32) ^ key) ^ key_2)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     s = u / (2 - u)
@@ -715,7 +723,7 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
         above += tl.where(order > lowest, mass, 0)
-    missing = target - tl.sum(above)  # mass that is still needed from logits equal to the lowest: the first come first
+    missing = target - tl.sum(above)  # the mass still needed from logits equal to the lowest, in the order of ids
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
         ties = tl.where(order == lowest, mass, 0)
@@ -731,8 +739,8 @@ def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
     x, ids, logprobs, S, V, W, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sampling.sample: grid (B * S,). Each lane keeps the largest penalized logit with its first index, and the softmax
-    state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
+    """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
+    first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
     b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
     place, row = tl.load(position + b), tl.load(rows + b)
     logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
@@ -748,7 +756,7 @@ def sample_kernel(
             at = start + lane
             y = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
             m_new = tl.where(y > m, y, m)
-            l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN once y is
+            l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN if any y is NaN
             m = m_new
             if (repetition != 1) | (frequency != 0) | (presence != 0):
                 count = tl.load(counts + row * W + at, mask=at < V, other=0)
@@ -766,8 +774,8 @@ def sample_kernel(
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)
-                k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)  # the largest float32
+                k, p, min_ratio = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
                 if (k > 0) & (k < V):
                     keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
                 if p < 1:
@@ -784,7 +792,7 @@ def sample_kernel(
                     at = start + lane
                     y = tl.load(x + at, mask=at < V, other=float("-inf"))
                     weight = tl.exp((y - largest) * inverse)
-                    ratio = tl.where(weight < least, 0.0, weight) / exponential_noise(key, key_2, at)
+                    ratio = tl.where(weight < min_ratio, 0.0, weight) / exponential_noise(key, key_2, at)
                     best_at = tl.where(ratio > best, at, best_at)
                     best = tl.where(ratio > best, ratio, best)
                 chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
@@ -835,7 +843,7 @@ def unpack_words(words: Tensor, bits: int, K: int) -> Tensor:
 
 
 def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
-    """float16 (N,G) to (tiles,N,groups of a tile), float16; with mins int32, whose upper half is the min."""
+    """Scales float16 (N,G) to (tiles,N,groups of a tile): float16, or with mins int32, whose upper half is the min."""
     if mins is not None:
         scales = torch.stack([scales, mins], -1).view(torch.int32).squeeze(-1)
     scales = F.pad(scales, (0, -scales.shape[1] % each))
@@ -851,7 +859,7 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
     return pairs[..., 0], pairs[..., 1]
 
 
-# ---------------------------------------------------------------- into a model
+# ---------------------------------------------------------------- install the kernels in a model
 
 
 class PackedLinear(nn.Module):
@@ -902,8 +910,8 @@ def install(model: Transformer) -> bool:
     for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
         plain = model.get_submodule(name)
         model.set_submodule(name, PACKED[type(plain)](plain))
-    # Tensor parallelism has all-reduces inside the blocks. In float16 the product of a residual and a norm's weight,
-    # before the norm's division, may overflow.
+    # Tensor parallelism needs all-reduces inside the blocks. In float16, the product of an activation and a norm's
+    # weight may overflow, because the kernels divide by the norm only after the matrix product.
     if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:
         model.fused, model.max_kernel_tokens = fused_blocks, MAX_DECODE_TOKENS
     return True
@@ -916,7 +924,7 @@ def can_fuse(config: Config) -> bool:
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. This becomes Transformer.fused."""
+    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. `install` makes it Transformer.fused."""
     for block in blocks:
         x = fused_block(block, x, rope, input_pos, rows)
     return x

@@ -1,10 +1,10 @@
 """Writes a checkpoint with its matrices in 8 or 4 bits: `python quantize.py --mode int4`.
 
-Read up from `main`: the command, which packs tensor by tensor, and GPTQ. The formats themselves are in linear.py.
+Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves are in linear.py.
 
 int8 and int4 round each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the same format as int4, but
-quantizes column by column: the weights of the remaining columns are adjusted to compensate for each column's error. How
-much they can is computed from the layer's inputs on calibration text.
+quantizes column by column, and adjusts the weights of the remaining columns to compensate for each column's error. The
+adjustment is computed from the layer's inputs on calibration text.
 """
 
 import re
@@ -24,16 +24,16 @@ from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- GPTQ
 
-GPTQ_BLOCK = 128  # columns that are quantized before the columns after them are adjusted
-SEQUENCES, SEQUENCE_LENGTH = 32, 512  # of calibration text
+GPTQ_BLOCK = 128  # columns that are quantized before the columns after the block are adjusted
+SEQUENCES, SEQUENCE_LENGTH = 32, 512  # sequences of calibration text, tokens in each
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) on the grid of pack_int4, with levels that change the layer's outputs least.
+    """Quantize w (N,K) with the scales and mins of pack_int4, and levels that change the layer's outputs little.
 
     hessian: (K,K), the sum of x x^T over the layer's inputs. Returns what pack_int4 returns. Columns with the largest
-    inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The groups
-    on disk keep the order of the columns.
+    inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The
+    packed columns and groups keep their original order.
     """
     scales, mins = int4_grid(w, groupsize)
     K, size = w.shape[1], groupsize or w.shape[1]
@@ -63,28 +63,30 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats: dict, on_packed):
-    """Quantize the model's int4 matrices block by block, with inputs from the blocks that are quantized already.
+    """Quantize the int4 matrices block by block. Each block's inputs come from the blocks already quantized.
 
-    sequences: token ids, all of one length. formats: the format of each module by name, of which only "int4" is
+    sequences: lists of token ids of the same length. formats: module name -> format; only "int4" modules are
     quantized. Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
     """
     tokens = torch.tensor(sequences)  # (n,S)
     model.setup_caches(1, tokens.shape[1])
-    at = torch.arange(tokens.shape[1])[None]
-    rope = model.rope(at)
+    input_pos = torch.arange(tokens.shape[1])[None]
+    rope = model.rope(input_pos)
     states = [model.embedding(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
     if model.embedding_norm is not None:
         states = [model.embedding_norm(x) for x in states]
     for i, block in enumerate(model.blocks):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
         linears = {name: module for name, module in linears.items() if formats[f"blocks.{i}.{name}"] == "int4"}
-        hessians = collect_hessians(linears, lambda block=block, xs=states: [block(x, rope, at, None) for x in xs])
+        hessians = collect_hessians(
+            linears, lambda block=block, xs=states: [block(x, rope, input_pos, None) for x in xs]
+        )
         for name, module in linears.items():
             packed = pack_gptq(module.weight, hessians[name], groupsize)
             w = unpack_int4(*packed.values(), groupsize or module.in_features, module.in_features)
             module.weight.copy_(w)
             on_packed(f"blocks.{i}.{name}", packed)
-        states = [block(x, rope, at, None) for x in states]
+        states = [block(x, rope, input_pos, None) for x in states]
 
 
 def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
@@ -128,10 +130,10 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
     generator = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
-    begin = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
+    first_tokens = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
     if length == 1:
-        return begin
-    requests = [Request(start, SamplingParams(seed=i), length - 1) for i, start in enumerate(begin)]
+        return first_tokens
+    requests = [Request(first, SamplingParams(seed=i), length - 1) for i, first in enumerate(first_tokens)]
     generate(Engine(model, SEQUENCES, length), requests)
     if failed := next((request for request in requests if request.error), None):
         raise UserError(f"the model cannot write its calibration text: {failed.error}")
@@ -144,7 +146,7 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
 def quantize_checkpoint(
     source: Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
 ) -> list[str]:
-    """Quantize the checkpoint directory `source` and write it to `out`. Returns the tensors that stay as they are.
+    """Quantize the checkpoint directory `source` and write it to `out`. Returns the names of unquantized tensors.
 
     At most one tensor is in memory, or with int4-gptq the whole model. UserError, with the name, if a tensor cannot be
     packed.
@@ -156,9 +158,11 @@ def quantize_checkpoint(
     if out.resolve() == source.resolve():
         raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
     formats = {name: quantization.format(name) for name, _ in matrices(ck.empty_model(config))}
-    least = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
-    if quantization.groupsize > least:
-        raise UserError(f"--groupsize {quantization.groupsize} is more than the {least} columns of the smallest matrix")
+    columns = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
+    if quantization.groupsize > columns:
+        raise UserError(
+            f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"
+        )
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
     files = ck.checked_files(source, ck.empty_model(config).state_dict())
     total = sum(path.stat().st_size for path in set(files.values()))
@@ -191,7 +195,7 @@ def quantize_checkpoint(
 
 
 def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path | None) -> dict[str, dict]:
-    """Every int4 matrix of a checkpoint's blocks packed by GPTQ, by module name."""
+    """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
     ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model, packed = ck.read_model(source, dtype=torch.bfloat16), {}
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
@@ -212,7 +216,7 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
 
 
 def summary(kept: list[str]) -> str:
-    """One line that names the tensors that stay as they are, without their block numbers."""
+    """One line that names the tensors that were not quantized, without their block numbers."""
     kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
     return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
 

@@ -1,12 +1,12 @@
 """Converts text to token ids and back, and conversations to text by the model's chat template.
 
-Read down: Tokenizer, a small class in front of the `tokenizers` and `sentencepiece` libraries; TextStream, which
-decodes tokens one by one; ChatTemplate; the two kinds of vocabulary. This file knows nothing of models.
+Read down: Tokenizer; TextStream, which decodes tokens one by one; ChatTemplate; the two kinds of vocabulary, which use
+the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
 
 A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
-token by token therefore gives the same text as decoding all tokens at once, and only a character whose last bytes are
-still missing is held back. (The libraries decode whole lists only, and one more token can change the text of the tokens
-before it.)
+token by token therefore gives the same text as decoding all tokens at once, and text is held back only while the last
+bytes of a character are missing. (The libraries decode whole lists only, and one more token can change the text of the
+tokens before it.)
 """
 
 import codecs
@@ -55,7 +55,7 @@ class Tokenizer:
             raise UserError(f"{path} is not a readable tokenizer: {error}") from None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of a text. The BOS token comes first if the model expects one (add_bos=False: never).
+        """Token ids of a text. The BOS token comes first if the model expects one and add_bos is True.
 
         Special tokens written out in the text ("<|im_start|>") become their ids.
         """
@@ -68,11 +68,11 @@ class Tokenizer:
         return [self.bos_id] * (add_bos and self.add_bos) + self.vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids without special tokens; each sequence of bytes that is not UTF-8 becomes one U+FFFD."""
+        """Text of ids without special tokens. Each invalid UTF-8 sequence becomes one U+FFFD."""
         return TextStream(self).add(ids, last=True)
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """A sentence on the first token that differs from the other tokenizer's; None if all are equal."""
+        """A sentence about the first token that differs from the other tokenizer, or None if all tokens are equal."""
         if self.vocabulary is None or other.vocabulary is None:
             neither = self.vocabulary is other.vocabulary
             return None if neither else "only one of them has a tokenizer, so their tokens cannot be compared"
@@ -91,24 +91,24 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = ()):
-        """context: the ids before the first one added, on which leading spaces depend; context_text is their text."""
+        """context: the ids before the first added one (leading spaces depend on them). context_text is their text."""
         self.vocabulary, self.stop = tokenizer.vocabulary, tuple(stop)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.started = False  # some vocabularies put a space before the first text, which is dropped
+        self.started = False  # some vocabularies put a space before the first text; decoding drops it
         self.held, self.stopped = "", False
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
-        """The text that these ids complete, which may be empty. last=True: also everything that was held back."""
+        """The text that these ids complete, which may be empty. last=True: also the text that was held back."""
         text = self._decode(ids, last)
         if self.stopped or not self.stop:
             return "" if self.stopped else text
         self.held += text
-        found = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
-        undecided = len(self.held) if last else self._start_of_possible_stop()
-        # A stop string that was found counts only when no other can still begin before it.
-        self.stopped = found is not None and found <= undecided
-        out, self.held = self.held[: found if self.stopped else undecided], self.held[undecided:]
+        stop_at = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
+        hold_from = len(self.held) if last else self._start_of_possible_stop()
+        # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
+        self.stopped = stop_at is not None and stop_at <= hold_from
+        out, self.held = self.held[: stop_at if self.stopped else hold_from], self.held[hold_from:]
         return out
 
     def _decode(self, ids: Iterable[int], last: bool) -> str:
@@ -135,8 +135,8 @@ class TextStream:
 class ChatTemplate:
     """The chat template of a checkpoint directory: a Jinja2 program that writes a conversation as the model's text.
 
-    The template comes from whoever made the checkpoint. Jinja2's sandbox keeps it from Python's internals and from
-    changing its arguments; nothing limits the time and memory that it uses.
+    The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's internals and from
+    changing its arguments, but does not limit its time and memory.
     """
 
     def __init__(self, directory: Path, tokenizer: Tokenizer):
@@ -153,9 +153,9 @@ class ChatTemplate:
             raise self._failure(error) from None
 
     def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
-        """The text of messages ({"role": "user", "content": "Hello"}), up to where the assistant's next words begin.
+        """The text of messages ({"role": "user", "content": "Hello"}), up to where the assistant's next answer begins.
 
-        UserError if the template refuses them (some know no system message) or fails.
+        UserError if the template refuses them (some templates refuse a system message) or fails.
         """
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
         values |= {"documents": None} | self.tokenizer.named_tokens
@@ -178,9 +178,9 @@ class ChatTemplate:
         return ids
 
     def end_ids(self) -> set[int]:
-        """The special token that the template writes after an answer, with which the model also ends its own answers.
+        """The special token that the template writes after an answer, as a set: the model ends its own answers with it.
 
-        Not every checkpoint lists it among its EOS tokens. The set is empty if no special token follows an answer.
+        Not every checkpoint lists this token among its EOS tokens. The set is empty if no special token follows.
         """
         answer = "An answer."
         messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
@@ -194,14 +194,14 @@ class ChatTemplate:
 
 
 def template_environment():
-    """A Jinja2 environment with all that transformers offers to templates (in its utils/chat_template_utils.py)."""
+    """A Jinja2 environment with everything that transformers offers to templates (chat_template_utils.py there)."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Generation(ext.Extension):
-        """{% generation %} marks the assistant's words for training. Here it only renders its content."""
+        """{% generation %} marks the assistant's answers for training. Here only its content is rendered."""
 
         tags = {"generation"}
 
@@ -211,7 +211,7 @@ def template_environment():
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
-        """Jinja2's namespace without private names. Jinja2's sandbox does not check names that are set."""
+        """Jinja2's namespace without private names, because the sandbox does not check names that a template sets."""
 
         def __init__(*args, **kwargs):  # as in Jinja2, since a template may set a variable called self
             for name in dict(*args[1:], **kwargs):
@@ -251,13 +251,14 @@ class JsonVocabulary:
         from tokenizers import Tokenizer as Library
 
         self.library = library = Library.from_file(str(path))
-        library.no_truncation()  # some files contain the limits of the program that wrote them
+        library.no_truncation()  # some files contain the length limits of the program that wrote them
         library.no_padding()
         self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
         kinds = decoder_kinds(json.loads(library.decoder.__getstate__())) if library.decoder else set()
         self.byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         self.join = library.decoder.decode if library.decoder else " ".join
-        words = ("x", "\u2581x")  # U+2581 stands for a space
+        # Whether the decoder drops the space before the first token. U+2581 stands for a space.
+        words = ("x", "\u2581x")
         self.begins_with_space = any(self.join(["x", w]) == "x x" and self.join([w]) == "x" for w in words)
         self.byte_of = byte_alphabet() if self.byte_level else {}
 
@@ -295,9 +296,9 @@ def byte_alphabet() -> dict[str, int]:
 class SentencePieceVocabulary:
     """A tokenizer.model file, read with the `sentencepiece` library.
 
-    The library does not look for special tokens in text, so the text is cut at them first. The library also puts a
-    space before every text that it encodes. After a special token, this space is right only for vocabularies that
-    transformers calls `legacy`.
+    The library does not look for special tokens in text, so the text is split at them first. The library also puts a
+    space before every text that it encodes. After a special token, only vocabularies that transformers calls `legacy`
+    have this space.
     """
 
     def __init__(self, path: Path, config: dict):
@@ -310,15 +311,15 @@ class SentencePieceVocabulary:
         self.special_ids = set(self.special.values())
         self.legacy = bool(config.get("legacy", True))
         longest_first = sorted(self.special, key=len, reverse=True)
-        self.cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
-        self.marker = self.library.encode("\n")  # ids of a line break, with the space that the library puts before it
+        self.splitter = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
+        self.newline_ids = self.library.encode("\n")  # with the space that the library puts before every text
         ids = self.library.encode("x")
         self.begins_with_space = self.library.id_to_piece(ids[0])[0] == "\u2581" and self.library.decode(ids) == "x"
 
     def encode(self, text: str) -> list[int]:
         ids = []
-        for i, part in enumerate(self.cut.split(text) if self.cut else [text]):
-            if i % 2:
+        for i, part in enumerate(self.splitter.split(text) if self.splitter else [text]):
+            if i % 2:  # a special token
                 ids.append(self.special[part])
             elif part:
                 ids += self.library.encode(part) if self.legacy or not ids else self._encode_inside(part)
@@ -332,9 +333,9 @@ class SentencePieceVocabulary:
     def _encode_inside(self, text: str) -> list[int]:
         """Ids of text after a special token, without a space before it.
 
-        A line break is never part of a longer piece, so it can be put in front of the text and its ids removed again.
+        A newline is never part of a longer piece, so one can be put before the text and its ids removed again.
         """
-        return self.library.encode("\n" + text)[len(self.marker) :]
+        return self.library.encode("\n" + text)[len(self.newline_ids) :]
 
     def token_bytes(self, i: int) -> bytes:
         """The bytes that a token adds to the text, unless it is the first token."""

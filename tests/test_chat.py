@@ -167,11 +167,11 @@ def test_commands(tiny_model, monkeypatch, capsys):
     turns = session.turns
     assert len(turns) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
     assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == text_of(60, 61)
-    assert "5 tokens, " in err and "; 5 read, 0 kept; context 9 of 256; cut at --max_new_tokens]" in err
+    assert "5 tokens, " in err and "; 5 read, 0 reused; context 9 of 256; cut at --max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
     assert "/nonsense is not a command. /reset" in err
     assert err.count("error: the template refuses this") == 2
-    assert "turns: 2\n" in err and "kept from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
+    assert "turns: 2\n" in err and "reused from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
     assert "conversation is forgotten" in err and "system message set" in err and f"\n{text_of(60, 61)}\n" in err
 
 
@@ -191,7 +191,7 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     )
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line]
-    assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset makes all of it free)"
+    assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset frees all of it)"
     assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
     refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
     assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
@@ -369,12 +369,12 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     talk.until(r"(\w+\W+){12}")  # of the answer
     talk.type(b"\x03\x03")
     shown = talk.prompt()
-    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s; \d+ read, 0 kept; context \d+ of 8192; interrupted\]", shown)
+    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s; \d+ read, 0 reused; context \d+ of 8192; interrupted\]", shown)
     talk.type("Say hello in one word: \xfc\xf1 日本 👋.\r" if not environment else "Say hello in one word.\r")
-    shown = talk.until(r"\d+ read, \d+ kept; ")  # readline may draw the prompt again with the first key
+    shown = talk.until(r"\d+ read, \d+ reused; ")  # readline may draw the prompt again with the first key
     talk.prompt()
-    new, kept = map(int, re.search(r"; (\d+) read, (\d+) kept; ", shown).groups())
-    assert new < 60 and kept > 45
+    new, reused = map(int, re.search(r"; (\d+) read, (\d+) reused; ", shown).groups())
+    assert new < 60 and reused > 45
     talk.type("half a line")
     talk.until("half a line")  # Python's readline misses a Ctrl-C while it handles a key
     talk.type("\x03")
@@ -386,7 +386,7 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     assert ("\x1b[2m" in shown) == ("NO_COLOR" not in environment)
     talk.prompt()
     talk.type("\x1b[A\x1b[A\r")  # the line before the last
-    talk.until(r"\d+ kept; ")
+    talk.until(r"\d+ reused; ")
     talk.prompt()
     talk.type("\x04")
     assert talk.exit_code() == 0

@@ -306,7 +306,10 @@ class ServedModel:
         return wanted
 
     def stream_options(self, fields: Fields) -> dict:
-        stream, options = fields.take("stream", bool, False), Fields(fields.take("stream_options", dict, {}))
+        stream, given = fields.take("stream", bool, False), fields.take("stream_options", dict)
+        if given is not None and not stream:
+            raise ApiError("stream_options needs stream: true", param="stream_options")
+        options = Fields(given or {})
         found = {"include_usage": options.take("include_usage", bool, False)}
         found["continuous_usage"] = options.take("continuous_usage_stats", bool, False)
         return found | {"stream": stream}

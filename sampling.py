@@ -86,7 +86,9 @@ class Sampling(NamedTuple):
     def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
         """Give a row the settings of a request with this prompt."""
         for name in self._fields[:-1]:
-            getattr(self, name)[row] = getattr(params, name)
+            values, value = getattr(self, name), getattr(params, name)
+            # float(): torch assigns a Python integer as an int64, and 10**20 is a temperature, too
+            values[row] = float(value) if values.is_floating_point() else value
         if params.penalizes:  # else the counts are not used
             self.counts[row] = 0
             self.counts[row, torch.tensor(prompt, dtype=torch.int64, device=self.counts.device)] = 1

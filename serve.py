@@ -138,6 +138,8 @@ def compile_decode(engine: Engine):
 
 
 def listen(host: str, port: int) -> socket.socket:
+    if not host:  # which the system takes for all addresses
+        raise UserError("--host is empty; give an address, 0.0.0.0 for all of this machine's")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Not socket.create_server: asyncio switches Nagle's algorithm off (40 ms an answer) where it sees that this is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -145,8 +147,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(1024)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
+    except (OSError, TypeError, ValueError) as error:  # the latter two where the host can be no name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port} cannot be listened on: {reason}") from None
     return listener
 
 
@@ -166,7 +169,9 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http, args=(settings, listener, theirs), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is our business, also while it starts
     process.start()
+    signal.signal(signal.SIGINT, before)
     theirs.close()
     try:
         yield ours
@@ -253,8 +258,7 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection):
 
 
 def run_http(settings: Settings, listener: socket.socket, connection):
-    """Serve until the engine's end of the pipe is closed. Ctrl-C is the engine's process's business."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve until the engine's end of the pipe is closed."""
     asyncio.run(serve_http(settings, listener, connection))
 
 
@@ -543,11 +547,14 @@ class EventStream:
 async def read_object(request: HttpRequest) -> dict:
     """The JSON object that a request's body is."""
     data, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        data += part if size <= MAX_BODY else b""
-        if size > 10 * MAX_BODY:  # up to there the client is heard out, so that it reads the answer
-            break
+    try:
+        async for part in request.stream():
+            size += len(part)
+            data += part if size <= MAX_BODY else b""
+            if size > 10 * MAX_BODY:  # up to there the client is heard out, so that it reads the answer
+                break
+    except asyncio.CancelledError:  # uvicorn ends and does not wait for the rest
+        raise ApiError("the engine has stopped", 503) from None
     if size > MAX_BODY:
         raise ApiError(f"the body has more than {MAX_BODY} bytes", 413, code="request_too_large")
     return parse_object(data)
@@ -560,7 +567,7 @@ class ApiKey:
     """Lets requests pass that send the key, and those for /health. An ASGI middleware."""
 
     def __init__(self, app, key: str):
-        self.app, self.expected = app, b"Bearer " + key.encode()
+        self.app, self.expected = app, b"Bearer " + os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app

@@ -34,6 +34,7 @@ BOTH = [  # (fields, the one that is refused)
     ({"stop": "x" * 1001}, "stop"), ({"stop_token_ids": ["1"]}, "stop_token_ids"),
     ({"stop_token_ids": 1}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"), ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"), ({"model": 5}, "model"),
     ({"n": 2}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"), ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [TOOL]}, "tools"),

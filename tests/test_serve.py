@@ -459,6 +459,12 @@ def test_bodies_that_are_no_request(server, body):
         assert status == 400 and json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
 
 
+def test_whole_numbers_are_numbers(server):
+    """Also those that are no int64."""
+    for name, value in {"temperature": 10**20, "top_p": 1, "frequency_penalty": 1, "repetition_penalty": 2}.items():
+        server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, name: value})
+
+
 def test_no_path_of_the_machine_in_an_answer(server, checkpoints):
     for path in ("/v1/models", "/health", "/metrics", "/tokenizer_info", "/version", "/nowhere"):
         assert str(checkpoints[None].parent).encode() not in server.request("GET", path)[1]
@@ -857,12 +863,48 @@ def test_both_processes_end_together(checkpoints, tmp_path, how):
     assert len(log.read_text().splitlines()) <= 2, log.read_text()
 
 
+def test_a_body_that_is_still_coming_when_the_server_ends(checkpoints, tmp_path):
+    """Its client gets an error object, too; and a key of any bytes is a key."""
+    log = tmp_path / "log"
+    with running(log, "--checkpoint_path", checkpoints[None], "--api_key", os.fsdecode(b"\xff"), *OPTIONS) as server:
+        assert server.request("GET", "/v1/models", key="\u00ff")[0] == 200  # as Latin-1
+        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n"
+            client.sendall(head + b'Content-Length: 99\r\n\r\n{"prompt"')
+            server.request("GET", "/health")  # which comes after it
+            assert server.stop() == 143
+            with client.makefile("rb") as answer:
+                answer = answer.read()
+        assert answer.startswith(b"HTTP/1.1 503") and b'"error": {"message": "the engine has stopped"' in answer
+    assert "Traceback" not in log.read_text()
+
+
+def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
+    """A terminal sends it to both processes."""
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "serve.py", "--port", "0", "--checkpoint_path", str(checkpoints[None])]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            # Python's resource tracker is the other one.
+            wait_for(lambda: len(children.read_text().split()) == 2, "the HTTP process")
+            time.sleep(0.3)  # it imports torch for seconds
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 130
+        finally:
+            process.kill()
+        log.seek(0)
+        assert "Traceback" not in log.read()
+
+
 def test_what_cannot_be_served(checkpoints, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         for arguments, line in (
             (["--port", str(port)], f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"),
             (["--api_key", ""], "--api_key is empty"),
+            (["--port", "0", "--host", ""], "--host is empty"),
+            (["--port", "0", "--host", b"\xff"], "--host \\udcff --port 0 cannot be listened on"),
             (["--port", "0", "--max_seq_length", "99999"], f"more than the model's context of {CONTEXT}"),
         ):
             command = [sys.executable, "serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments]

@@ -11,7 +11,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -248,6 +248,24 @@ def guards_on_arguments(guards) -> list[bool]:
     """Which guards a graph keeps: all but those on the models and on torch's global state (the number of threads)."""
     on_model = re.compile(r"(L\['(model|draft)'\]|(model|draft)\b)")
     return [guard.guard_type != "GLOBAL_STATE" and on_model.match(guard.name) is None for guard in guards]
+
+
+@torch.no_grad()
+def compile_while_serving(engine: Engine):
+    """Compile the decode step for one row and for all rows, and then let the engine use it.
+
+    The rows are padding, so this writes only to the caches' scratch slots, and the engine may run beside it.
+    """
+    steps = compiled_steps(True, False)
+    try:
+        with Stopwatch("compiling decode while eager steps serve", "a minute or more the first time") as watch:
+            for n in {1, len(engine.rows)}:
+                inputs = torch.tensor([[0] * n, [-1] * n, list(range(n))])
+                steps.decode(engine.model, inputs, engine.sampling)
+    except Exception as error:  # no C++ compiler, for example
+        return print_status(f"--compile failed, eager steps go on: {first_line(error)}")
+    engine.steps = replace(steps, prefill=engine.steps.prefill)
+    print_status(f"decode is compiled ({watch.seconds:.0f} s)")
 
 
 def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> float:

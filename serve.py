@@ -29,23 +29,21 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
-from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, first_line, number, print_status, run_command
+from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
 from engine import Engine, Request
 from load import (
     SingleProcess,
     add_model_options,
     check_model_options,
     choose_device,
-    compiled_steps,
+    compile_while_serving,
     load_engine,
     open_checkpoint,
     warm_up,
-)  # fmt: skip
+)
 from tokenizer import TextStream, Tokenizer
 
 try:
@@ -106,7 +104,7 @@ def main(ranks=None):
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(args, engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
         if later:
-            threading.Thread(target=compile_decode, args=(engine,), daemon=True).start()
+            threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]
         print_status(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         run_engine(engine, checkpoint.tokenizer, connection)
@@ -117,24 +115,6 @@ def compiles_later(args, ranks) -> bool:
     thread that made them, and not with a draft or several ranks, whose steps are more than one function."""
     on_cpu = choose_device(ranks.device(args.device)).type == "cpu"
     return args.compile and on_cpu and ranks.size == 1 and not (args.draft or args.draft_checkpoint_path)
-
-
-@torch.no_grad()
-def compile_decode(engine: Engine):
-    """Compile the decode step for one row and for all rows, and then let the engine use it.
-
-    The rows are padding, so this writes only to the caches' scratch slots, and the engine may run beside it.
-    """
-    steps = compiled_steps(True, False)
-    try:
-        with Stopwatch("compiling decode while eager steps serve", "a minute or more the first time") as watch:
-            for n in {1, len(engine.rows)}:
-                inputs = torch.tensor([[0] * n, [-1] * n, list(range(n))])
-                steps.decode(engine.model, inputs, engine.sampling)
-    except Exception as error:  # no C++ compiler, for example
-        return print_status(f"--compile failed, eager steps go on: {first_line(error)}")
-    engine.steps = replace(steps, prefill=engine.steps.prefill)
-    print_status(f"decode is compiled ({watch.seconds:.0f} s)")
 
 
 def listen(host: str, port: int) -> socket.socket:

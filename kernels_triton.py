@@ -317,9 +317,8 @@ def linear_kernel(
     (SPLIT_K,M); reduce_kernel adds them. The weights are the left operand of tl.dot, because then 8 rows of x fill a
     tensor core's operand; as the left operand x would need 16 rows.
     """
-    m = tl.program_id(0) * TILE_M + tl.arange(
-        0, TILE_M
-    )  # the first grid dimension: tiles with the same weights run together
+    # The first grid dimension is M, so that tiles with the same weights run together.
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     COLUMNS: tl.constexpr = TILE_BITS // BITS

@@ -1,7 +1,7 @@
-"""The picture of docs/serving.md: what the rows of an engine do in each step while requests come and go.
+"""Draws the picture of docs/serving.md: what the rows of an engine do in each step while requests come and go.
 
 `python benchmarks/batching_picture.py` runs the default model with the requests below and draws what each step did.
-Nothing is measured: a picture of steps is the same on every machine.
+No time is measured, so the picture is the same on every machine.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from sampling import SamplingParams
 
 ROWS, CHUNK, STEPS = 3, 8, 18
 COLOURS = {"A": "#0072B2", "B": "#E69F00", "C": "#009E73", "D": "#CC79A7", "E": "#56B4E9"}  # of Okabe and Ito
-ARRIVALS = {  # name: (the step in which it comes, tokens of its prompt, new tokens)
+ARRIVALS = {  # name: (the step in which the request comes, tokens of its prompt, new tokens)
     "A": (0, 6, 12), "B": (1, 30, 7), "C": (3, 5, 5), "D": (4, 11, 8), "E": (6, 4, 5),
 }  # fmt: skip
 
 
 @dataclass
 class Cell:
-    """What a row did in a step: which request it had, and how many tokens of the prompt it read or wrote."""
+    """What a row did in a step: its request, the tokens of the prompt that it read, and the new tokens."""
 
     row: int
     step: int
@@ -38,7 +38,7 @@ def run(engine: Engine) -> list[Cell]:
     for step in range(STEPS):
         for name, (arrival, n, new) in ARRIVALS.items():
             if arrival == step:
-                prompt = [ord(name) * 7 + 31 * i for i in range(n)]  # that no two have a prefix in common
+                prompt = [ord(name) * 7 + 31 * i for i in range(n)]  # no two prompts have a common prefix
                 request = Request(prompt, SamplingParams(temperature=0.0), new)
                 names[request] = name
                 engine.add(request)
@@ -67,7 +67,7 @@ def draw(cells: list[Cell], path: Path):
     axes = figure.subplots()
     for cell in cells:
         style = {"facecolor": COLOURS[cell.name], "edgecolor": "white", "linewidth": 1.5}
-        if not cell.read and not cell.written:  # another prompt's turn
+        if not cell.read and not cell.written:  # another prompt was read in this step
             style = {"facecolor": "white", "edgecolor": COLOURS[cell.name], "linewidth": 1}
         axes.barh(cell.row, 1, left=cell.step, height=0.8, alpha=0.55 if cell.read else 1.0, **style)
         text = f"{cell.name}\n{cell.read}" if cell.read else cell.name

@@ -1,8 +1,8 @@
-"""What each step of the BLOOM story is worth here, by itself: the same work before and after, in turns.
+"""The gain of each step of the BLOOM story by itself: the same work before and after the step, measured alternately.
 
 Shapes of bloom-560m (24 layers, D 1024, 16 heads of 64) in bfloat16, one row at 1,024 tokens. Each pair of functions
-does one thing for all layers of a decode step (or, where it says so, of a prefill of 512 tokens). Steps that are not
-here are measured elsewhere: compilation and the whole model by decode.py and ladder.py.
+does one thing for all layers of a decode step (one pair: of a prefill of 512 tokens). The other steps of the story,
+compilation and the whole model, are measured by decode.py and ladder.py.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from kernels import attention
 from model import alibi_slopes
 
 LAYERS, D, H, E, CONTEXT = 24, 1024, 16, 64, 1024
-REPEATS = 5  # of each function in a round
+REPEATS = 5  # calls of each function in a round
 
 
 def gelu_formula(x):
-    """tanh-GELU as a formula, of which eager torch makes six passes over memory."""
+    """tanh-GELU as a formula, for which eager torch makes six passes over memory."""
     return 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
 def make_pairs() -> dict[str, tuple[Callable, Callable]]:
-    """Of each step, one layer before it and one layer after it."""
+    """For each step, two functions: the work of one layer before the step and after it."""
     q, new = torch.randn(1, 1, H, E).to(BF16), torch.randn(1, 1, H, E).to(BF16)
     k_cache, v_cache = (torch.randn(1, H, CONTEXT + 8, E).to(BF16) for _ in range(2))
     position, slopes = torch.tensor([[CONTEXT - 1]]), alibi_slopes(H)

@@ -1,8 +1,8 @@
 """Decode and prefill on a CPU that other programs use, too: fixed numbers of threads, the engine's choice, llama.cpp.
 
-The other programs are endless loops of Python, one on each of the last processors of --loops. In each round everybody
-runs once, one after another, while the loops go on. At the end one request decodes while a loop on one processor ends:
-recovery_s is the time until all steps have as many threads as on the idle machine again.
+The other programs are --loops endless loops of Python, each on a processor of its own if there are enough. In each
+round every contestant runs once, one after another, while the loops go on. At the end one request decodes while a loop
+on one processor ends: recovery_s is the time until all steps have as many threads as on the idle machine again.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from threads import Threads, powers_of_two, processors
 
 @contextlib.contextmanager
 def busy(loops: int):
-    """So many endless loops, on the last processor, the one before and so on, around again if there are more loops."""
+    """Runs this number of endless loops, on the last processor, on the one before it, and so on, in turn."""
     cpus = sorted(os.sched_getaffinity(0), reverse=True)
     code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() > 1: pass"
     programs = [subprocess.Popen([sys.executable, "-c", code, str(cpus[i % len(cpus)])]) for i in range(loops)]
@@ -42,7 +42,7 @@ def busy(loops: int):
 
 
 def run_engine(args, engine: Engine, threads: int | None) -> dict:
-    """Rates with a number of threads, or with the engine's choice. Each decodes for --seconds."""
+    """Rates with this number of threads, or with the engine's choice (None). Decoding lasts --seconds."""
     most = torch.get_num_threads()
     torch.set_num_threads(threads or most)
     engine.timing = Timing(threads=Threads(fixed=threads is not None))
@@ -87,7 +87,7 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
 
 
 def recovery_s(args, engine: Engine) -> float:
-    """Seconds from the end of another program to the last step that still had fewer threads than before it."""
+    """Seconds from the end of another program to the last step that had fewer threads than on an idle machine."""
     engine.timing, steps, end = Timing(), [], None
     with busy(1) as programs:
         engine.add(Request([5, 6, 7], GREEDY, 10**6))
@@ -113,11 +113,11 @@ def main():
     parser = measure.make_parser(__doc__, counts)
     add = parser.add_argument
     loops = [0, 1, 2 * processors()]
-    add("--loops", nargs="+", type=int, default=loops, help="how many other programs; none, one, and two a processor")
-    add("--format", choices=measure.FORMATS, default="int4", help="of the weights (int4)")
+    add("--loops", nargs="+", type=int, default=loops, help="numbers of other programs (0, 1, and two per processor)")
+    add("--format", choices=measure.FORMATS, default="int4", help="format of the weights (int4)")
     add("--compile", action="store_true", help="compile the decode step")
-    add("--llama_bench", type=Path, help="llama.cpp's llama-bench, for which --gguf names a model")
-    add("--gguf", type=Path)
+    add("--llama_bench", type=Path, help="llama.cpp's llama-bench; it needs --gguf")
+    add("--gguf", type=Path, help="the model for llama-bench")
     args = parser.parse_args()
     keep_freed_memory()
     model = load_model(measure.quantized(args.checkpoint_path, args.format))

@@ -13,20 +13,21 @@ from measure import DECODE, RATES
 from checkpoint import read_json
 from cli import run_command
 
-BLUE, GREY = "#0072B2", "#999999"  # of Okabe and Ito, which colour-blind readers can tell apart
+BLUE, GREY = "#0072B2", "#999999"  # from Okabe and Ito's palette, which colour-blind readers can tell apart
 
 
 def plain_name(row: dict) -> str:
-    """Of a GGUF file, its format alone."""
+    """The name of a row. A GGUF file is named by its format alone."""
     return re.sub(r"^(llama.cpp) .*\.(\w+)\.gguf$", r"\1 \2", row["name"])
 
 
-def width_of_weights(row: dict) -> int:
+def width_order(row: dict) -> int:
+    """A sort key: 16-bit weights first, then 8-bit, then 4-bit."""
     return next((i for i, width in enumerate(("16", "8", "4")) if width in plain_name(row)), 3)
 
 
 def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
-    """One panel: a bar and a label for each row, and where a bandwidth is given, our rooflines as dashed lines."""
+    """Draw one panel: a bar and a label for each row and, if a bandwidth is given, our rooflines as dashed lines."""
     values, labels = [row[rate] for row in rows], []
     for row in rows:
         gain = row.get(rate.replace("tokens_per_s", "over_before"))
@@ -40,20 +41,20 @@ def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
             bounds.append(bandwidth / row["weight_bytes_per_token"])
             axes.plot([bounds[-1]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1.5, linestyle=(0, (2, 1)))
     axes.set_xlim(0, 1.45 * max(values + bounds))  # room for the labels
-    axes.set_xticks([])  # the labels say more
+    axes.set_xticks([])  # the labels give the numbers
     axes.tick_params(length=0, labelsize=10)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def draw(path: Path):
-    """The steps of ladder.py in their order, the rows of decode.py by the width of the weights; the first on top."""
+    """Draw the steps of ladder.py in their order, or the rows of decode.py by the width of their weights."""
     result = read_json(path)
     machine = result["machine"]
     if "steps" in result:
         rows, bandwidth = result["steps"], None
         footnote = "x: times the step before, the median of the ratios within the rounds"
     else:
-        rows, bandwidth = sorted(result["rows"], key=width_of_weights), result["read_bytes_per_s"]["dram"]
+        rows, bandwidth = sorted(result["rows"], key=width_order), result["read_bytes_per_s"]["dram"]
         footnote = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
     figure = Figure(figsize=(9, 1.5 + 0.42 * len(rows)), dpi=200, layout="constrained", facecolor="white")
     where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"

@@ -1,15 +1,17 @@
-"""Speed of one row beside the peers: fastpath, transformers on the same weights, llama.cpp on GGUF files, in turns.
+"""Speed of one row: fastpath, transformers with the same weights and llama.cpp with GGUF files, measured alternately.
 
   decode   tokens/s of --new_tokens steps after 5 tokens of prompt (llama-bench's tg has no prompt)
   prefill  tokens/s of --prompt_tokens in one row, up to the first new token
 
 fastpath is generate.py in the formats of --formats, eager and with --compile compiled too. transformers runs in bf16,
-unless --checkpoint_path is a checkpoint of ours, which it cannot load; its decode is its time for --new_tokens + 1
-tokens less that for 1. Of llama-bench with and without flash attention the better counts, for each rate by itself. All
-have the same number of threads (OMP_NUM_THREADS sets it). Compilation is in no rate. It begins with an empty cache, so
-compile_s is in the first round what it takes the first time, and in the others what it takes with that cache.
+unless --checkpoint_path is a checkpoint of ours, which it cannot load; its decode time is that of --new_tokens + 1
+new tokens minus that of one. llama-bench runs with and without flash attention, and the better result counts, for each
+rate by itself. All programs use the same number of threads (set by OMP_NUM_THREADS). No rate includes compilation. The
+compiler's cache is empty at first, so compile_s is the time of a cold start in the first round, and of a warm start in
+the others.
 
-Each round also reads memory and does nothing else: what a token reads of weights at this rate is the roofline.
+Each round also measures a plain read of memory. This bandwidth divided by the bytes of weights per token is the
+roofline.
 charts.py draws the result.
 
 llama.cpp comes from the source distribution of llama-cpp-python. Name the fastest format of each width, with --gguf:
@@ -45,7 +47,7 @@ def transformers_contestant(args, device: torch.device) -> Callable[[], dict]:
     if source.endswith(".gguf"):
         options["gguf_file"] = source = str(Path(source).resolve())
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=BF16, **options).to(device).eval()
-    # Greedy, and no token ends it.
+    # Greedy; no token ends the text.
     model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def generate_s(prompt: int, n: int) -> float:
@@ -86,7 +88,7 @@ def make_contestants(args, device: torch.device) -> dict[str, Callable[[], dict]
 
 
 def compare(rounds: dict[str, list[dict]]) -> list[dict]:
-    """The ratios of each of ours to each peer, of both rates."""
+    """The ratios of both rates of each of our programs to each peer."""
     ratios = []
     for our in (name for name in rounds if name.startswith("fastpath")):
         for peer in (name for name in rounds if not name.startswith("fastpath")):
@@ -102,13 +104,13 @@ def main():
     add = parser.add_argument
     add("--llama_bench", metavar="PROGRAM", default="llama-bench", help="llama.cpp's llama-bench")
     add("--gguf", nargs="+", type=Path, default=[], help="files for llama-bench")
-    add("--formats", nargs="+", choices=FORMATS, default=["bf16"], help="of our weights; bf16 if it is not given")
-    add("--compile", action="store_true", help="ours compiled, too")
+    add("--formats", nargs="+", choices=FORMATS, default=["bf16"], help="formats of our weights (bf16)")
+    add("--compile", action="store_true", help="also measure fastpath compiled")
     args = parser.parse_args()
     device = choose_device(None)
     keep_freed_memory()  # for transformers, as generate.py does
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # of generate.py
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # for generate.py
         rounds = measure.take_turns(make_contestants(args, device), args.rounds, warm_up=0)
     bandwidth = median(rounds.pop("memory"))
     rows, ratios = [{"name": name} | measure.medians(mine) for name, mine in rounds.items()], compare(rounds)

@@ -1,21 +1,21 @@
-"""The GPU kernels alone, and decode of whole models with random weights, beside torch's own.
+"""The time of the GPU kernels alone, and of decode with whole models of random weights, beside torch's own.
 
     python benchmarks/gpu_kernels.py [--tune] [--out JSON]     # on a GPU
     python benchmarks/gpu_kernels.py --smoke                   # tiny sizes in Triton's interpreter: does it run?
 
-products    all shapes of Llama-3.1-8B, 1, 4 and 16 rows, each format, by the bytes of the weights. torch: what its
-            compiler makes of the same layer
-attention   of one token over 1k to 128k live positions of a cache of 131072, by the bytes of live keys and values
-            (torch: SDPA over the live positions only); and of a causal prompt (torch: SDPA)
-decode      compiled steps of whole models, one row, at 0, 8k and 32k positions of context, by the bytes of weights and
-            live keys and values (torch: without our kernels). A model that memory does not suffice for is left out; a
-            context beyond the model's own costs what any other costs
+products    all shapes of Llama-3.1-8B, for 1, 4 and 16 rows and each format. torch: the same layer, compiled. Bytes:
+            those of the weights
+attention   one token over 1k to 128k live positions of a cache of 131072 (torch: SDPA over the live positions only),
+            and a causal prompt (torch: SDPA). Bytes: those of the live keys and values
+decode      compiled steps of whole models, one row, at 0, 8k and 32k positions of context (torch: without our kernels).
+            Bytes: those of weights and live keys and values. A model that does not fit in memory is left out. A context
+            may be longer than the model supports, because the time does not depend on that
 
-Shares are of the copy bandwidth (bytes read plus written) that is measured first. The time of an operation is that of a
-CUDA graph of several calls in turn on different copies of the weights or caches, four times as large as the L2 cache,
-so that everything comes from memory; the median of several replays. --tune first tries the tiles of SPACE for each
-product, and keeps the fastest where the kernels look for them. It is never done in a timed region: without it they take
-their fixed choice.
+A share is bytes per second divided by the copy bandwidth (bytes read plus written), which is measured first. The time
+of an operation is measured with a CUDA graph of several calls on different copies of the weights or caches. Together
+they are four times as large as the L2 cache, so that all data comes from memory. The median of several replays counts.
+--tune first tries the tiles of SPACE for each product, and stores the fastest where the kernels look for them. Without
+--tune the kernels use the stored tiles, or else their default tiles.
 """
 
 import gc
@@ -27,7 +27,7 @@ from functools import partial
 from statistics import median
 
 if "--smoke" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks as it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 
 import measure
 import torch
@@ -74,17 +74,17 @@ SMOKE["models"] = {"tiny": Config(2, 6, 3, 10, 44, 76, 131, 32, 1e-5, 5e5, LLAMA
 SPACE = [
     {"BLOCK_N": block, "SPLIT_K": cuts, "num_warps": block // rows, "num_stages": stages}
     for block in (16, 32, 64, 128)
-    for rows in (16, 32)[: 1 + (block > 16)]  # of outputs a warp: one or two operands of the tensor cores
+    for rows in (16, 32)[: 1 + (block > 16)]  # outputs of a warp: one or two operands of the tensor cores
     for cuts in (1, 2, 4, 8)
     for stages in (3, 4, 6)
 ]
 
 
 def seconds(calls: list[Callable]) -> float:
-    """Of one of these calls, which do the same on different memory."""
+    """The time of one of these calls, which do the same work on different memory."""
     if not torch.cuda.is_available():
         return measure.seconds(lambda: [call() for call in calls]) / len(calls)
-    with torch.cuda.stream(torch.cuda.Stream()):  # compiles, and what else is done once
+    with torch.cuda.stream(torch.cuda.Stream()):  # compilation and other one-time work
         for _ in range(3):
             calls[0]()
     torch.cuda.synchronize()
@@ -105,13 +105,13 @@ def seconds(calls: list[Callable]) -> float:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second, read plus written, of the best of 10 copies of `size` bytes within the device's memory."""
+    """Bytes per second, read plus written: the best of 10 copies of `size` bytes within the device's memory."""
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / min(measure.seconds(lambda: target.copy_(source), device=device) for _ in range(10))
 
 
 def copies(size: int, device: torch.device) -> int:
-    """How many things of `size` bytes are too much for the L2 cache to hold."""
+    """How many copies of `size` bytes are together four times as large as the L2 cache."""
     if device.type != "cuda":
         return 1
     return max(2, -(-4 * torch.cuda.get_device_properties(device).L2_cache_size // size))
@@ -122,7 +122,7 @@ def randn(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def fill(tensors):
-    """With random numbers of a size that does not overflow; vectors of weights, which are the norms', with 1."""
+    """Fill matrices with random numbers so small that nothing overflows, and vectors (the norms' weights) with 1."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             tensor.random_(-128 if tensor.dtype == torch.int8 else 0, 128 if tensor.dtype == torch.int8 else 256)
@@ -165,14 +165,14 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
 
 
 def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.device):
-    """Keep the fastest of SPACE for one row, by which all numbers of rows up to 16 then go."""
+    """Store the fastest tiles of SPACE for one row. The kernels use them for all numbers of rows up to 16."""
     x, path, choose = randn(1, K, device=device), kt.tuning_file(device), kt.choose_tiles
     times, space = [], SPACE if device.type == "cuda" else SPACE[::9]
     for tiles in space:
         kt.choose_tiles = lambda *shape, tiles=tiles: tiles
         try:
             times.append(seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]))
-        except Exception as error:  # more shared memory or registers than there are
+        except Exception as error:  # these tiles need more shared memory or registers than the GPU has
             if "out of resource" not in str(error):
                 raise
             times.append(float("inf"))
@@ -212,7 +212,7 @@ def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
 
 
 def random_engine(config: Config, positions: int, device: torch.device, format: str, kernels: bool) -> Engine:
-    """Of a model of random weights, bf16 or quantized in groups of 32 with an int8 head."""
+    """An engine with a model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
     model = empty_model(config, None if format == "bf16" else Quantization(format, 32, "int8"))
     for tensor in (*model.parameters(), *model.buffers()):  # scales of quantized weights stay float16
         tensor.data = tensor.data.to(BF16 if tensor.dtype == torch.float32 else tensor.dtype)
@@ -224,8 +224,8 @@ def random_engine(config: Config, positions: int, device: torch.device, format: 
 
 
 def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> dict:
-    """The fields of one step for a row; none where memory does not suffice."""
-    torch.compiler.reset()  # frees CUDA graphs; and after a cache of another length no size is fixed
+    """Time and bytes of one decode step, as fields of a row. Without enough memory there are none."""
+    torch.compiler.reset()  # frees CUDA graphs, and forgets sizes that would become dynamic with another cache length
     gc.collect()
     torch.cuda.empty_cache()
     positions = -(-(context + steps + 1) // 512) * 512

@@ -1,13 +1,13 @@
 """The ladder: one optimization after another, each a command line of generate.py that anybody can run.
 
-STEPS lists them; each has everything that the one above it has. In a round, every step takes its turn with two runs of
-generate.py, greedy and in one row, so that prefill and decode are never mixed:
+STEPS lists them; each step includes all steps above it. In a round, every step makes two runs of generate.py, greedy
+and in one row, so that prefill and decode are measured separately:
   decode   tokens/s of --new_tokens steps after 5 tokens of prompt
   prefill  tokens/s of a prompt of --prompt_tokens, up to the first new token
 
 A run takes 4 samples, the first of which does not count for prefill. Rates are medians over the rounds, gains over the
-step before medians of the ratios within the rounds. Compilation is in no rate: compile_s is what both runs together
-took to compile. Nothing else may be running on the machine. charts.py draws the result.
+step before medians of the ratios within the rounds. No rate includes compilation: compile_s is the compile time of both
+runs together. No other program may be busy on the machine. charts.py draws the result.
 """
 
 from functools import partial
@@ -24,8 +24,8 @@ STEPS = {  # name: (what it changes, format of the weights, flags of generate.py
     "float32 eager": ("plain PyTorch, 4 bytes a weight", "bf16", "--kernels torch --dtype float32"),
     "bf16 eager": ("2 bytes a weight: half as many to read", "bf16", "--kernels torch"),
     "compiled decode": ("the whole decode step is one graph", "bf16", "--kernels torch --compile"),
-    "compiled prefill": ("and prefill another", "bf16", f"--kernels torch {BOTH}"),
-    "C++ kernels": ("products of one row at the speed of memory", "bf16", BOTH),
+    "compiled prefill": ("prefill is another graph", "bf16", f"--kernels torch {BOTH}"),
+    "C++ kernels": ("matrix-vector products at the memory bandwidth", "bf16", BOTH),
     "int8": ("1 byte a weight", "int8", BOTH),
     "int4": ("half a byte a weight, 1 in the head", "int4", BOTH),
     "prompt lookup": ("several tokens per pass, where the text repeats", "int4", f"{BOTH} --draft prompt-lookup"),

@@ -1,8 +1,9 @@
-"""What the benchmarks share: turns and ratios, seconds, generate.py as a process, the table and the JSON file.
+"""What the benchmarks share: rounds and ratios, timing, generate.py as a process, the table and the JSON file.
 
-Absolute times vary on a machine that does other work, too. So every contestant runs once in a round, each round begins
-with another contestant, and two are compared by the median over the rounds of the ratio within a round. The smallest
-and the largest of these ratios are its spread. A script that imports this file can import the repository's programs.
+Absolute times vary on a machine that does other work, too. So the contestants take turns: every contestant runs once in
+a round, and each round begins with another contestant. Two contestants are compared by the ratio within each round, of
+which the median over the rounds is reported. The spread is the smallest and the largest of these ratios. A script that
+imports this file can import the repository's programs.
 """
 
 import argparse
@@ -35,14 +36,14 @@ from sampling import SamplingParams
 BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")
 RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
-SAMPLES = 4  # in each run of generate.py
+SAMPLES = 4  # --num_samples in each run of generate.py
 
 # ---------------------------------------------------------------- turns and ratios
 
 
 def take_turns(contestants: dict[str, Callable], rounds: int, warm_up: int = 1) -> dict[str, list]:
-    """The results of every contestant, one per round. Each round begins with another contestant; warm-up rounds do not
-    count."""
+    """The results of every contestant, one per round. Each round begins with another contestant. The results of
+    warm-up rounds are dropped."""
     results, names = {name: [] for name in contestants}, list(contestants)
     for i in range(-warm_up, rounds):
         print_status(f"round {i + 1} of {rounds}" if i >= 0 else "warm-up")
@@ -90,7 +91,7 @@ def seconds(work: Callable, times: int = 1, device: torch.device = CPU) -> float
 def time_decode(engine: Engine, context: int, steps: int) -> Timing:
     """Decode in all rows, greedily, after `context` positions whose keys and values are random numbers.
 
-    Zeros that nobody has written yet would not be read from memory.
+    A fresh cache would not do: pages that were never written are not read from memory.
     """
     for block in engine.model.blocks:
         block.attention.k_cache.normal_()
@@ -106,7 +107,7 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
 
 
 def run_program(*command) -> str:
-    """What a program prints on stdout; UserError with its messages if it fails."""
+    """Run a program and return its stdout. If it fails, raise a UserError with its stderr."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)  # killed on Ctrl-C
     if done.returncode:
         raise UserError(f"{shlex.join(done.args)} failed ({done.returncode}): {done.stderr.strip()}")
@@ -130,7 +131,7 @@ def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) 
 
 
 def decode_and_prefill(args, format: str, flags: str) -> dict:
-    """The two rates of generate.py for the checkpoint in one format, each from a run of its own, and what was read."""
+    """Both rates of generate.py for the checkpoint in one format, each from a run of its own, with bytes and memory."""
     print_status(f"{format} {flags}")
     with_path = [*flags.split(), "--checkpoint_path", quantized(args.checkpoint_path, format)]
     decode = run_generate(ROOT, with_path, 5, args.new_tokens + 1)  # prefill makes the first of the new tokens
@@ -144,7 +145,7 @@ def decode_and_prefill(args, format: str, flags: str) -> dict:
 
 
 def quantized(source: str | None, format: str) -> Path:
-    """The checkpoint for --checkpoint_path, or its int8 or int4 version in groups of 32, which is made once."""
+    """The checkpoint for --checkpoint_path (bf16), or its int8 or int4 version in groups of 32, which is made once."""
     directory = ensure_checkpoint(source)
     out = directory if format == "bf16" else directory.with_name(f"{directory.name}-{format}-g32")
     if not out.exists():
@@ -161,15 +162,15 @@ count = number(int, "at least 1", lambda n: n >= 1)
 def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     """A parser with --out, --checkpoint_path, and the script's own counts with their defaults."""
     parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON; without it benchmarks/results/PROGRAM_DEVICE.json")
-    parser.add_argument("--checkpoint_path", help="as for generate.py; without it SmolLM2-135M-Instruct")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)")
+    parser.add_argument("--checkpoint_path", help="as for generate.py (SmolLM2-135M-Instruct)")
     for option, default in counts.items():
-        parser.add_argument(option, type=count, default=default, help=f"{default} if it is not given")
+        parser.add_argument(option, type=count, default=default, help=f"default: {default}")
     return parser
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):
-    """A Markdown table of these keys of the rows, each in its format; what a row does not have is left empty."""
+    """Print a Markdown table. columns: key of the rows -> format of its values. Missing values are left empty."""
 
     def cell(value, spec: str) -> str:
         if value is None:

@@ -1,11 +1,11 @@
-"""What each way to quantize costs in quality: size, KL divergence and agreement with the unquantized model.
+"""The quality of each quantized format: size, KL divergence and agreement with the unquantized model.
 
-Every row is made by quantize.py's function and compared by evaluate.py's, in float32 arithmetic, so that only the
-weights differ. The text is the language reference that comes with Python (pydoc_data.topics): English technical prose
-that no checkpoint here was calibrated on. int4-gptq is calibrated on text that the model writes itself.
+quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that only the weights differ. The text is the
+language reference that comes with Python (pydoc_data.topics): English technical prose that no checkpoint here was
+calibrated on. int4-gptq is calibrated on text that the model writes itself.
 
-The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 finds its levels again
-and says nothing of other models.
+The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels;
+this row says nothing about other models.
 """
 
 import pydoc_data.topics

@@ -1,15 +1,17 @@
-"""Our server beside llama.cpp's: total tokens a second, what a step takes, and how long a first token takes.
+"""Our server beside llama.cpp's: throughput, the time of a step, and the time to the first token.
 
-`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which then answer
-in turns: same token ids, same numbers of new tokens, greedy, end tokens ignored, streamed. The client is in this
-process, on the same cores. Reading order: Stream (a request), the servers, what is measured, the report.
+`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which are then
+measured alternately with prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored,
+streamed. The client is this process, on the same cores. Read down: Stream (a request), the servers, what is measured,
+the report.
 
-  throughput    one stream and eight: new tokens of all streams, by the time from the first request to the last token
-  step          of 8 rows: the engine alone (generate.py), and in the server with the client beside it, by /metrics
-  HTTP CPU      seconds of the HTTP process for each token
-  short beside  the first token of a short prompt that comes while a long one is being read, and what a chunk takes
-  second turn   the first token of a prompt of which all but 20 tokens are a conversation that was just had, and of one
-                of the same length that is new
+  throughput    of one stream and of eight: new tokens of all streams / time from the first request to the last token
+  step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server (from /metrics)
+  HTTP CPU      CPU seconds of the HTTP process per token
+  short beside  the time to the first token of a short prompt that comes while a long prompt is being read, beside the
+                time of one chunk of the long prompt
+  second turn   the time to the first token of a prompt of which all but 20 tokens are in the cache, and of a new
+                prompt of the same length
 """
 
 import asyncio
@@ -39,12 +41,12 @@ STREAMS, START_S, ANSWER_S = 8, 120.0, 600.0
 
 @dataclass
 class Stream:
-    """A streamed completion: when its tokens came."""
+    """A streamed completion, and the times at which its tokens came."""
 
     prompt: list[int]
     new_tokens: int
     start: float = 0.0
-    times: list[float] = field(default_factory=list)  # of the events with text, or without
+    times: list[float] = field(default_factory=list)  # of all events, also those without text
     usage: dict = field(default_factory=dict)
 
     @property
@@ -52,7 +54,7 @@ class Stream:
         return self.times[0] - self.start
 
     async def run(self, port: int):
-        """Send the request and hear the answer; UserError where the server refuses it or gives too few tokens."""
+        """Send the request and read the answer. UserError if the server refuses it or sends too few tokens."""
         body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body).encode()
@@ -80,7 +82,7 @@ class Stream:
 
 
 def run_streams(port: int, streams: list[Stream], delay: float = 0.0) -> list[Stream]:
-    """Run streams side by side, each `delay` seconds after the one before."""
+    """Run streams concurrently. Each starts `delay` seconds after the one before it."""
 
     async def later(i: int, stream: Stream):
         await asyncio.sleep(i * delay)
@@ -137,7 +139,7 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of the HTTP process, a child of the server's."""
+    """The CPU time of the HTTP process, which is a child of the server process."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     child = next(i for i in children if "spawn_main" in Path(f"/proc/{i}/cmdline").read_text())
     fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
@@ -148,7 +150,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Prompts:
-    """Token ids that nobody has seen before, so that no server has read a part of them."""
+    """Random token ids, new in each call, so that no server has a part of them in its cache."""
 
     def __init__(self, V: int):
         self.random, self.V = random.Random(1), V
@@ -168,7 +170,7 @@ def throughput(port: int, streams: list[Stream]) -> dict:
 
 
 def ours(port: int, pid: int, streams: list[Stream]) -> dict:
-    """The same of our server, with what its own counters say. Steps that read prompts are among its steps."""
+    """The throughput of our server, with its own counters. They count steps that read prompts, too."""
     before, cpu = metrics(port), cpu_seconds(pid)
     found = throughput(port, streams)
     after, tokens = metrics(port), sum(stream.new_tokens for stream in streams)
@@ -179,7 +181,7 @@ def ours(port: int, pid: int, streams: list[Stream]) -> dict:
 
 
 def short_beside_long(port: int, prompts: Prompts, long: int, chunk: int) -> dict:
-    """A long prompt, and 50 ms later a short one: the first token of each, and what one chunk of the long one takes."""
+    """The time to the first token of a long prompt, and of a short one sent 50 ms later; the time of one chunk."""
     alone = run_streams(port, prompts.streams(1, long, 1))[0]
     reading, short = run_streams(port, [*prompts.streams(1, long, 1), *prompts.streams(1, 8, 1)], 0.05)
     chunk_s = alone.first_token_s / -(-long // chunk)
@@ -244,10 +246,10 @@ def main():
     counts = {"--rounds": 5, "--prompt_tokens": 64, "--new_tokens": 128}  # of each stream
     counts |= {"--long_prompt": 2000, "--history": 1000, "--prefill_chunk": 128}
     parser = make_parser(__doc__, counts)
-    parser.add_argument("--format", choices=("bf16", "int8", "int4"), default="int4", help="of the weights")
+    parser.add_argument("--format", choices=("bf16", "int8", "int4"), default="int4", help="format of the weights")
     parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
-    parser.add_argument("--gguf", type=Path, help="its model")
-    parser.add_argument("--llama_options", default="", help="more of its options")
+    parser.add_argument("--gguf", type=Path, help="the model for llama-server")
+    parser.add_argument("--llama_options", default="", help="further options of llama-server")
     args = parser.parse_args()
     if (args.llama_server is None) != (args.gguf is None):
         raise UserError("--llama_server and --gguf belong together")

@@ -1,11 +1,10 @@
-"""What speculation gains: each draft against plain decoding of the same model, on the same prompts, in turns.
+"""The gain of speculation: each draft and plain decoding of the same model on the same prompts, measured alternately.
 
 Greedy, one row, compiled, in bfloat16, int8 and int4 (made beside the checkpoint if they are not there). Open prompts
-are questions and tasks; copying prompts ask for text or code of this repository to be repeated. For each prompt, plain
-decoding and every draft take their turn, and the ratio of their tokens per second is taken, without prefill. The median
-over the prompts is reported, after a first one that does not count; and predicted_over_plain, what the formula in
-speculative.py gives for the measured k, a, c and v. same_text counts the prompts whose tokens are those of plain
-decoding: with our kernels, all.
+are questions and tasks; copying prompts ask for text or code of this repository to be repeated. Each prompt runs with
+plain decoding and with every draft, and the ratio of their decode rates is taken. over_plain is the median of these
+ratios over the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a, c and
+v. same_text counts the prompts whose tokens equal those of plain decoding: with our kernels, these are all prompts.
 """
 
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ def run_prompt(engine: Engine, speculation: Speculation | None, prompts: Iterato
 
 
 def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], new_tokens: int):
-    """Run every graph, and then a prompt, so that neither counts."""
+    """Compile every graph and run one prompt, without measuring them."""
     if speculation is not None:
         speculation.begin(engine)
         speculation.rehearsing = True
@@ -65,8 +64,11 @@ def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], 
 
 
 def formula(report: Report, plain_s: float) -> dict:
-    """What a proposed token was worth and cost on average, and the speedup that follows: (1 - a^(k+1)) / (1 - a)
-    tokens for k c + v plain steps where something was proposed, and elsewhere one for one."""
+    """The average acceptance rate a and costs c and v, and the speedup that follows from them.
+
+    A step with proposals gives (1 - a^(k+1)) / (1 - a) tokens in the time of k c + v plain steps.
+    A plain step gives one token.
+    """
     if report.steps == 0:
         return {"predicted_over_plain": 1.0}
     verify_s = max(0.0, report.target_s - report.plain_steps * plain_s)
@@ -78,8 +80,10 @@ def formula(report: Report, plain_s: float) -> dict:
 
 
 def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]], new_tokens: int) -> list[dict]:
-    """A row of the table for plain decoding and for each draft; drafts: name -> (draft, tokens to propose or None: as
-    many as pay)."""
+    """A row of the table for plain decoding and for each draft.
+
+    drafts: name -> (draft, number of tokens to propose, or None for "auto").
+    """
     engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
     speculations = {name: Speculation(draft, k or AUTO_K, automatic=k is None) for name, (draft, k) in drafts.items()}
     speculations, turns = {"plain": None} | speculations, {}

@@ -1,9 +1,9 @@
-"""What a decode step costs: its matrix products, beside torch's for the same format; context, cache size and rows.
+"""The time of a decode step: its matrix products beside torch's, and the effect of context, cache size and rows.
 
 products  all products of a step for each number of --rows, one operation after the other, so that each reads its
-          weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
+          weights from memory. torch's products are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
           _weight_int4pack_mm_for_cpu (groups of 32), of random weights. "exact" products do not round the activations
-          to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as the bfloat16 weights have
+          to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as the bfloat16 weights have.
 step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps in a row
 context   the extra time of a step at --context tokens, relative to reading the extra keys and values at the rate at
           which a short step reads its weights
@@ -31,7 +31,7 @@ from kernels_cpu import linears_of
 from load import compiled_steps, load_model
 from report import kv_bytes, weight_bytes
 
-SHORT, ROWS, TIMES = 20, 8, 40  # tokens of context, rows, steps in a row
+SHORT, ROWS, STEPS = 20, 8, 40  # tokens of a short context, rows, consecutive steps
 
 # ---------------------------------------------------------------- products
 
@@ -90,11 +90,11 @@ def compare_products(args, directory: Path, format: str) -> list[dict]:
 
 
 def step_s(engine: Engine, context: int) -> float:
-    return measure.time_decode(engine, context, TIMES).decode_s / TIMES
+    return measure.time_decode(engine, context, STEPS).decode_s / STEPS
 
 
 def measure_steps(args, directory: Path) -> dict:
-    def engine(rows: int, positions: int) -> Engine:  # with a model of its own, because an engine sets up its caches
+    def engine(rows: int, positions: int) -> Engine:  # with its own model, whose caches the engine sets up
         return Engine(load_model(directory), rows, positions, compiled_steps(not args.eager, False))
 
     one, long, many = engine(1, 512), engine(1, args.cache), engine(ROWS, 512)
@@ -123,8 +123,8 @@ def measure_steps(args, directory: Path) -> dict:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 7, "--context": 4096, "--cache": 8192})
     add = parser.add_argument
-    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights; all")
-    add("--rows", type=count, nargs="+", default=[1, 8, 16], help="of the products; 1, 8 and 16")
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats of the weights (all)")
+    add("--rows", type=count, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
     keep_freed_memory()

@@ -1,10 +1,10 @@
-"""Two checkouts of this repository against each other: `python benchmarks/trees.py ../old .`
+"""Compares the speed of two checkouts of this repository: `python benchmarks/trees.py ../old .`
 
-Only through the command line (generate.py --json), because what is inside may differ; both must be able to read the
+It uses only their command line (generate.py --json), because their code may differ. Both must be able to read the
 checkpoints that this checkout writes. A case is a format of the weights, eager or --compile, and a number of rows, each
-with the same prompt. In each round of a case, either tree runs once, one process at a time, and the tree that goes
+with the same prompt. In each round of a case, each checkout runs once, one process at a time. The checkout that goes
 first changes from round to round: old, new, new, old. A ratio new / old is the median of the ratios within the rounds.
-Prefill leaves out the first sample of each process, and compilation is in no rate.
+The prefill rate leaves out the first sample of each process, and no rate includes compilation.
 """
 
 import itertools
@@ -39,11 +39,11 @@ def measure_case(args, format: str, mode: str, rows: int) -> dict:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 6, "--prompt_tokens": 512, "--new_tokens": 64})
     add = parser.add_argument
-    add("old", type=Path, help="a checkout")
-    add("new", type=Path, help="another")
-    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights; all")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="both")
-    add("--rows", nargs="+", type=count, default=[1, 8], help="of a batch; 1 and 8")
+    add("old", type=Path, help="the directory of a checkout")
+    add("new", type=Path, help="the directory of the other checkout")
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats of the weights (all)")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="eager, compiled (both)")
+    add("--rows", nargs="+", type=count, default=[1, 8], help="batch sizes (1 and 8)")
     args = parser.parse_args()
     cases = [measure_case(args, *case) for case in itertools.product(args.formats, args.modes, args.rows)]
     columns = {"format": "", "mode": "", "rows": ""}

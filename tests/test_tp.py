@@ -397,7 +397,7 @@ def test_a_conversation(default_checkpoint):
     )
     process = torchrun(3, *args, stdin=subprocess.PIPE, **PIPES)
     out, err = process.communicate(asked, timeout=2 * LAUNCH_S)
-    assert process.returncode == 0 and out == alone.stdout and "kept from earlier turns" in err
+    assert process.returncode == 0 and out == alone.stdout and "reused from earlier turns" in err
 
 
 @pytest.mark.full

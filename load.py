@@ -277,7 +277,7 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
     if not parts:
         return 0.0
     try:
-        first = "a minute or more the first time; torch keeps the result on disk"
+        first = "seconds to minutes the first time; torch keeps the result on disk"
         with Stopwatch(f"compiling {' and '.join(parts)}", first) as watch:
             if engine.speculation is not None:
                 engine.speculation.rehearsing = True

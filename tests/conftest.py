@@ -205,3 +205,25 @@ def hf_greedy(oracle, prompt, n):
 def python():
     """The command line of this interpreter, for running the programs as a user does."""
     return [sys.executable]
+
+
+def tiny_chat_llama(directory, byte_level, context, template, seed):
+    """Save a random Llama with the tokenizer of `byte_level` and a chat template; returns both, as transformers has
+    them. Large weights make its choices clear-cut."""
+    config = transformers.LlamaConfig(
+        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
+        num_hidden_layers=2, max_position_embeddings=context, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    oracle = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in oracle.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
+    )
+    library.chat_template = template
+    oracle.save_pretrained(directory)
+    library.save_pretrained(directory)
+    return oracle, library

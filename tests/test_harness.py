@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-import transformers
-from conftest import ROOT
+from conftest import ROOT, tiny_chat_llama
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
@@ -30,22 +29,7 @@ TEMPLATE = (
 def both(tmp_path_factory, byte_level):  # noqa: F811
     """(our HarnessModel, the harness's own class, our checkpoint directory) for a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("harness")
-    config = transformers.LlamaConfig(
-        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
-        num_hidden_layers=2, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    oracle = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in oracle.parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
-    library = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
-    )
-    library.chat_template = TEMPLATE
-    oracle.save_pretrained(folder / "hf")
-    library.save_pretrained(folder / "hf")
+    oracle, library = tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=0)
     ours = convert(hf_source(folder / "hf"), folder / "ours", torch.float32)
     tokenizer = Tokenizer(ours)
     model = HarnessModel(load_model(ours, dtype=torch.float32), tokenizer, 3, ChatTemplate(ours, tokenizer))

@@ -22,8 +22,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-import transformers
-from conftest import ROOT
+from conftest import ROOT, tiny_chat_llama
 from huggingface_hub import InferenceClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,22 +51,7 @@ PATIENCE_S = 60  # after which a test gives up waiting; nothing takes a tenth of
 def checkpoints(tmp_path_factory, byte_level):  # noqa: F811
     """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
     folder = tmp_path_factory.mktemp("serve")
-    config = transformers.LlamaConfig(
-        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
-        num_hidden_layers=2, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    oracle = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in oracle.parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
-    library = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
-    )
-    library.chat_template = TEMPLATE
-    oracle.save_pretrained(folder / "hf")
-    library.save_pretrained(folder / "hf")
+    tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)
     made = {None: convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)}
     quantize_checkpoint(made[None], folder / "tiny-int4", Quantization("int4", 32, "int8"))
     return made | {"int4": folder / "tiny-int4"}

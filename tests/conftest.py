@@ -5,6 +5,7 @@ Sizes are odd and pairwise different wherever they can be, so that a transposed 
 
 import copy
 import os
+import signal
 
 # The models are tiny. On a busy machine, several threads would take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import
@@ -96,6 +97,10 @@ def save_tiny(name: str, directory: Path, **save):
                 weight += 1
     model.save_pretrained(directory, **save)
     return model
+
+
+def pytest_configure():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 
 
 def pytest_collection_modifyitems(items):

@@ -25,6 +25,8 @@ from engine import Engine, StepFunctions
 from load import load_model
 from speculative import LookupDraft
 
+pytestmark = pytest.mark.slow
+
 # A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
 LLAMA_BENCH = """#!{python}
 import json, sys

@@ -126,6 +126,7 @@ def test_other_shapes_part_with_both(tiny, capsys):
     assert "layer 2, output" in only
 
 
+@pytest.mark.slow
 def test_a_missing_directory_is_one_line(tiny, python, tmp_path):
     command = [*python, str(ROOT / "tests/compare_hf.py"), str(tiny("llama-mha")[2]), str(tmp_path / "none")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

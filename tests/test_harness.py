@@ -66,6 +66,7 @@ def test_rolling(both):
     assert ours == pytest.approx(theirs, abs=5e-3)
 
 
+@pytest.mark.slow
 def test_generate_until(both):
     """Several settings in one call, contexts that are truncated on the left, and stop strings."""
     contexts = [text for text in strings(n=14) if text] + ["too long for it " * 30]

@@ -269,6 +269,7 @@ def test_norms(dtype, D):
     close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_opcheck():
     """Checks the schemas, the shapes for the compiler, and that in-place writes are declared."""
     check = torch.library.opcheck
@@ -340,6 +341,7 @@ def models(tiny, tmp_path):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, quantization", MODELS)
 def test_the_same_tokens_as_plain_torch(models, name, quantization):
     """Prefill of more than 16 tokens per row, then decoding, for rows of different lengths."""
@@ -375,6 +377,7 @@ def launches(config, bits: int, head_bits: int, processors: int) -> int:
     return config.n_layer * block + config.embedding_norm + 1 + product(config.vocab_size, D, head_bits)
 
 
+@pytest.mark.slow
 def test_launches_of_a_decode_step(models, monkeypatch):
     """Also with biases and with norms on queries and keys."""
     count = 0
@@ -399,6 +402,7 @@ def test_launches_of_a_decode_step(models, monkeypatch):
         assert count == launches(model.config, *bits, kt.multiprocessors(torch.device(DEVICE)))
 
 
+@pytest.mark.slow
 def test_verification_gives_the_bits_of_decoding(ordered_products, models):
     """The logits of three tokens in one pass, beside another row, equal those of the tokens one by one."""
     model, _ = models("mistral-gqa", Quantization("int4", 32, "int8"), BF16)

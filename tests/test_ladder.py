@@ -62,6 +62,7 @@ def test_three_eager_steps(tiny, tmp_path, monkeypatch, capsys):
     assert (result["model"], result["prompt_tokens"], result["new_tokens"]) == (checkpoint.name, 19, 4)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_the_ladder(tiny, tmp_path, monkeypatch, capsys):
     arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_tokens", 999, "--steps", "bf16 eager"]
     assert main(monkeypatch, "--out", tmp_path / "out.json", *arguments, "--new_tokens", 4) == 2

@@ -528,6 +528,7 @@ def test_schedules_change_no_tokens(server, oracle, schedule):
     check_schedule(server, oracle, schedule, same_bits=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=FIXTURES)
 @given(schedule=schedules)
 def test_schedules_change_no_bits_of_quantized_models(int4_server, int4_oracle, schedule):
@@ -541,6 +542,7 @@ def test_long_schedules(server, oracle, schedule):
     check_schedule(server, oracle, schedule, same_bits=False)
 
 
+@pytest.mark.slow
 def test_a_needle_among_64_others(server, oracle):
     """The same request, among others in random order that come and go around it."""
     chance = random.Random(5)
@@ -650,6 +652,7 @@ def check_leaks(server: Server, n: int):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_requests(server):
     check_leaks(server, 120)
 
@@ -708,6 +711,7 @@ def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
 # ---------------------------------------------------------------- other clients
 
 
+@pytest.mark.slow
 def test_lm_eval_finds_the_loglikelihoods_of_evaluate(server, checkpoints, oracle, monkeypatch):
     """By its own client for such servers, on token ids, with the tokenizer of the server."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
@@ -826,6 +830,7 @@ def test_compiled_steps(checkpoints, tmp_path, oracle, monkeypatch):
 # ---------------------------------------------------------------- the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "the engine dies", "the HTTP process dies"])
 def test_both_processes_end_together(checkpoints, tmp_path, how):
     """And a request that is running hears of it; nothing is printed that is longer than a line."""
@@ -847,6 +852,7 @@ def test_both_processes_end_together(checkpoints, tmp_path, how):
     assert len(log.read_text().splitlines()) <= 2, log.read_text()
 
 
+@pytest.mark.slow
 def test_a_body_that_is_still_coming_when_the_server_ends(checkpoints, tmp_path):
     """Its client gets an error object, too; and a key of any bytes is a key."""
     log = tmp_path / "log"
@@ -863,6 +869,7 @@ def test_a_body_that_is_still_coming_when_the_server_ends(checkpoints, tmp_path)
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
     """A terminal sends it to both processes."""
     with (tmp_path / "log").open("w+") as log:
@@ -881,6 +888,7 @@ def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
         assert "Traceback" not in log.read()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served(checkpoints, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]

@@ -1,7 +1,7 @@
 """OpenAI's API as data: from the JSON of a request to requests to the engine, and from what comes of them to JSON.
 
 Read down: Event, what a step brings; errors; what a request asks for: Fields, Wishes, ServedModel, which reads a body;
-then how the answers of each kind look, whole and in chunks. Knows nothing of HTTP and processes: that is http_server.py.
+then how the answers of each kind look, whole and in chunks. What is HTTP is in http_server.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
 /tokenize ...); Hugging Face's text-generation-inference (/generate, /generate_stream).
@@ -42,11 +42,11 @@ class Event(NamedTuple):
 
 
 class ApiError(Exception):
-    """An answer that is an OpenAI error object."""
+    """An answer that is an OpenAI error object. retry_after: seconds, where the same may succeed later."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+    def __init__(self, message: str, status=400, param: str | None = None, code: str | None = None, retry_after=None):
         super().__init__(message[:500])
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
     def body(self) -> dict:
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -106,9 +106,13 @@ def token_ids(text: str) -> list[int]:
 
 
 def print_status(text: str, dim: bool = False):
-    """Print a line on stderr and flush it. dim: in a fainter colour than the text of a conversation."""
+    """Print a line on stderr and flush it. dim: in a fainter colour than the text of a conversation.
+
+    A line that cannot be written, for instance on a full disk, is lost: no work ends for a message.
+    """
     text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def has_colours(stream) -> bool:

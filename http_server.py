@@ -1,29 +1,33 @@
 """The server's HTTP process: paths, streams and errors over HTTP, and a pipe to the engine's process (serve.py).
 
-Read down: `http_process`, which starts it; EngineClient, what it knows of the engine; Call, a request that is running;
-the paths; streams; keys and errors.
+Read down: `run_http`, which is called in the new process; connections and their limits; EngineClient, what this process
+knows of the engine; Call, a request that is running; the paths; streams; who may ask; errors.
 
 What requests and answers look like is in api.py. The libraries are Starlette and uvicorn.
 """
 
 import asyncio
 import hmac
+import ipaddress
 import itertools
-import multiprocessing
+import math
 import os
+import re
 import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
-from cli import UserError, print_status
+from cli import print_status
 
 try:
+    import h11
     import uvicorn
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from starlette.applications import Starlette
@@ -33,11 +37,16 @@ try:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     print(f"serve.py: error: {error.name} is not there: pip install -r requirements-serve.txt", file=sys.stderr)
     sys.exit(2)
 
 VERSION = "0.1.0"  # of the API, for /version
+BODY_SECONDS = 30  # in which a request's body has to arrive
+HEAD_SECONDS = 60  # in which a connection has to send the next request's head
+SILENT_SECONDS = 8  # an engine that says nothing for so long is reported as broken
+MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
 
 # ---------------------------------------------------------------- the process
 
@@ -49,68 +58,31 @@ class Settings:
     directory: os.PathLike  # of the checkpoint
     name: str  # of the model
     length: int  # positions of context
+    rows: int  # requests that run at the same time
+    max_queue: int  # requests that may wait for a row
     api_key: str | None
-
-
-def listen(host: str, port: int) -> socket.socket:
-    if not host:  # which the system takes for all addresses
-        raise UserError("--host is empty; give an address, 0.0.0.0 for all of this machine's")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Not socket.create_server: asyncio switches Nagle's algorithm off (40 ms an answer) where it sees that this is TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except (OSError, TypeError, ValueError) as error:  # the latter two where the host can be no name
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {reason}") from None
-    return listener
-
-
-@contextmanager
-def http_process(settings: Settings, listener: socket.socket):
-    """The HTTP process while the engine runs; gives our end of the pipe to it. It ends when the pipe is closed."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_http, args=(settings, listener, theirs), daemon=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is our business, also while it starts
-    process.start()
-    signal.signal(signal.SIGINT, before)
-    theirs.close()
-    try:
-        yield ours
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        process.join(5)
-        raise UserError(f"the HTTP process has ended (exit code {process.exitcode})") from None
-    finally:
-        ours.close()
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-
-
-# ---------------------------------------------------------------- the engine, as this process sees it
 
 
 def run_http(settings: Settings, listener: socket.socket, connection):
     """Serve until the engine's end of the pipe is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the whole group is the engine's process's business
     asyncio.run(serve_http(settings, listener, connection))
 
 
 async def serve_http(settings: Settings, listener: socket.socket, connection):
-    client = EngineClient(connection)
+    client = EngineClient(connection, settings.rows, settings.max_queue)
     config = uvicorn.Config(
-        make_app(settings, client),
-        log_level="warning",
+        make_app(settings, client, listener.getsockname()[0]),
+        http=Connection,
+        log_level="error",
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=60,
+        timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=2,
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
 
     def stop():
         server.should_exit = True
@@ -119,26 +91,88 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     await server.serve(sockets=[listener])
 
 
+class HttpServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self):
+        yield  # without handlers of uvicorn
+
+
+class Connection(H11Protocol):
+    """A client's connection. uvicorn's, but a request's head must arrive in time, and errors are as all others."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes):
+        self.conn.receive_data(data)
+        self.handle_events()  # which ends the timeout when the head of a request is complete
+
+    def send_400_response(self, msg: str):
+        failure = sys.exc_info()[1]  # h11's, whose hint is 431 for a head that is too long
+        error = ApiError(f"this is not HTTP: {failure}", getattr(failure, "error_status_hint", 400))
+        body = encode(error.body())
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        with suppress(h11.LocalProtocolError):  # an answer has begun already
+            response = h11.Response(status_code=error.status, headers=headers)
+            self.transport.write(b"".join(map(self.conn.send, (response, h11.Data(data=body), h11.EndOfMessage()))))
+        self.transport.close()
+
+
+# ---------------------------------------------------------------- the engine, as this process sees it
+
+
 class EngineClient:
     """The engine's process, as the HTTP process sees it."""
 
-    def __init__(self, connection):
-        self.connection, self.metrics, self.keys = connection, Metrics(), itertools.count()
+    def __init__(self, connection, rows: int, max_queue: int):
+        self.connection, self.rows, self.places = connection, rows, rows + max_queue
+        self.metrics, self.keys = Metrics(), itertools.count()
         self.writer = ThreadPoolExecutor(1)  # a full pipe must not stop the event loop, which empties the other one
+        self.calls: set[Call] = set()  # HTTP requests that have been let in
         self.running: dict[int, Running] = {}
         self.metrics.unfinished.set_function(lambda: len(self.running))
-        self.state = "starting"
+        self.state = "starting"  # or "ready", "draining" (no new requests; then the server ends) or "broken"
+        self.heard = self.slowest_step = 0.0  # when the engine has spoken last; seconds
+        self.finished: deque[float] = deque(maxlen=32)  # when the last requests were
 
     def start(self, on_end: Callable[[], None]):
         """Listen to the engine; on_end() is called when it has gone."""
         self.loop, self.on_end = asyncio.get_running_loop(), on_end
         self.loop.add_reader(self.connection.fileno(), self._read)
 
-    def add(self, ask: Ask, queue: asyncio.Queue) -> int:
+    @property
+    def taken(self) -> int:
+        """Prompts that run, wait or are being tokenized."""
+        return sum(max(1, len(call.running)) for call in self.calls)
+
+    def health(self) -> str:
+        silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
+        if self.state == "broken" or (self.state != "starting" and silent):
+            return "broken"
+        return "overloaded" if self.state == "ready" and self.taken >= self.places else self.state
+
+    def check_room(self):
+        """Raise ApiError where no request can be taken now."""
         if self.state == "broken":
             raise ApiError("the engine has stopped", 503)
+        if self.state == "draining":
+            raise ApiError("the server is ending", 503, code="draining", retry_after=1)
+        if self.taken >= self.places:
+            waiting = self.places - self.rows
+            text = f"{self.rows} requests are running and {waiting} are waiting; try again later"
+            raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
+
+    def retry_after(self) -> int:
+        """Seconds after which half of the requests that wait now will have a row, as fast as they ended lately."""
+        if len(self.finished) < 2:
+            return 1
+        interval = (time.monotonic() - self.finished[0]) / len(self.finished)
+        return min(30, max(1, math.ceil(interval * (self.taken - self.rows) / 2)))
+
+    def add(self, ask: Ask, call: "Call") -> int:
         key = next(self.keys)
-        self.running[key] = Running(queue)
+        self.running[key] = Running(call)
         self.writer.submit(self.connection.send, (key, ask.request, ask.stop, ask.continues))
         return key
 
@@ -150,28 +184,31 @@ class EngineClient:
 
     def _read(self):
         try:
-            events, numbers = self.connection.recv()
+            self.state, events, numbers = self.connection.recv()
         except (EOFError, OSError):
             self.state = "broken"
             self.loop.remove_reader(self.connection.fileno())
-            for running in self.running.values():
-                running.queue.put_nowait(ApiError("the engine has stopped", 503))
+            for call in self.calls:
+                call.put(ApiError("the engine has stopped", 503))
             return self.on_end()
-        self.state = "ready"
+        self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, numbers[0])
         self.metrics.note_step(*numbers)
         for event in events:
             if running := self.running.get(event.key):
-                self.metrics.note_event(running, event)
-                running.queue.put_nowait(event)
                 if event.reason is not None:
+                    self.finished.append(self.heard)
                     del self.running[event.key]
+                self.metrics.note_event(running, event)
+                running.call.put(event)
+        if self.state == "draining" and not self.calls:
+            self.on_end()
 
 
 @dataclass
 class Running:
     """A request that the engine has, for the HTTP process."""
 
-    queue: asyncio.Queue
+    call: "Call"
     added: float = field(default_factory=time.perf_counter)
     first: float | None = None  # when its first token came
 
@@ -230,12 +267,20 @@ class ClientGone(Exception):
 
 
 class Call:
-    """What one HTTP request has asked of the engine. An asynchronous iterator of (index of the prompt, Event), until
-    all have ended; ClientGone when the client leaves meanwhile, in which step the engine is told."""
+    """An HTTP request to the engine, which has a place from here on until it is closed. ApiError where none is free.
 
-    def __init__(self, client: EngineClient, asks: list[Ask], receive: Callable):
-        self.client, self.queue, self.gone = client, asyncio.Queue(), False
-        self.running = {client.add(ask, self.queue): i for i, ask in enumerate(asks)}
+    After `begin`, it is an asynchronous iterator of (index of the prompt, Event), until all have ended; ClientGone when
+    the client leaves meanwhile, in which moment the engine is told.
+    """
+
+    def __init__(self, client: EngineClient):
+        client.check_room()
+        self.client, self.queue, self.gone, self.unsent = client, asyncio.Queue(), False, 0
+        self.running, self.watcher = {}, None
+        client.calls.add(self)
+
+    def begin(self, asks: list[Ask], receive: Callable):
+        self.running = {self.client.add(ask, self): i for i, ask in enumerate(asks)}
         self.watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Callable):
@@ -251,48 +296,82 @@ class Call:
         self.running = {}
 
     def close(self):
-        self.watcher.cancel()
+        if self.watcher is not None:
+            self.watcher.cancel()
         self._cancel()
+        self.client.calls.discard(self)
+
+    def put(self, event: Event | ApiError):
+        """Hear of an event, or of an error that ends all."""
+        self.unsent += size_of(event)
+        if self.unsent > MAX_UNSENT:  # the client reads too slowly, or not at all
+            self._cancel()
+            while not self.queue.empty():
+                self.queue.get_nowait()
+            event = ApiError("the answer is not being read", 503)
+        self.queue.put_nowait(event)
 
     def __aiter__(self):
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        if not self.running and not self.gone:
+        if not self.running and not self.gone and self.queue.empty():
             raise StopAsyncIteration
         event = await self.queue.get()
         if self.gone:
             raise ClientGone
         if isinstance(event, Exception):
             raise event
+        self.unsent -= size_of(event)
         if event.reason == "error":
             print_status(f"a request failed: {event.error}")
             raise ApiError("the model could not go on with this request", 500)
+        if event.reason == "cancelled":  # by the engine
+            if self.client.state == "draining":
+                raise ApiError("the server has ended before the answer", 503, code="draining", retry_after=1)
+            retry_after = self.client.retry_after()
+            raise ApiError("the request has waited for too long", 503, code="queue_timeout", retry_after=retry_after)
         index = self.running[event.key]
         if event.reason is not None:
             del self.running[event.key]
         return index, event
 
 
+def size_of(event) -> int:
+    """Bytes that an event takes in an answer, about."""
+    if isinstance(event, Exception):
+        return 0
+    return 200 + len(event.text) + sum(100 * (1 + len(best or ())) for _, _, best, *_ in event.logprobs)
+
+
 # ---------------------------------------------------------------- the paths
 
 
-def make_app(settings: Settings, client: EngineClient) -> Starlette:
+def make_app(settings: Settings, client: EngineClient, address: str) -> Starlette:
+    """address: the one that is listened on."""
     model = ServedModel(settings.directory, settings.name, settings.length)
 
     def asking(read: Callable[[dict], Wishes], shape: Callable):
         """An endpoint that asks the engine: `read` makes wishes of the request's body, `shape` the answer's JSON."""
 
         async def endpoint(request: HttpRequest):
-            body = await read_object(request)
-            wishes = await asyncio.to_thread(read, body)  # a long text takes long to tokenize
-            return await ask(client, wishes, shape(model, wishes), request.receive)
+            client.check_room()  # the body may come slowly, so it is asked again when the body is here
+            body = await read_body(request)
+            call = Call(client)
+            try:
+                wishes = await asyncio.to_thread(lambda: read(parse_object(body)))  # a long text takes long to tokenize
+                call.begin(wishes.asks, request.receive)
+                return await answer(call, wishes, shape(model, wishes))
+            except BaseException:
+                call.close()
+                raise
 
         return endpoint
 
     def reading(work: Callable[[dict], dict]):
         async def endpoint(request: HttpRequest):
-            return answer_json(await asyncio.to_thread(work, await read_object(request)))
+            body = await read_body(request)
+            return answer_json(await asyncio.to_thread(lambda: work(parse_object(body))))
 
         return endpoint
 
@@ -303,7 +382,8 @@ def make_app(settings: Settings, client: EngineClient) -> Starlette:
         return endpoint
 
     async def health(request: HttpRequest):
-        return answer_json({"status": client.state}, 200 if client.state == "ready" else 503)
+        state = client.health()
+        return answer_json({"status": state}, 200 if state in ("ready", "overloaded") else 503)
 
     async def metrics(request: HttpRequest):
         return Response(generate_latest(client.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -326,27 +406,23 @@ def make_app(settings: Settings, client: EngineClient) -> Starlette:
         Route("/metrics", metrics),
     ]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientGone, ClientDisconnect, Exception), on_error)
-    middleware = [Middleware(ApiKey, key=settings.api_key)] if settings.api_key else []
+    key = settings.api_key
+    middleware = [Middleware(ApiKey, key=key) if key else Middleware(SameSite, local=is_local(address))]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.client = client
     return app
 
 
-async def ask(client: EngineClient, wishes: Wishes, answer, receive: Callable):
-    """The HTTP answer to wishes; an ASGI application. A stream begins when its first token is there, so that what goes
+async def answer(call: Call, wishes: Wishes, shape):
+    """The HTTP answer to a call; an ASGI application. A stream begins when its first token is there, so that what goes
     wrong before still has its status code."""
-    call = Call(client, wishes.asks, receive)
-    try:
-        if wishes.stream:
-            return EventStream(call, answer, await anext(call))
-        async for i, event in call:
-            wishes.asks[i].note(event)
-    except BaseException:
-        call.close()
-        raise
+    if wishes.stream:
+        return EventStream(call, shape, await anext(call))
+    async for i, event in call:
+        wishes.asks[i].note(event)
     call.close()
-    return answer_json(answer.whole())
+    return answer_json(shape.whole())
 
 
 class EventStream:
@@ -380,23 +456,28 @@ class EventStream:
             yield [error.body()]
 
 
-async def read_object(request: HttpRequest) -> dict:
-    """The JSON object that a request's body is."""
-    data, size = bytearray(), 0
+async def read_body(request: HttpRequest) -> bytes:
     try:
-        async for part in request.stream():
-            size += len(part)
-            data += part if size <= MAX_BODY else b""
-            if size > 10 * MAX_BODY:  # up to there the client is heard out, so that it reads the answer
-                break
+        return await asyncio.wait_for(collect_body(request), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(f"the body has not arrived within {BODY_SECONDS} s", 408, code="timeout") from None
     except asyncio.CancelledError:  # uvicorn ends and does not wait for the rest
         raise ApiError("the engine has stopped", 503) from None
+
+
+async def collect_body(request: HttpRequest) -> bytes:
+    data, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        data += part if size <= MAX_BODY else b""
+        if size > 10 * MAX_BODY:  # up to there the client is heard out, so that it reads the answer
+            break
     if size > MAX_BODY:
         raise ApiError(f"the body has more than {MAX_BODY} bytes", 413, code="request_too_large")
-    return parse_object(data)
+    return bytes(data)
 
 
-# ---------------------------------------------------------------- keys and errors
+# ---------------------------------------------------------------- who may ask; errors
 
 
 class ApiKey:
@@ -415,6 +496,40 @@ class ApiKey:
         await app(scope, receive, send)
 
 
+class SameSite:
+    """Keeps web pages of other sites from talking to a server without a key behind its user's back. An ASGI middleware.
+
+    A browser names the site of a page in Origin; it must be our own. A page whose domain has been made to point to our
+    address (DNS rebinding) is at home here, so where only this machine can reach us, Host may be no domain.
+    """
+
+    def __init__(self, app, local: bool):
+        self.app, self.local = app, local
+
+    async def __call__(self, scope, receive, send):
+        app = self.app
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        if self.local and ("." in name.rstrip(".") or ":" in name) and not is_local(name):
+            error = f"Host {host[:100]!r} is not this machine (a server with --api_key can have any name)"
+        elif origin is not None and origin.partition("://")[2].lower() != host.lower():
+            error = f"pages of {origin[:100]} may not use this server (with --api_key, those that know the key may)"
+        else:
+            error = None
+        if error:
+            app = answer_json(ApiError(error, 403, None, "forbidden").body(), 403)
+        await app(scope, receive, send)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host's name or address means the machine that asks."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost" or host.lower().endswith(".localhost")
+
+
 def answer_json(value, status: int = 200, headers: dict | None = None) -> Response:
     return Response(encode(value), status, headers, "application/json")
 
@@ -430,5 +545,9 @@ async def on_error(request: HttpRequest, error: Exception) -> Response:
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code, None, code)
     elif not isinstance(error, ApiError):
         error = ApiError("the server made a mistake", 500)
+    if error.retry_after is not None:
+        headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
+    elif error.status == 408:
+        headers = {"Connection": "close"}
     request.app.state.client.metrics.requests.labels("refused" if error.status < 500 else "error").inc()
     return answer_json(error.body(), error.status, headers)

@@ -1,7 +1,7 @@
 """The server: `python serve.py`, then OpenAI's API at http://127.0.0.1:8000.
 
-Read down: options and `main`; Job, a request with its text; `run_engine`, the loop around the engine's steps. Nothing
-of generation is here: that is engine.py.
+Read down: options and `main`; the HTTP process; Job, a request with its text; `run_engine`, the loop around the steps
+of the engine. Nothing of generation is here: that is engine.py.
 
 There are two processes, because a thread beside the engine would take its time: both need Python's lock. The first one
 runs the engine (with torchrun it is rank 0). It starts the second one, which has the sockets and knows text and JSON
@@ -14,15 +14,18 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
 
+import multiprocessing
 import os
+import socket
 import threading
 import time
 from bisect import bisect_left
+from contextlib import contextmanager
 
 from api import Event
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
 from engine import Engine, Request
-from http_server import Settings, http_process, listen
+from http_server import Settings, run_http
 from load import (
     SingleProcess,
     add_model_options,
@@ -35,7 +38,11 @@ from load import (
 )
 from tokenizer import TextStream, Tokenizer
 
+STALLED_SECONDS = 30  # a client that reads nothing of its answer for so long is disconnected
+SEND_BUFFER = 1 << 18  # bytes of an answer that the system holds for its client
 CONTEXT = 4096  # positions of a cache row where nothing else is said and the model has as many
+RANK_TIMEOUT_S = 8.0  # a rank that is silent for so long ends the server
+IDLE_S = 0.25  # between steps without a request: other ranks and the HTTP process hear that we are alive
 
 # ---------------------------------------------------------------- options and main
 
@@ -47,7 +54,12 @@ def parse_arguments(argv=None):
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all of this machine's")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any that is free")
     add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but /health")
+    seconds = number(float, "more than 0", lambda s: s > 0)
     add("--max_batch_size", type=count, default=8, help="requests that run at the same time; others wait")
+    natural = number(int, "at least 0", lambda n: n >= 0)
+    add("--max_queue", type=natural, help="requests that may wait (4 times --max_batch_size); the next gets status 429")
+    add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited for so long gets status 503")
+    add("--drain_seconds", type=seconds, default=20.0, help="time that requests have to end in after SIGTERM")
     add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
@@ -68,8 +80,13 @@ def main(ranks=None):
     if length > config.max_seq_length and not config.alibi:
         raise UserError(f"--max_seq_length {length} is more than the model's context of {config.max_seq_length}")
     if ranks.rank:
-        return load_engine(args, checkpoint, args.max_batch_size, length, ranks)[0].follow()
-    settings = Settings(checkpoint.directory, checkpoint.directory.resolve().name, length, args.api_key)
+        engine, _ = load_engine(args, checkpoint, args.max_batch_size, length, ranks)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends us, when its requests have ended
+        ranks.timeout_s = RANK_TIMEOUT_S
+        return engine.follow()
+    max_queue = 4 * args.max_batch_size if args.max_queue is None else args.max_queue
+    name = checkpoint.directory.resolve().name
+    settings = Settings(checkpoint.directory, name, length, args.max_batch_size, max_queue, args.api_key)
     with http_process(settings, listener) as connection:
         later = compiles_later(args, ranks)
         args.compile = args.compile and not later
@@ -80,8 +97,10 @@ def main(ranks=None):
         if later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]
-        print_status(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        run_engine(engine, checkpoint.tokenizer, connection)
+        ranks.timeout_s, ending = RANK_TIMEOUT_S, Ending(args.drain_seconds)
+        print_status(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        run_engine(engine, checkpoint.tokenizer, connection, ending, args.queue_seconds)
+    engine.close()
 
 
 def compiles_later(args, ranks) -> bool:
@@ -89,6 +108,49 @@ def compiles_later(args, ranks) -> bool:
     thread that made them, and not with a draft or several ranks, whose steps are more than one function."""
     on_cpu = choose_device(ranks.device(args.device)).type == "cpu"
     return args.compile and on_cpu and ranks.size == 1 and not (args.draft or args.draft_checkpoint_path)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    if not host:  # which the system takes for all addresses
+        raise UserError("--host is empty; give an address, 0.0.0.0 for all of this machine's")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Not socket.create_server: asyncio switches Nagle's algorithm off (40 ms an answer) where it sees that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_SECONDS * 1000)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, TypeError, ValueError) as error:  # the latter two where the host can be no name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port} cannot be listened on: {reason}") from None
+    return listener
+
+
+@contextmanager
+def http_process(settings: Settings, listener: socket.socket):
+    """The HTTP process while the engine runs; gives our end of the pipe to it. It ends when the pipe is closed, or by
+    itself when the engine has said that the server ends, and all requests have been answered."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_http, args=(settings, listener, theirs), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is our business, also while it starts
+    process.start()
+    signal.signal(signal.SIGINT, before)
+    theirs.close()
+    try:
+        yield ours
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        process.join(5)
+        if process.exitcode != 0:
+            raise UserError(f"the HTTP process has ended (exit code {process.exitcode})") from None
+    finally:
+        ours.close()
+        process.join(5)
+        if process.is_alive():
+            process.kill()
 
 
 # ---------------------------------------------------------------- the engine's process
@@ -131,33 +193,52 @@ class Job:
         return Event(self.key, text, self.told, request.cached_tokens, logprobs, of_prompt, reason, request.error)
 
 
-def run_engine(engine: Engine, tokenizer: Tokenizer, connection):
-    """Step the engine with what comes through the pipe, until EOFError says that the other process has gone.
+class Ending:
+    """What SIGTERM begins: no new requests, and some seconds for the others. A second SIGTERM ends at once."""
 
-    An idle engine steps once a second: other ranks get an empty plan then, so that nothing of theirs times out.
-    """
+    def __init__(self, seconds: float):
+        self.seconds, self.deadline = seconds, None
+        signal.signal(signal.SIGTERM, self._begin)
+
+    def _begin(self, *_):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.deadline = time.perf_counter() + self.seconds
+
+
+def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending, queue_seconds: float):
+    """Step the engine with what comes through the pipe, until EOFError says that the other process has gone. It goes
+    when the server ends and it has answered all requests."""
     jobs: dict[int, Job] = {}
-    connection.send(([], (0.0, 0, 0, 0)))  # ready
+    connection.send(("ready", [], (0.0, 0, 0, 0)))
     while True:
-        waited = 0.0 if engine.active else 1.0
-        while connection.poll(waited):
-            key, *wish = connection.recv()
-            waited = 0.0
-            if wish:
-                jobs[key] = Job(key, *wish, tokenizer)
-                engine.add(jobs[key].request)
-            elif key in jobs:
-                engine.cancel(jobs[key].request)
-        busy, start = engine.active, time.perf_counter()
+        receive(engine, jobs, tokenizer, connection)
+        now, deadline = time.perf_counter(), ending.deadline
+        late = [request for request in engine.waiting if now - request.times["added"] > queue_seconds]
+        for request in [job.request for job in jobs.values()] if deadline and now > deadline else late:
+            engine.cancel(request)
+        busy = engine.active
         engine.step()
-        seconds, active = time.perf_counter() - start, sum(row.request is not None for row in engine.rows)
+        seconds, active = time.perf_counter() - now, sum(row.request is not None for row in engine.rows)
         news = [job for job in jobs.values() if job.told < len(job.request.new_tokens) or job.request.finish_reason]
         events = [job.event() for job in news]
         for job in news:
             if job.request.finish_reason is not None:
                 del jobs[job.key]
-        if busy or events:
-            connection.send((events, (seconds, len(jobs) - active, active, engine.timing.prefill_tokens)))
+        numbers = (seconds * busy, len(jobs) - active, active, engine.timing.prefill_tokens)
+        connection.send(("draining" if deadline else "ready", events, numbers))
+
+
+def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connection):
+    """Give the engine what has come through the pipe; an idle engine waits for it, for a moment."""
+    waited = 0.0 if engine.active else IDLE_S
+    while connection.poll(waited):
+        key, *wish = connection.recv()
+        waited = 0.0
+        if wish:
+            jobs[key] = Job(key, *wish, tokenizer)
+            engine.add(jobs[key].request)
+        elif key in jobs:
+            engine.cancel(jobs[key].request)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ except ImportError as error:
 
 VERSION = "0.1.0"  # of the API, for /version
 BODY_SECONDS = 30  # in which a request's body has to arrive
+HEAD_BYTES = 1 << 14  # of a request; up to twice as many where they come at once
 HEAD_SECONDS = 60  # in which a connection has to send the next request's head
 SILENT_SECONDS = 8  # an engine that says nothing for so long is reported as broken
 MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
@@ -80,6 +81,7 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
         ws="none",
         server_header=False,
         timeout_keep_alive=HEAD_SECONDS,
+        h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_graceful_shutdown=2,
     )
     server = HttpServer(config)
@@ -105,8 +107,11 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes):
-        self.conn.receive_data(data)
-        self.handle_events()  # which ends the timeout when the head of a request is complete
+        for start in range(0, len(data), HEAD_BYTES):  # h11 refuses what is too long only when more is to come
+            self.conn.receive_data(data[start : start + HEAD_BYTES])
+            self.handle_events()  # which ends the timeout when the head of a request is complete
+            if self.transport.is_closing():
+                break
 
     def send_400_response(self, msg: str):
         failure = sys.exc_info()[1]  # h11's, whose hint is 431 for a head that is too long

@@ -143,7 +143,7 @@ def running(log: Path, *arguments, **options):
         server.stop()
 
 
-OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK]
+OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK, "--max_queue", 1000]
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +434,15 @@ def test_paths_and_keys(server):
     for method, path, expected in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/health/", 404)):
         status, answer = server.request(method, path)
         assert status == expected and json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+
+def test_with_a_key_any_name_will_do(server):
+    """Without one, pages of other sites and domains are refused (test_http_server.py)."""
+    lines = b"GET /v1/models HTTP/1.0", b"Host: a.example", b"Origin: https://b.example", b"Authorization: Bearer %b"
+    for key, status in ((KEY, b"200"), ("other", b"401")):
+        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+            client.sendall(b"\r\n".join([*lines, b"", b""]) % key.encode())
+            assert client.recv(100).split()[1] == status
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,355 @@
+"""The server under load, at its end, with faults, and what it lets in: real processes and sockets."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import openai
+import pytest
+from test_serve import (  # noqa: F401
+    CONTEXT,
+    KEY,
+    OPTIONS,
+    PATIENCE_S,
+    Oracle,
+    RawClient,
+    checkpoints,
+    ended,
+    greedy_text,
+    longest,
+    prompt_ids,
+    running,
+    wait_for,
+)
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+from http_server import is_local
+
+pytestmark = pytest.mark.slow
+
+LIMITS = ["--dtype", "float32", "--max_batch_size", 1, "--max_queue", 2]
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoints):  # noqa: F811
+    return Oracle(checkpoints[None])
+
+
+@pytest.fixture(scope="module")
+def small(checkpoints, tmp_path_factory):  # noqa: F811
+    """A server with one row and two places in its queue, without a key."""
+    log = tmp_path_factory.mktemp("log") / "small.txt"
+    with running(log, "--checkpoint_path", checkpoints[None], *LIMITS) as server:
+        yield server
+        assert "Traceback" not in log.read_text()
+
+
+def answer_of(client: RawClient) -> tuple[int, str]:
+    with client.socket.makefile("rb") as answer:
+        text = answer.read().decode()
+    client.socket.close()
+    return int(text.split()[1]), text
+
+
+def ask(server, prompt: list[int], new: int, **how) -> tuple[int, dict, dict]:
+    """Status, headers and JSON of a greedy completion."""
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0} | how
+    data = json.dumps(body).encode()
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}"
+        client.sendall(f"{head}\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode() + data)
+        with client.makefile("rb") as file:
+            head, _, answer = file.read().partition(b"\r\n\r\n")
+    headers = {name.decode().lower(): value.decode() for name, value in re.findall(rb"\n([^:\r\n]+): ([^\r\n]*)", head)}
+    return int(head.split()[1]), headers, json.loads(answer)
+
+
+def is_full(server):
+    return server.health() == (200, "overloaded")
+
+
+# ---------------------------------------------------------------- more than there is room for
+
+
+def test_the_queue_is_bounded(small):
+    """The next request gets 429 before anybody looks at its body, and all others go on."""
+    others = [longest(small, stream=True, prompt=[5, 6, i]) for i in range(3)]
+    wait_for(lambda: is_full(small), "full places")
+    status, headers, error = ask(small, [9], 5)
+    assert status == 429 and error["error"]["code"] == "overloaded"
+    assert "1 requests are running and 2 are waiting" in error["error"]["message"]
+    assert 1 <= int(headers["retry-after"]) <= 30 and headers["x-should-retry"] == "true"
+    assert small.request("POST", "/v1/completions", b"{no JSON")[0] == 429
+    assert small.request("POST", "/generate", {"inputs": "x"})[0] == 429
+    with small.client() as client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    assert small.request("POST", "/tokenize", {"prompt": "x"})[0] == 200
+    assert small.metric('requests_total{outcome="refused"}') >= 4
+    for other in others:
+        other.leave(reset=False)
+    wait_for(lambda: small.health() == (200, "ready"), "room")
+    assert ask(small, [9], 5)[0] == 200
+
+
+def test_a_flood(small, oracle):
+    """Every answer is 200 or 429, the accepted ones are right, and clients that come again get theirs."""
+    prompts = [prompt_ids(5 + i % 7, i) for i in range(60)]
+    with ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(lambda prompt: ask(small, prompt, 8), prompts))
+    statuses = [status for status, *_ in found]
+    assert set(statuses) == {200, 429}
+    for prompt, (status, _, answer) in zip(prompts, found):
+        assert status == 429 or answer["choices"][0]["text"] == oracle.text(prompt, 8)
+
+    async def patient():
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{small.port}/v1", api_key="x", max_retries=50
+        ) as client:
+            wishes = [
+                client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
+                for prompt in prompts[:12]
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*wishes)]
+
+    assert asyncio.run(patient()) == [oracle.text(prompt, 8) for prompt in prompts[:12]]
+
+
+def test_many_prompts_in_one_request(small, oracle):
+    """They are let in together, and then take places of others."""
+    prompts = [prompt_ids(4, i) for i in range(9)]
+    body = {"prompt": prompts, "max_tokens": 3, "temperature": 0}
+    answer = small.post("/v1/completions", body)
+    assert [choice["text"] for choice in answer["choices"]] == [oracle.text(prompt, 3) for prompt in prompts]
+
+
+def test_waiting_for_too_long(checkpoints, tmp_path, oracle):  # noqa: F811
+    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.1]
+    with running(tmp_path / "log", *arguments) as server:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(ask, server, [5, 6, 7], 1300, ignore_eos=True)
+            wait_for(lambda: server.metric("rows_active") == 1, "a request to run")
+            status, headers, error = ask(server, [9], 5)
+            assert status == 503 and error["error"]["code"] == "queue_timeout" and int(headers["retry-after"]) >= 1
+            status, _, answer = first.result()
+        assert status == 200 and answer["usage"]["completion_tokens"] == 1300
+        assert ask(server, [9], 5)[2]["choices"][0]["text"] == oracle.text([9], 5)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):  # noqa: F811
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
+        http_side = server.processes()[1]
+        with ThreadPoolExecutor(3) as pool:
+            wishes = [pool.submit(ask, server, [5, 6, 7 + i], 300, ignore_eos=True) for i in range(3)]
+            wait_for(lambda: is_full(server), "full places")
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
+            status, headers, error = ask(server, [9], 5)
+            assert status == 503 and error["error"]["code"] == "draining" and "retry-after" in headers
+            for i, wish in enumerate(wishes):
+                status, _, answer = wish.result()
+                assert status == 200 and answer["usage"]["completion_tokens"] == 300
+                assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
+        assert server.process.wait(PATIENCE_S) == 0
+        wait_for(lambda: ended(http_side), "the HTTP process to end")
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_an_end_that_waits_no_longer(checkpoints, tmp_path):  # noqa: F811
+    """A stream ends with an error event, a whole answer is 503, and the exit code is 0."""
+    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 0.2]
+    with running(tmp_path / "log", *arguments) as server:
+        stream, whole = longest(server, stream=True), longest(server, stream=False)
+        assert stream.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: server.metric("requests_waiting") == 1, "a request to wait")
+        assert server.stop() == 0
+        with stream.socket.makefile("rb") as rest:
+            assert '{"error": {"message": "the server has ended before the answer"' in rest.read().decode()
+        assert answer_of(whole)[0] == 503
+        stream.socket.close()
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs(checkpoints, tmp_path, number):  # noqa: F811
+    """Those who wait hear of it, and the server ends."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *OPTIONS, launcher=launcher) as server:
+        client = longest(server, stream=True)
+        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        workers = subprocess.run(["pgrep", "-P", str(server.process.pid), "-f", "serve.py"], capture_output=True)
+        victims = [int(pid) for pid in workers.stdout.split() if rank_of(int(pid)) == 1]
+        os.kill(victims[0], number)
+        with client.socket.makefile("rb") as rest:
+            assert '{"error": {"message": "the engine has stopped"' in rest.read().decode()
+        client.socket.close()
+        with pytest.raises(OSError):
+            wait_for(lambda: server.health()[0] == 200, "what must not be", 1)
+        if number == signal.SIGSTOP:
+            os.kill(victims[0], signal.SIGKILL)  # torchrun would do so after 30 s
+        assert server.process.wait(PATIENCE_S) != 0
+        wait_for(lambda: ended(victims[0]), "the rank to end")
+
+
+def rank_of(pid: int) -> int:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return int(re.search(rb"(?:^|\0)RANK=(\d+)", file.read()).group(1))
+
+
+# Runs serve.py with a model that gives NaN after token 13, and a tokenizer that fails for token 17.
+FAULTY = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+import model, tokenizer
+forward, decode = model.Transformer.forward, tokenizer.TextStream._decode
+
+def faulty_forward(self, tokens, input_pos, rows=None):
+    logits = forward(self, tokens, input_pos, rows)
+    logits[(tokens == 13).any(1)] = float("nan")
+    return logits
+
+def faulty_decode(self, ids, last):
+    ids = list(ids)
+    assert 17 not in ids or len(ids) > 1, "17 came"
+    return decode(self, ids, last)
+
+model.Transformer.forward, tokenizer.TextStream._decode = faulty_forward, faulty_decode
+if __name__ == "__main__":
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):  # noqa: F811
+    """NaN in the logits of one row, and an exception while one row's token is decoded."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    launcher = [sys.executable, str(tmp_path / "faulty.py")]
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *OPTIONS, launcher=launcher) as server:
+        prompts = [[i, j] for i in range(20, 60) for j in range(20, 60)]
+        spoils = next(prompt for prompt in prompts if oracle.run(prompt, 1).new_tokens == [17])
+        runs = (oracle.run(prompt, 1000) for prompt in prompts)
+        other = next(run for run in runs if not {1, 13, 17} & set(run.new_tokens)).prompt
+        with ThreadPoolExecutor() as pool:
+            beside = pool.submit(greedy_text, server, other, 1000)
+            for prompt in ([5, 13], [5, 6, 13], spoils):
+                status, _, error = ask(server, prompt, 5)
+                assert status == 500 and error["error"]["message"] == "the model could not go on with this request"
+            assert beside.result() == oracle.text(other, 1000)
+        assert server.metric("rows_active") == 0
+    lines = (tmp_path / "log").read_text()
+    assert "a request failed: the model's logits are not finite" in lines and "a request failed: 17 came" in lines
+
+
+def test_a_log_on_a_full_disk(checkpoints):  # noqa: F811
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "serve.py", "--port", port, "--checkpoint_path", checkpoints[None], *LIMITS]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([*map(str, command)], stdout=full, stderr=full)
+
+    class Server:
+        pass
+
+    server = Server()
+    server.port = port
+
+    def answers():
+        assert process.poll() is None
+        try:
+            return ask(server, [5, 6], 3, unheard_of=1)[0] == 200
+        except ConnectionRefusedError:
+            return False
+
+    try:
+        wait_for(answers, "an answer")
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            process.terminate()  # an idle server ends at once, though a connection is open
+            assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+
+
+# ---------------------------------------------------------------- who may ask, and how much
+
+
+@pytest.mark.parametrize(
+    "host, origin, status",
+    [
+        ("localhost:{port}", None, 200),
+        ("127.0.0.1:{port}", None, 200),
+        ("127.7.0.1", None, 200),
+        ("[::1]:{port}", None, 200),
+        ("a.localhost:{port}", None, 200),
+        ("LocalHost.:{port}", None, 200),
+        ("backend", None, 200),  # which is no domain, but a name that a proxy may send
+        (None, None, 200),  # HTTP/1.0
+        ("evil.example:{port}", None, 403),
+        ("localhost.evil.example", None, 403),
+        ("127.0.0.1.evil.example", None, 403),
+        ("192.168.3.4:{port}", None, 403),
+        ("[fe80::1]:{port}", None, 403),
+        ("[::1", None, 403),
+        ("localhost:{port}", "http://localhost:{port}", 200),
+        ("127.0.0.1:{port}", "http://127.0.0.1:{port}", 200),
+        ("localhost:{port}", "http://evil.example", 403),
+        ("localhost:{port}", "http://localhost:1", 403),  # another program of this machine
+        ("localhost:{port}", "null", 403),
+        ("localhost:{port}", "http://[", 403),
+        ("evil.example:{port}", "http://evil.example:{port}", 403),
+    ],
+)
+def test_pages_of_other_sites(small, host, origin, status):
+    """They can neither post nor read, not even errors."""
+    lines = [f"{name}: {value}" for name, value in (("Host", host), ("Origin", origin)) if value is not None]
+    for method, path, body in (
+        ("POST", "/v1/completions", b'{"prompt": [5], "max_tokens": 1}'),
+        ("GET", "/metrics", b""),
+    ):
+        head = "\r\n".join([f"{method} {path} HTTP/1.0", *lines, f"Content-Length: {len(body)}", "", ""])
+        with closing(socket.create_connection(("127.0.0.1", small.port), timeout=PATIENCE_S)) as client:
+            client.sendall(head.format(port=small.port).encode() + body)
+            with client.makefile("rb") as answer:
+                text = answer.read().decode()
+        assert int(text.split()[1]) == status
+        assert status == 200 or '"code": "forbidden"' in text
+        assert "access-control" not in text.lower()
+
+
+def test_names_of_this_machine():
+    assert all(
+        map(is_local, ("127.0.0.1", "127.255.1.2", "::1", "localhost", "LOCALHOST", "a.localhost", "localhost."))
+    )
+    assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")))
+
+
+@pytest.mark.parametrize(
+    "sent, status",
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: %b\r\n\r\n" % (b"x" * 100_000), 431),
+        (b"no HTTP\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),  # Host is missing
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n", 400),
+    ],
+)
+def test_errors_of_http_are_error_objects(small, sent, status):
+    with closing(socket.create_connection(("127.0.0.1", small.port), timeout=PATIENCE_S)) as client:
+        client.sendall(sent)
+        with client.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status and json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert small.health() == (200, "ready")

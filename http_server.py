@@ -145,6 +145,7 @@ class EngineClient:
         """Listen to the engine; on_end() is called when it has gone."""
         self.loop, self.on_end = asyncio.get_running_loop(), on_end
         self.loop.add_reader(self.connection.fileno(), self._read)
+        self.watcher = self.loop.create_task(self._watch())
 
     @property
     def taken(self) -> int:
@@ -153,13 +154,13 @@ class EngineClient:
 
     def health(self) -> str:
         silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
-        if self.state == "broken" or (self.state != "starting" and silent):
+        if silent and self.state != "starting":
             return "broken"
         return "overloaded" if self.state == "ready" and self.taken >= self.places else self.state
 
     def check_room(self):
         """Raise ApiError where no request can be taken now."""
-        if self.state == "broken":
+        if self.health() == "broken":
             raise ApiError("the engine has stopped", 503)
         if self.state == "draining":
             raise ApiError("the server is ending", 503, code="draining", retry_after=1)
@@ -188,16 +189,17 @@ class EngineClient:
             self.writer.submit(self.connection.send, (key,))
 
     def _read(self):
+        before = self.state
         try:
             self.state, events, numbers = self.connection.recv()
         except (EOFError, OSError):
             self.state = "broken"
             self.loop.remove_reader(self.connection.fileno())
-            for call in self.calls:
-                call.put(ApiError("the engine has stopped", 503))
+            self._fail_calls()
             return self.on_end()
         self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, numbers[0])
-        self.metrics.note_step(*numbers)
+        if before != "starting":  # the first message tells the time of warming up
+            self.metrics.note_step(*numbers)
         for event in events:
             if running := self.running.get(event.key):
                 if event.reason is not None:
@@ -207,6 +209,16 @@ class EngineClient:
                 running.call.put(event)
         if self.state == "draining" and not self.calls:
             self.on_end()
+
+    async def _watch(self):
+        while True:
+            await asyncio.sleep(1)
+            if self.health() == "broken":  # it may hang in a step for ever, or go on later
+                self._fail_calls()
+
+    def _fail_calls(self):
+        for call in self.calls:
+            call.put(ApiError("the engine has stopped", 503))
 
 
 @dataclass

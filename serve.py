@@ -92,12 +92,15 @@ def main(ranks=None):
         args.compile = args.compile and not later
         engine, _ = load_engine(args, checkpoint, args.max_batch_size, length, ranks)
         engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
+        before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(args, engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
+        slowest = time.perf_counter() - before  # no step of real requests should take much longer
         if later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]
         ranks.timeout_s, ending = RANK_TIMEOUT_S, Ending(args.drain_seconds)
+        connection.send(("ready", [], (slowest, 0, 0, 0)))
         print_status(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         run_engine(engine, checkpoint.tokenizer, connection, ending, args.queue_seconds)
     engine.close()
@@ -209,7 +212,6 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
     """Step the engine with what comes through the pipe, until EOFError says that the other process has gone. It goes
     when the server ends and it has answered all requests."""
     jobs: dict[int, Job] = {}
-    connection.send(("ready", [], (0.0, 0, 0, 0)))
     while True:
         receive(engine, jobs, tokenizer, connection)
         now, deadline = time.perf_counter(), ending.deadline

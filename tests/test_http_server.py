@@ -203,6 +203,27 @@ def test_a_rank_that_dies_or_hangs(checkpoints, tmp_path, number):  # noqa: F811
         wait_for(lambda: ended(victims[0]), "the rank to end")
 
 
+@pytest.mark.full
+def test_an_engine_that_hangs(checkpoints, tmp_path, oracle):  # noqa: F811
+    """Those who wait hear of it; when the engine goes on, so does the server."""
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
+        stream, whole = longest(server, stream=True), longest(server, stream=False)
+        assert stream.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: server.health() == (503, "broken"), "the health to be bad", 10)
+        for client in (stream, whole):
+            text = b""
+            while b'"the engine has stopped"' not in text:
+                assert (new := client.socket.recv(1 << 16))
+                text += new
+            client.socket.close()
+        assert ask(server, [9], 5)[0] == 503
+        server.process.send_signal(signal.SIGCONT)
+        wait_for(server.idle, "all rows to be free")
+        assert server.health() == (200, "ready")
+        assert ask(server, [9], 5)[2]["choices"][0]["text"] == oracle.text([9], 5)
+
+
 def rank_of(pid: int) -> int:
     with open(f"/proc/{pid}/environ", "rb") as file:
         return int(re.search(rb"(?:^|\0)RANK=(\d+)", file.read()).group(1))

@@ -80,7 +80,7 @@ def is_full(server):
 
 def test_the_queue_is_bounded(small):
     """The next request gets 429 before anybody looks at its body, and all others go on."""
-    others = [longest(small, stream=True, prompt=[5, 6, i]) for i in range(3)]
+    others = longest(small, stream=True, prompt=[[5, 6, 2 + i] for i in range(100)])  # which take a minute
     wait_for(lambda: is_full(small), "full places")
     status, headers, error = ask(small, [9], 5)
     assert status == 429 and error["error"]["code"] == "overloaded"
@@ -92,8 +92,7 @@ def test_the_queue_is_bounded(small):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert small.request("POST", "/tokenize", {"prompt": "x"})[0] == 200
     assert small.metric('requests_total{outcome="refused"}') >= 4
-    for other in others:
-        other.leave(reset=False)
+    others.leave(reset=False)
     wait_for(lambda: small.health() == (200, "ready"), "room")
     assert ask(small, [9], 5)[0] == 200
 

@@ -148,7 +148,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle): 
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
         http_side = server.processes()[1]
         with ThreadPoolExecutor(3) as pool:
-            wishes = [pool.submit(ask, server, [5, 6, 7 + i], 300, ignore_eos=True) for i in range(3)]
+            wishes = [pool.submit(ask, server, [5, 6, 7 + i], 1300, ignore_eos=True) for i in range(3)]
             wait_for(lambda: is_full(server), "full places")
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
@@ -156,7 +156,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle): 
             assert status == 503 and error["error"]["code"] == "draining" and "retry-after" in headers
             for i, wish in enumerate(wishes):
                 status, _, answer = wish.result()
-                assert status == 200 and answer["usage"]["completion_tokens"] == 300
+                assert status == 200 and answer["usage"]["completion_tokens"] == 1300
                 assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
         assert server.process.wait(PATIENCE_S) == 0
         wait_for(lambda: ended(http_side), "the HTTP process to end")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds and ratios, timing, generate.py as a process, the table and the JSON file.
+"""What the benchmarks share: rounds and ratios, timing, generate.py and servers as processes, a table, the JSON file.
 
 Absolute times vary on a machine that does other work, too. So the contestants take turns: every contestant runs once in
 a round, and each round begins with another contestant. Two contestants are compared by the ratio within each round, of
@@ -13,10 +13,13 @@ import json
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +40,7 @@ BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperat
 FORMATS = ("bf16", "int8", "int4")
 RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
 SAMPLES = 4  # --num_samples in each run of generate.py
+START_S = 120.0  # within which a server must have started
 
 # ---------------------------------------------------------------- turns and ratios
 
@@ -154,6 +158,65 @@ def quantized(source: str | None, format: str) -> Path:
     return out
 
 
+# ---------------------------------------------------------------- servers
+
+
+@contextmanager
+def server(command: list, log: Path, port: int):
+    """A server on a port of this machine, until the end of the block."""
+    with log.open("w") as file:
+        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + START_S
+        while not healthy(port):
+            if process.poll() is not None or time.monotonic() > end:
+                line = (log.read_text(errors="replace").strip() or "nothing printed").splitlines()[-1]
+                raise UserError(f"{Path(command[0]).name} did not start: {line}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@contextmanager
+def both_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
+    """Our server and, if it was named, llama-server, each with rows for `streams` requests of `length` tokens, until
+    the end of the block: our port, our process id, and llama-server's port or None."""
+    if (args.llama_server is None) != (args.gguf is None):
+        raise UserError("--llama_server and --gguf belong together")
+    logs = out.with_suffix(".log"), out.with_suffix(".llama.log")
+    with ExitStack() as servers:
+        port, their_port = free_port(), None
+        command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", directory]
+        command += ["--max_batch_size", streams, "--max_seq_length", length, *options]
+        pid = servers.enter_context(server(command, logs[0], port))
+        if args.llama_server is not None:
+            their_port = free_port()
+            command = [args.llama_server.resolve(), "-m", args.gguf, "--port", their_port, "-np", streams]
+            command += ["-c", streams * length, "-t", os.cpu_count(), *args.llama_options.split()]
+            servers.enter_context(server(command, logs[1], their_port))
+        yield port, pid, their_port
+    for log in logs:
+        log.unlink(missing_ok=True)
+
+
 # ---------------------------------------------------------------- options, the table and the JSON file
 
 count = number(int, "at least 1", lambda n: n >= 1)
@@ -167,6 +230,13 @@ def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     for option, default in counts.items():
         parser.add_argument(option, type=count, default=default, help=f"default: {default}")
     return parser
+
+
+def add_server_options(parser: ArgumentParser):
+    parser.add_argument("--format", choices=FORMATS, default="int4", help="format of the weights")
+    parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
+    parser.add_argument("--gguf", type=Path, help="the model for llama-server")
+    parser.add_argument("--llama_options", default="", help="further options of llama-server")
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):

@@ -2,8 +2,8 @@
 
 `python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which are then
 measured alternately with prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored,
-streamed. The client is this process, on the same cores. Read down: Stream (a request), the servers, what is measured,
-the report.
+streamed. The client is this process, on the same cores. Read down: Stream (a request), the server's counters, what is
+measured, the report.
 
   throughput    of one stream and of eight: new tokens of all streams / time from the first request to the last token
   step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server (from /metrics)
@@ -19,22 +19,31 @@ import json
 import os
 import random
 import re
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from measure import DECODE, ROOT, column, make_parser, medians, quantized, ratio, run_generate, save, take_turns
+from measure import (
+    DECODE,
+    ROOT,
+    add_server_options,
+    both_servers,
+    column,
+    make_parser,
+    medians,
+    quantized,
+    ratio,
+    run_generate,
+    save,
+    take_turns,
+)
 
 from checkpoint import read_config
 from cli import UserError, run_command
 
-STREAMS, START_S, ANSWER_S = 8, 120.0, 600.0
+STREAMS, ANSWER_S = 8, 600.0
 
 # ---------------------------------------------------------------- the client
 
@@ -95,41 +104,7 @@ def run_streams(port: int, streams: list[Stream], delay: float = 0.0) -> list[St
     return streams
 
 
-# ---------------------------------------------------------------- the servers
-
-
-@contextmanager
-def server(command: list, log: Path, port: int):
-    """A server on a port of this machine, until the end of the block."""
-    with log.open("w") as file:
-        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + START_S
-        while not healthy(port):
-            if process.poll() is not None or time.monotonic() > end:
-                line = (log.read_text(errors="replace").strip() or "nothing printed").splitlines()[-1]
-                raise UserError(f"{Path(command[0]).name} did not start: {line}")
-            time.sleep(0.1)
-        yield process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+# ---------------------------------------------------------------- the server's counters
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -246,39 +221,14 @@ def main():
     counts = {"--rounds": 5, "--prompt_tokens": 64, "--new_tokens": 128}  # of each stream
     counts |= {"--long_prompt": 2000, "--history": 1000, "--prefill_chunk": 128}
     parser = make_parser(__doc__, counts)
-    parser.add_argument("--format", choices=("bf16", "int8", "int4"), default="int4", help="format of the weights")
-    parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
-    parser.add_argument("--gguf", type=Path, help="the model for llama-server")
-    parser.add_argument("--llama_options", default="", help="further options of llama-server")
+    add_server_options(parser)
     args = parser.parse_args()
-    if (args.llama_server is None) != (args.gguf is None):
-        raise UserError("--llama_server and --gguf belong together")
     directory, out = quantized(args.checkpoint_path, args.format), args.out
     out = out or ROOT / "benchmarks" / "results" / "serving.json"
     length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
-    with ExitStack() as servers:
-        port, logs = free_port(), out.with_suffix("")
-        mine = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", directory]
-        mine += ["--max_batch_size", STREAMS, "--max_seq_length", length, "--prefill_chunk", args.prefill_chunk]
-        pid, theirs = servers.enter_context(server(mine, Path(f"{logs}.log"), port)), None
-        if args.llama_server is not None:
-            theirs = free_port()
-            command = [
-                args.llama_server.resolve(),
-                "-m",
-                args.gguf,
-                "--port",
-                theirs,
-                "-np",
-                STREAMS,
-                "-c",
-                STREAMS * length,
-            ]
-            command += ["-t", os.cpu_count(), *args.llama_options.split()]
-            servers.enter_context(server(command, Path(f"{logs}.llama.log"), theirs))
+    chunk = ["--prefill_chunk", args.prefill_chunk]
+    with both_servers(args, directory, out, STREAMS, length, chunk) as (port, pid, theirs):
         found = measure(args, directory, port, pid, theirs)
-    for log in (f"{logs}.log", f"{logs}.llama.log"):
-        Path(log).unlink(missing_ok=True)
     shape = {"format": args.format, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
     shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
     save("serving", shape | {"streams": STREAMS} | report(found), out)

@@ -6,6 +6,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from statistics import median
 
 import pytest
@@ -26,6 +29,8 @@ from load import load_model
 from speculative import LookupDraft
 
 pytestmark = pytest.mark.slow
+# Not importorskip: locust replaces the sockets, threads and locks of the process that imports it.
+needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="requirements-bench.txt is not installed")
 
 # A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
 LLAMA_BENCH = """#!{python}
@@ -234,19 +239,112 @@ os.execv(sys.executable, [sys.executable, "{serve}", "--port", options["--port"]
 """
 
 
-@pytest.mark.slow
-def test_serving(python, tmp_path, checkpoints):  # noqa: F811
+def llama_server(tmp_path, checkpoint):
+    """The path of the stand-in, which serves a checkpoint."""
     program = tmp_path / "llama-server"
-    program.write_text(LLAMA_SERVER.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoints[None]))
+    program.write_text(LLAMA_SERVER.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoint))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+def test_serving(python, tmp_path, checkpoints):  # noqa: F811
     sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
-    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1, "--llama_server", program]
+    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1]
+    others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
     result, done = run_benchmark(python, "serving.py", tmp_path / "out.json", *sizes, *others, "--gguf", "tiny.gguf")
     names = {"fastpath 1", "fastpath 8", "llama-server 1", "llama-server 8"}
     assert result["servers"].keys() == names and len(result["ratios"]) == 12
     assert all(server["tokens_per_s"] > 0 for server in result["servers"].values())
     assert result["second_turn"]["reused_s"] > 0 and result["short_beside_long"]["chunk_s"] > 0
     assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
+
+
+@needs_locust
+def test_the_load_test(python, tmp_path, checkpoints):  # noqa: F811
+    """A server has 8 rows, and 4 requests for each may wait. So of 60 users 20 are always refused."""
+    sizes = ["--users", 2, 60, "--seconds", 4, "--prompt_words", 2, "--new_tokens", 3, "--max_seq_length", 400]
+    others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--gguf", "tiny.gguf"]
+    others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
+    result, done = run_benchmark(python, "ramp.py", tmp_path / "out.json", *sizes, *others)
+    assert result["servers"].keys() == result["overload"].keys() == {"fastpath", "llama-server"}
+    for name, (few, many) in result["servers"].items():
+        assert (few["users"], many["users"]) == (2, 60) and few["failures"] == many["failures"] == 0, done.stderr
+        assert few["refusals"] == 0 < many["refusals"] and few["refusal_p99_s"] is None
+        assert many["refused_share"] == many["refusals"] / (many["refusals"] + many["answers"])
+        assert many["refusal_p99_s"] > 0 and result["overload"][name]["refuses_from"] == 60
+        for row in (few, many):
+            assert 4 * row["answers_per_s"] == row["answers"] > 0
+            assert 2 <= row["tokens_per_s"] / row["answers_per_s"] <= 30  # tokens of each
+            assert 0 < row["first_token_p50_s"] <= row["first_token_p95_s"]
+            assert 0 < row["later_token_p50_s"] <= row["later_token_p95_s"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json", "out.png"]
+
+
+class SometimesRefuses(BaseHTTPRequestHandler):
+    """A server that refuses every third request, and remembers what all asked for."""
+
+    def log_message(self, *_):
+        """Nothing."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        refuses, status, headers = len(self.server.asked) % 3 == 0, 200, {}
+        data = json.dumps({"generated_text": "a"})
+        if refuses:
+            status, headers, data = 429, {"Retry-After": "1"}, json.dumps({"error": {}})
+            self.server.refused += 1
+        elif "stream" in body:
+            events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
+            data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data.encode())
+
+
+def locust(port, *arguments):
+    """Run the users of locustfile.py for 3 seconds; (method, name) -> what locust counted."""
+    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "locustfile.py", *arguments]
+    command += ["--host", f"http://127.0.0.1:{port}", "--headless", "-u", 4, "-r", 4, "-t", 3, "-s", 9, "--json"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
+
+
+@needs_locust
+def test_refusals_are_no_failures():
+    with ThreadingHTTPServer(("127.0.0.1", 0), SometimesRefuses) as server:
+        server.asked, server.refused = [], 0
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            rows = locust(server.server_port)
+        finally:
+            server.shutdown()
+    counts = {name: row["num_requests"] for (_, name), row in rows.items()}
+    paths = [path for path, _ in server.asked]
+    assert all(row["num_failures"] == 0 for row in rows.values())
+    assert counts["refused"] == server.refused
+    assert counts["/generate"] + counts["/v1/completions"] == len(paths) - server.refused
+    assert counts["time to first token"] == counts["time per later token"] == counts["/v1/completions"]
+    assert server.refused <= 4 * 4  # each of 4 users can be refused once a second
+    bodies = {path: [body for asked, body in server.asked if asked == path] for path in set(paths)}
+    assert {len(body["parameters"]) for body in bodies["/generate"]} == {2, 4}  # greedy, and with top-p
+    assert {body["parameters"]["max_new_tokens"] for body in bodies["/generate"]} == {20}
+    lengths = [body["max_tokens"] for body in bodies["/v1/completions"]]
+    assert min(lengths) >= 2 and max(lengths) <= 200 and len(set(lengths)) > 3
+
+
+@needs_locust
+def test_the_users_of_the_story(tmp_path, checkpoints):  # noqa: F811
+    """They get all of their answers from our server."""
+    port = measure.free_port()
+    command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", checkpoints[None]]
+    with measure.server(command, tmp_path / "log", port):
+        [row] = locust(port, "StoryUser").values()
+    assert row["name"] == "/generate" and row["num_requests"] > 0 and row["num_failures"] == 0
 
 
 def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):

@@ -1,0 +1,170 @@
+"""The load test: more and more users, well beyond what the server can do, and what each of them gets.
+
+`python benchmarks/ramp.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers with 8 rows. For each
+number of users, both are measured in turns: that many of locustfile.py's LongTailUser send one request after another.
+The same seed gives both servers the same sequence of requests. After a warm-up, what ends within --seconds is counted:
+
+  throughput         new tokens per second, and answers per second
+  first token        from the request to its first token, 50th and 95th percentile
+  later token        the time per later token of an answer, 50th and 95th percentile
+  refusals           their share of all responses, and the time within which 99 % of them came
+  failures           responses that were neither; an overloaded server should have none
+
+The JSON file also says from how many users on a server is overloaded: where it begins to refuse requests, and where its
+median time to the first token is more than twice the longest that it has with at most one user per row.
+"""
+
+import math
+import random
+import time
+from pathlib import Path
+
+import locust.env  # before all others: it replaces blocking sockets and sleeps by cooperative ones
+from charts import BLUE, GREY
+from locustfile import FIRST_TOKEN, LATER_TOKEN, NEW_TOKENS, REFUSED, LongTailUser
+from matplotlib.figure import Figure
+from measure import ROOT, add_server_options, both_servers, count, make_parser, print_table, quantized, save
+
+from checkpoint import read_json
+from cli import print_status, run_command
+
+ROWS, USERS = 8, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
+WARM_UP, PATIENCE_S = 0.5, 300.0  # a share of --seconds; the longest that the end of a step waits for answers
+COLUMNS = {"server": "", "users": "", "tokens_per_s": ".0f", "answers_per_s": ".1f", "first_token_p50_s": ".3f"}
+COLUMNS |= {"first_token_p95_s": ".3f", "later_token_p50_s": ".4f", "later_token_p95_s": ".4f"}
+COLUMNS |= {"refused_share": ".1%", "refusal_p99_s": ".4f", "failures": ""}
+
+# ---------------------------------------------------------------- one number of users
+
+
+def run_users(port: int, users: int, seconds: float) -> list[dict]:
+    """The responses that came while this many users were sending requests, without those of the warm-up."""
+    environment = locust.env.Environment(user_classes=[LongTailUser], stop_timeout=PATIENCE_S)
+    LongTailUser.host = f"http://127.0.0.1:{port}"
+    responses, counted = [], False
+
+    def note(request_type, name, response_time, exception, context=None, **others):
+        if counted and request_type == "POST":
+            kind = "failure" if exception else "refusal" if name == REFUSED else "answer"
+            responses.append({"kind": kind, "seconds": response_time / 1e3} | (context or {}))
+
+    environment.events.request.add_listener(note)
+    runner = environment.create_local_runner()
+    random.seed(f"{users} users for {seconds} s")
+    runner.spawn_users({LongTailUser.__name__: users})
+    time.sleep(WARM_UP * seconds)
+    counted = True
+    time.sleep(seconds)
+    counted = False
+    runner.quit()  # each user's last request is answered first, so that the next server has the machine for itself
+    return responses
+
+
+def percentile(values: list[float], percent: int) -> float | None:
+    """The smallest of the values that so many percent of them do not exceed. None if there are none."""
+    return sorted(values)[math.ceil(percent * len(values) / 100) - 1] if values else None
+
+
+def summary(responses: list[dict], users: int, seconds: float) -> dict:
+    answers = [one for one in responses if one["kind"] == "answer"]
+    refusals = [one["seconds"] for one in responses if one["kind"] == "refusal"]
+    row = {"users": users, "answers": len(answers), "refusals": len(refusals)}
+    row["failures"] = len(responses) - len(answers) - len(refusals)
+    row["tokens_per_s"] = sum(one[NEW_TOKENS] for one in answers) / seconds
+    row["answers_per_s"] = len(answers) / seconds
+    for key, name in (("first_token", FIRST_TOKEN), ("later_token", LATER_TOKEN)):
+        for percent in (50, 95):
+            row[f"{key}_p{percent}_s"] = percentile([one[name] for one in answers], percent)
+    row["refused_share"] = len(refusals) / max(1, len(responses))
+    return row | {"refusal_p99_s": percentile(refusals, 99)}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def ramp(ports: dict[str, int], numbers: list[int], seconds: float) -> dict[str, list[dict]]:
+    """server -> what was measured for each number of users. The servers take turns, and which one begins alternates."""
+    found = {name: [] for name in ports}
+    for name, port in ports.items():
+        print_status(f"warming up {name}")
+        run_users(port, ROWS, seconds / 4)
+    for i, users in enumerate(numbers):
+        for name in list(ports)[:: 1 if i % 2 == 0 else -1]:
+            print_status(f"{name}: {users} users")
+            found[name].append(summary(run_users(ports[name], users, seconds), users, seconds))
+    return found
+
+
+def overload(rows: list[dict]) -> dict:
+    """The numbers of users from which on a server refuses requests, and the first tokens come late; None if never."""
+    medians = {row["users"]: row["first_token_p50_s"] for row in rows if row["first_token_p50_s"] is not None}
+    plateau = max((median for users, median in medians.items() if users <= ROWS), default=float("inf"))
+    return {
+        "refuses_from": next((row["users"] for row in rows if row["refusals"]), None),
+        "first_token_late_from": next((users for users, median in medians.items() if median > 2 * plateau), None),
+    }
+
+
+# ---------------------------------------------------------------- the picture
+
+
+def draw_panel(axes, result: dict, title: str, solid: str, dashed: str | None, factor: float):
+    """Lines of all servers against the number of users. A ring marks from where first tokens come late."""
+    for name, rows in result["servers"].items():
+        colour, users = BLUE if name == "fastpath" else GREY, [row["users"] for row in rows]
+        marks = result["overload"][name]
+        for key, style in ((solid, "-"), (dashed, "--")):
+            if key:
+                values = [float("nan") if row[key] is None else factor * row[key] for row in rows]
+                axes.plot(users, values, f"o{style}", color=colour, markersize=3, label=name if style == "-" else None)
+        if solid == "first_token_p50_s" and (late := marks["first_token_late_from"]):
+            axes.plot(late, rows[users.index(late)][solid], "o", markersize=9, color=colour, fillstyle="none")
+        if refuses := marks["refuses_from"]:
+            axes.axvline(refuses, color=colour, linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(users, [str(n) for n in users], fontsize=8)
+    axes.minorticks_off()
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(result: dict, path: Path):
+    figure = Figure(figsize=(9, 6), dpi=200, layout="constrained", facecolor="white")
+    machine = f"{result['machine']['cpu']}, threads: {result['machine']['threads']}"
+    figure.suptitle(f"{result['model']}, {ROWS} rows\n{machine}, {result['date']}", fontsize=11)
+    tokens, first, later, refused = figure.subplots(2, 2).flat
+    draw_panel(tokens, result, "throughput, new tokens/s", "tokens_per_s", None, 1)
+    draw_panel(first, result, "time to first token, s", "first_token_p50_s", "first_token_p95_s", 1)
+    draw_panel(later, result, "time per later token, ms", "later_token_p50_s", "later_token_p95_s", 1e3)
+    draw_panel(refused, result, "refused, % of the responses", "refused_share", None, 100)
+    for axes, top in ((tokens, None), (later, None), (refused, 100)):
+        axes.set_ylim(0, top)
+    first.set_yscale("log")
+    first.yaxis.set_major_formatter("{x:g}")
+    tokens.legend(frameon=False, fontsize=9)
+    note = "users, each sending one request after another; solid: median or total, dashed: 95th percentile\nring: the "
+    note += "median is more than twice that with a row for every user; dotted: requests are refused from here on"
+    figure.supxlabel(note, fontsize=8, color="0.35")
+    figure.savefig(path, format="png")
+
+
+def main():
+    parser = make_parser(__doc__, {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048})
+    parser.add_argument("--users", type=count, nargs="+", default=USERS, help=f"default: {USERS}")
+    add_server_options(parser)
+    args = parser.parse_args()
+    LongTailUser.prompt_words, LongTailUser.new_tokens = args.prompt_words, args.new_tokens
+    directory, out = quantized(args.checkpoint_path, args.format), args.out or ROOT / "benchmarks/results/ramp.json"
+    picture = out.with_suffix(".png") if args.out else ROOT / "docs/ramp.png"
+    with both_servers(args, directory, out, ROWS, args.max_seq_length) as (port, _, their_port):
+        ports = {"fastpath": port} | ({"llama-server": their_port} if their_port else {})
+        servers = ramp(ports, sorted(args.users), args.seconds)
+    print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
+    shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
+    found = {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
+    save("ramp", {"model": directory.name, "rows": ROWS} | shape | found, out)
+    draw(read_json(out), picture)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -173,7 +173,7 @@ class EngineClient:
         """Seconds after which half of the requests that wait now will have a row, as fast as they ended lately."""
         if len(self.finished) < 2:
             return 1
-        interval = (time.monotonic() - self.finished[0]) / len(self.finished)
+        interval = (self.finished[-1] - self.finished[0]) / (len(self.finished) - 1)
         return min(30, max(1, math.ceil(interval * (self.taken - self.rows) / 2)))
 
     def add(self, ask: Ask, call: "Call") -> int:

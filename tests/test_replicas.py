@@ -3,6 +3,7 @@
 Needs nginx (Debian's package nginx-light). It runs as a process of its own, in a temporary folder.
 """
 
+import http.client
 import os
 import re
 import shutil
@@ -117,6 +118,7 @@ def replicas(checkpoints, tmp_path_factory):  # noqa: F811
 
         def start(i: int, port: int = 0) -> Server:
             arguments = ["--checkpoint_path", checkpoints[None], "--api_key", KEY, *OPTIONS, "--port", port]
+            arguments += ["--drain_seconds", PATIENCE_S]
             return stack.enter_context(running(folder / f"replica{i}.txt", *arguments))
 
         servers = [start(i) for i in range(2)]
@@ -149,6 +151,7 @@ def stop(server: Server, how: str):
     pids = server.processes()
     if how == "SIGTERM":
         server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGCONT)
     for pid in {"SIGTERM": [], "the engine is killed": pids[:1], "all is killed": pids[::-1]}[how]:
         os.kill(pid, signal.SIGKILL)
     server.process.wait(PATIENCE_S)
@@ -171,21 +174,55 @@ def test_clients_lose_nothing_when_a_replica_goes(replicas, answers, how):
             return {name: pool.submit(ask, client, name, stream=i % 2 == 0) for i, name in enumerate(own)}
 
         begun = doomed.metric("time_to_first_token_seconds_count")
-        running = submit([*chosen[0][:ROWS], *chosen[1][:ROWS]])
+        asked = submit([*chosen[0][:ROWS], *chosen[1][:ROWS]])
         wait_for(lambda: doomed.metric("time_to_first_token_seconds_count") == begun + ROWS, "the first tokens")
-        running |= submit([*chosen[0][ROWS:], *chosen[1][ROWS:]])
-        wait_for(lambda: doomed.metric("requests_waiting") == ROWS, "requests that wait")
+        doomed.process.send_signal(signal.SIGSTOP)  # so that no answer is complete before the end
+        asked |= submit([*chosen[0][ROWS:], *chosen[1][ROWS:]])
+        wait_for(lambda: doomed.metric("requests_unfinished") == 2 * ROWS, "requests that wait")
         stop(doomed, how)
-        for name, answer in running.items():
+        for name, answer in asked.items():
             assert answer.result() == answers(name), name
-        tried = replicas.attempts()[seen:]
-        if how != "SIGTERM":  # which lets running requests end
-            broken = chosen[0][:ROWS:2]
-            assert all(sum(name == tries[0] for tries in tried) == 2 for name in broken), "streams were repeated"
-            repeated = [name for name, *ports in tried if len(ports) == 2]
-            assert set(repeated) >= set(chosen[0][1:ROWS:2]), "nginx repeated what was not streamed"
+        check_attempts(replicas.attempts()[seen:], chosen[0], how)
         replicas.restart(0)
         wait_for(lambda: replicas.homes(client, names) == homes, "the conversations to return")
+
+
+def check_attempts(attempts: list[tuple], names: list[str], how: str):
+    """Who repeated the requests to the replica that has gone; names: those that ran, then those that waited."""
+    for i, name in enumerate(names):
+        ports = [tries for conversation, *tries in attempts if conversation == name]
+        if how == "SIGTERM":
+            assert [len(tries) for tries in ports] == [1], "the replica has ended what it had begun"
+        elif i < ROWS and i % 2 == 0:
+            assert len(ports) > 1, "the client repeated the stream"
+        else:
+            assert len(ports[0]) == 2, "nginx repeated what had no answer yet"
+
+
+def ready(server: Server) -> bool:
+    try:
+        return server.health()[0] == 200
+    except OSError:  # it has ended
+        return False
+
+
+def test_a_draining_replica_gets_nothing_new(replicas, answers):
+    """Its new requests go to the other one, while those that it has end."""
+    doomed, other = replicas.servers
+    with replicas.client() as client, ThreadPoolExecutor(1) as pool:
+        homes = replicas.homes(client, [f"number {i}" for i in range(40)])
+        first, second = [name for name in homes if homes[name] == doomed.port][:2]
+        seen, begun = len(replicas.attempts()), doomed.metric("time_to_first_token_seconds_count")
+        running = pool.submit(ask, client, first, stream=True)
+        wait_for(lambda: doomed.metric("time_to_first_token_seconds_count") > begun, "the first token")
+        doomed.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not ready(doomed), "the replica to drain")
+        assert ask(client, second, stream=False) == answers(second) and running.result() == answers(first)
+        wait_for(lambda: len(replicas.attempts()) == seen + 2, "nginx's log")
+        assert sorted(replicas.attempts()[seen:]) == sorted([(first, doomed.port), (second, doomed.port, other.port)])
+        doomed.process.wait(PATIENCE_S)
+        replicas.restart(0)
+        wait_for(lambda: replicas.homes(client, list(homes)) == homes, "the conversations to return")
 
 
 def test_a_stream_that_breaks_off_is_an_error(replicas):
@@ -245,3 +282,21 @@ def test_a_client_that_leaves_frees_its_row(replicas, stream):
                 client.with_options(timeout=0.2, max_retries=0).completions.create(**request)
     wait_for(lambda: cancelled(replicas) == before + 1, "the request to be cancelled")
     wait_for(lambda: all(server.idle() for server in replicas.servers), "all rows to be free")
+
+
+def test_foreign_pages_are_refused_through_nginx(checkpoints, tmp_path):  # noqa: F811
+    """As they are without nginx: a server without a key still sees which site a request comes from."""
+    arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS]
+    with running(tmp_path / "log", *arguments) as server, nginx(tmp_path, [server.port, server.port]) as port:
+        own = f"localhost:{port}"
+        for host, origin, expected in (
+            (own, None, 200),
+            (own, f"http://{own}", 200),
+            (own, "https://foreign.example", 403),
+            ("foreign.example", None, 403),
+            ("foreign.example", "http://foreign.example", 403),
+        ):
+            headers = {"Host": host} | ({"Origin": origin} if origin else {})
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+                connection.request("GET", "/v1/models", headers=headers)
+                assert connection.getresponse().status == expected, headers

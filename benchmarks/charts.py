@@ -3,15 +3,14 @@
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
 
-import argparse
 import re
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from measure import DECODE, RATES
+from measure import DECODE, PREFILL
 
 from checkpoint import read_json
-from cli import run_command
+from cli import ArgumentParser, run_command
 
 BLUE, GREY = "#0072B2", "#999999"  # from Okabe and Ito's palette, which colour-blind readers can tell apart
 
@@ -28,19 +27,16 @@ def width_order(row: dict) -> int:
 
 def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
     """Draw one panel: a bar and a label for each row and, if a bandwidth is given, our rooflines as dashed lines."""
-    values, labels = [row[rate] for row in rows], []
-    for row in rows:
-        gain = row.get(rate.replace("tokens_per_s", "over_before"))
-        labels.append(f"{row[rate]:.{1 if row[rate] < 100 else 0}f}" + (f"  {gain:.2f}x" if gain else ""))
-    colours = [GREY if row["name"].startswith(("transformers", "llama.cpp")) else BLUE for row in rows]
-    bars = axes.barh([plain_name(row) for row in rows], values, color=colours, height=0.65)
-    axes.bar_label(bars, labels, padding=4, fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
-    bounds = [0.0]
     for y, row in enumerate(rows):
+        colour = GREY if row["name"].startswith(("transformers", "llama.cpp")) else BLUE
+        bar = axes.barh(plain_name(row), row[rate], color=colour, height=0.65)
+        gain = row.get(rate.replace("tokens_per_s", "over_before"))
+        label = f"{row[rate]:.{1 if row[rate] < 100 else 0}f}" + (f"  {gain:.2f}x" if gain else "")
+        axes.bar_label(bar, [label], padding=4, fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
         if bandwidth and "weight_bytes_per_token" in row:
-            bounds.append(bandwidth / row["weight_bytes_per_token"])
-            axes.plot([bounds[-1]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1.5, linestyle=(0, (2, 1)))
-    axes.set_xlim(0, 1.45 * max(values + bounds))  # room for the labels
+            bound = [bandwidth / row["weight_bytes_per_token"]] * 2
+            axes.plot(bound, [y - 0.42, y + 0.42], color="black", linewidth=1.5, linestyle=(0, (2, 1)))
+    axes.set_xlim(0, 1.38 * axes.get_xlim()[1])  # room for the labels
     axes.set_xticks([])  # the labels give the numbers
     axes.tick_params(length=0, labelsize=10)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
@@ -59,17 +55,18 @@ def draw(path: Path):
     figure = Figure(figsize=(9, 1.5 + 0.42 * len(rows)), dpi=200, layout="constrained", facecolor="white")
     where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
     figure.suptitle(f"{result.get('model', 'One row')}\n{where}", fontsize=11)
-    titles = ("decode, tokens/s", f"prefill of {result['prompt_tokens']}, tokens/s")
-    for axes, rate, title in zip(figure.subplots(1, 2, sharey=True), RATES, titles):
-        draw_bars(axes, rows, rate, bandwidth if rate == DECODE else None)
-        axes.set_title(title, fontsize=10, loc="left")
-    axes.invert_yaxis()  # of both panels
+    decode, prefill = figure.subplots(1, 2, sharey=True)
+    draw_bars(decode, rows, DECODE, bandwidth)
+    draw_bars(prefill, rows, PREFILL, None)
+    decode.set_title("decode, tokens/s", fontsize=10, loc="left")
+    prefill.set_title(f"prefill of {result['prompt_tokens']}, tokens/s", fontsize=10, loc="left")
+    decode.invert_yaxis()  # of both panels
     figure.supxlabel(footnote, fontsize=8, color="0.35")
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("json", nargs="+", type=Path, help="the files")
     for path in parser.parse_args().json:
         draw(path)

@@ -1,19 +1,14 @@
 """The ladder: one optimization after another, each a command line of generate.py that anybody can run.
 
-STEPS lists them; each step includes all steps above it. In a round, every step makes two runs of generate.py, greedy
-and in one row, so that prefill and decode are measured separately:
-  decode   tokens/s of --new_tokens steps after 5 tokens of prompt
-  prefill  tokens/s of a prompt of --prompt_tokens, up to the first new token
-
-A run takes 4 samples, the first of which does not count for prefill. Rates are medians over the rounds, gains over the
-step before medians of the ratios within the rounds. No rate includes compilation: compile_s is the compile time of both
-runs together. No other program may be busy on the machine. charts.py draws the result.
+STEPS lists them; each step includes all steps above it. Every step is measured as decode.py measures fastpath, in one
+row. A gain over the step before is the median of the ratios within the rounds. No other program may be busy on the
+machine. charts.py draws the result.
 """
 
 from functools import partial
 
 import measure
-from measure import DECODE, PREFILL, RATES, column, ratio
+from measure import DECODE, PREFILL
 
 from cli import run_command
 from convert_hf_checkpoint import ensure_checkpoint
@@ -36,12 +31,9 @@ def summary(rounds: dict[str, list[dict]]) -> list[dict]:
     """A row for each step: medians over its rounds, gains over the step before, and the rounds."""
     rows, before = [], None
     for name, mine in rounds.items():
-        change, format, flags = STEPS[name]
-        row = {"name": name, "change": change, "format": format, "flags": flags} | measure.medians(mine)
-        for rate in RATES:
-            gain = rate.replace("tokens_per_s", "over_before")
-            row |= {gain: None} if before is None else ratio(gain, column(mine, rate), column(before, rate))
-        rows.append(row)
+        row = dict(zip(("name", "change", "format", "flags"), (name, *STEPS[name]))) | measure.medians(mine)
+        row |= {"decode_over_before": None, "prefill_over_before": None}
+        rows.append(row | (measure.rate_ratios("_over_before", mine, before) if before else {}))
         before = mine
     return rows
 
@@ -57,8 +49,7 @@ def main():
     columns |= {"prefill_over_before": ".2f", "compile_s": ".1f", "peak_memory_bytes": ".2e"}
     measure.print_table(rows, columns)
     about = {"model": ensure_checkpoint(args.checkpoint_path).name, "prompt_tokens": args.prompt_tokens}
-    about |= {"new_tokens": args.new_tokens, "steps": rows}
-    measure.save("ladder", about, args.out, choose_device(None))
+    measure.save("ladder", about | {"new_tokens": args.new_tokens, "steps": rows}, args.out, choose_device(None))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,12 @@ def ratio(name: str, ours: Sequence[float], others: Sequence[float]) -> dict:
     return {name: median(ratios), f"{name}_spread": [min(ratios), max(ratios)]}
 
 
+def rate_ratios(suffix: str, ours: list[dict], others: list[dict]) -> dict:
+    """The ratios of both rates as decode`suffix` and prefill`suffix`, with their spreads."""
+    decode = ratio(f"decode{suffix}", column(ours, DECODE), column(others, DECODE))
+    return decode | ratio(f"prefill{suffix}", column(ours, PREFILL), column(others, PREFILL))
+
+
 # ---------------------------------------------------------------- what is measured in this process
 
 
@@ -134,12 +140,12 @@ def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) 
     return result | {PREFILL: (SAMPLES - 1) * tokens / later_s}
 
 
-def decode_and_prefill(args, format: str, flags: str) -> dict:
+def decode_and_prefill(args, format: str, flags: str, tree: Path = ROOT, rows: int = 1) -> dict:
     """Both rates of generate.py for the checkpoint in one format, each from a run of its own, with bytes and memory."""
     print_status(f"{format} {flags}")
     with_path = [*flags.split(), "--checkpoint_path", quantized(args.checkpoint_path, format)]
-    decode = run_generate(ROOT, with_path, 5, args.new_tokens + 1)  # prefill makes the first of the new tokens
-    prefill = run_generate(ROOT, with_path, args.prompt_tokens, 1)
+    decode = run_generate(tree, with_path, 5, args.new_tokens + 1, rows)  # prefill makes the first of the new tokens
+    prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
     keys = (DECODE, "weight_bytes_per_token", "kv_bytes_per_token")
     return {key: decode[key] for key in keys} | {
         PREFILL: prefill[PREFILL],

@@ -29,32 +29,26 @@ SETTINGS += [Quantization(mode, size, "int8") for size in (128, 64, 32) for mode
 WINDOW = 1024
 
 
-def compare(source: Path, ids: list[int], quantization: Quantization) -> dict:
-    """The fields of evaluate.py for these ids, beside the unquantized model."""
-    row = {name: getattr(quantization, name) for name in ("mode", "groupsize", "head")}
-    print_status(f"{row}")
-    with tempfile.TemporaryDirectory(dir=source.parent, prefix=".quantization.") as folder:
-        directory = Path(folder) / "model"
-        quantize_checkpoint(source, directory, quantization)
-        models = [load_model(path, dtype=torch.float32) for path in (directory, source)]
-        return (
-            row | {"bytes": size(directory)} | evaluate(models, Tokenizer(source), ids, WINDOW, WINDOW // 2, "prefill")
-        )
-
-
-def size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> dict:
+    """Size and perplexity of the first checkpoint and, if there is a second one, how far it differs from that."""
+    size = sum(path.stat().st_size for path in directories[0].glob("*.safetensors"))
+    models = [load_model(directory, dtype=torch.float32) for directory in directories]
+    return {"bytes": size} | evaluate(models, tokenizer, ids, WINDOW, WINDOW // 2, "prefill")
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--max_tokens": 4097, "--settings": len(SETTINGS)})
-    args = parser.parse_args()
+    args = measure.make_parser(__doc__, {"--max_tokens": 4097}).parse_args()
     source = ensure_checkpoint(args.checkpoint_path)
     tokenizer = Tokenizer(source)
     ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))[: args.max_tokens]
-    plain = [load_model(source, dtype=torch.float32)]
-    reference = {"bytes": size(source)} | evaluate(plain, tokenizer, ids, WINDOW, WINDOW // 2, "prefill")
-    rows = [compare(source, ids, quantization) for quantization in SETTINGS[: args.settings]]
+    reference, rows = quality([source], tokenizer, ids), []
+    for quantization in SETTINGS:
+        row = {name: getattr(quantization, name) for name in ("mode", "groupsize", "head")}
+        print_status(str(row))
+        with tempfile.TemporaryDirectory(dir=source.parent, prefix=".quantization.") as folder:
+            directory = Path(folder) / "model"
+            quantize_checkpoint(source, directory, quantization)
+            rows.append(row | quality([directory, source], tokenizer, ids))
     columns = {"mode": "", "groupsize": "", "head": "", "bytes": ".3e", "kl_nats": ".5f", "kl_ci95": ".5f"}
     columns |= {"top1_agreement": ".3f", "top1_ci95": ".3f", "perplexity": ".3f"}
     measure.print_table([reference, *rows], columns)

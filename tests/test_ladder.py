@@ -90,7 +90,7 @@ def test_the_two_runs_of_a_step_are_kept_apart(tiny, monkeypatch):
     decode = common | {"decode_tokens_per_s": 11.0, "prefill_tokens_per_s": 1.0}
     prefill = common | {"decode_tokens_per_s": None, "prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
     runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
-    monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new: runs[prompt, new])
+    monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new, rows: runs[prompt, new])
     args = Namespace(prompt_tokens=100, new_tokens=3, checkpoint_path=tiny("llama-mha")[2])
     found = ladder.measure.decode_and_prefill(args, "bf16", "--kernels torch")
     assert found["prefill_tokens_per_s"] == 100 and found["decode_tokens_per_s"] == 11

@@ -46,40 +46,33 @@ def make_pairs() -> dict[str, tuple[Callable, Callable]]:
             torch.cat([grown, new.transpose(1, 2)], 2)
 
     def write_in_place():
-        k_cache[index] = new
-        v_cache[index] = new
+        k_cache[index] = v_cache[index] = new
 
     def multiply_by_token():
         return query @ by_token.permute(0, 2, 3, 1).reshape(1, H, E, CONTEXT)
 
-    def multiply_by_head():
-        return query @ by_head.transpose(2, 3)
-
     return {
         "ALiBi: slopes made once, not in every layer": (lambda: attend(alibi_slopes(H)), lambda: attend(slopes)),
         "cache: written in place, not grown by cat": (concatenate, write_in_place),
-        "layout: heads before positions, so no copy before the product": (multiply_by_token, multiply_by_head),
+        "layout: heads before positions, so no copy before the product": (
+            multiply_by_token,
+            lambda: query @ by_head.transpose(2, 3),
+        ),
         "GELU: one fused pass by the compiler": (lambda: gelu_formula(hidden), lambda: compiled(hidden)),
         "GELU, prefill of 512": (lambda: gelu_formula(hidden_512), lambda: compiled(hidden_512)),
     }
-
-
-def all_layers(work: Callable):
-    for _ in range(LAYERS):
-        work()
 
 
 @torch.no_grad()
 def main():
     args = measure.make_parser(__doc__, {"--rounds": 9}).parse_args()
     keep_freed_memory()
-    pairs, turns = make_pairs(), {}
-    for name, pair in pairs.items():
-        for when, work in zip(("before", "after"), pair):
-            turns[name, when] = partial(measure.seconds, partial(all_layers, work), REPEATS)
+    pairs = make_pairs()
+    works = {(name, i): measure.in_a_row([pair[i]] * LAYERS) for name, pair in pairs.items() for i in range(2)}
+    turns = {key: partial(measure.seconds, work, REPEATS) for key, work in works.items()}
     times, rows = measure.take_turns(turns, args.rounds), []
     for name in pairs:
-        before, after = times[name, "before"], times[name, "after"]
+        before, after = times[name, 0], times[name, 1]
         row = {"name": name, "before_s": median(before), "after_s": median(after)}
         rows.append(row | measure.ratio("gain", before, after))
     measure.print_table(rows, {"name": "", "before_s": ".5f", "after_s": ".5f", "gain": ".2f", "gain_spread": ".2f"})

@@ -12,13 +12,13 @@ decode      compiled steps of whole models, one row, at 0, 8k and 32k positions 
             may be longer than the model supports, because the time does not depend on that
 
 A share is bytes per second divided by the copy bandwidth (bytes read plus written), which is measured first. The time
-of an operation is measured with a CUDA graph of several calls on different copies of the weights or caches. Together
-they are four times as large as the L2 cache, so that all data comes from memory. The median of several replays counts.
---tune first tries the tiles of SPACE for each product, and stores the fastest where the kernels look for them. Without
---tune the kernels use the stored tiles, or else their default tiles.
+of an operation is the median of several replays of a CUDA graph of calls on different copies of the weights or caches.
+Together the copies are four times as large as the L2 cache, so that all data comes from memory. --tune first tries the
+tiles of SPACE for each product and stores the fastest, which the kernels use from then on.
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -34,26 +34,22 @@ import torch
 from measure import BF16, FORMATS
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
+from triton.testing import do_bench_cudagraph
 
 import kernels_triton as kt
-from checkpoint import empty_model
 from cli import UserError, print_status, run_command
 from engine import Engine
-from linear import LINEAR, Quantization
+from linear import LINEAR, Quantization, swap
 from load import compiled_steps
-from model import Config, RopeScaling
+from model import Config, RopeScaling, Transformer
 from report import weight_bytes
 
 BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
 LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
 FULL = {
-    "products": {  # N, K
-        "qkv": (6144, 4096),
-        "out": (4096, 4096),
-        "gate_up": (28672, 4096),
-        "down": (4096, 14336),
-        "head": (128256, 4096),
-    },
+    # name: (N, K)
+    "products": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    | {"head": (128256, 4096)},
     "rows": (1, 4, 16),
     "heads": (32, 8, 128),  # H, K, E
     "cache": 131072 + 8,
@@ -82,32 +78,15 @@ SPACE = [
 
 def seconds(calls: list[Callable]) -> float:
     """The time of one of these calls, which do the same work on different memory."""
-    if not torch.cuda.is_available():
-        return measure.seconds(lambda: [call() for call in calls]) / len(calls)
-    with torch.cuda.stream(torch.cuda.Stream()):  # compilation and other one-time work
-        for _ in range(3):
-            calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return median(times)
+    if torch.cuda.is_available():
+        return do_bench_cudagraph(measure.in_a_row(calls), return_mode="median") / 1e3 / len(calls)
+    return measure.seconds(measure.in_a_row(calls)) / len(calls)
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second, read plus written: the best of 10 copies of `size` bytes within the device's memory."""
+    """Bytes per second, read plus written, of copies of `size` bytes within the device's memory."""
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / min(measure.seconds(lambda: target.copy_(source), device=device) for _ in range(10))
+    return 2 * size / seconds([partial(target.copy_, source)])
 
 
 def copies(size: int, device: torch.device) -> int:
@@ -122,14 +101,9 @@ def randn(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def fill(tensors):
-    """Fill matrices with random numbers so small that nothing overflows, and vectors (the norms' weights) with 1."""
+    """Fill tensors with random numbers so small that nothing overflows."""
     for tensor in tensors:
-        if not tensor.is_floating_point():
-            tensor.random_(-128 if tensor.dtype == torch.int8 else 0, 128 if tensor.dtype == torch.int8 else 256)
-        elif tensor.dim() == 1:
-            tensor.fill_(1)
-        else:
-            tensor.normal_(0, 0.002 if tensor.dtype == torch.float16 else 0.02)  # float16: scales and mins
+        tensor.normal_(0, 0.01) if tensor.is_floating_point() else tensor.random_()
 
 
 # ---------------------------------------------------------------- products
@@ -146,7 +120,7 @@ def random_layer(format: str, N: int, K: int, device: torch.device) -> nn.Module
 
 
 def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
-    for format, (name, (N, K)) in ((format, item) for format in FORMATS for item in sizes["products"].items()):
+    for format, (name, (N, K)) in itertools.product(FORMATS, sizes["products"].items()):
         print_status(f"{format} {name}")
         plain = random_layer(format, N, K, device)
         size = sum(tensor.nbytes for tensor in plain.state_dict().values())
@@ -202,25 +176,23 @@ def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
         print_status(f"prefill of {S}")
         q, at = randn(1, S, H, E, device=device), torch.arange(S, device=device)[None]
         k, v = (randn(1, K, S + 8, E, device=device) for _ in range(2))
-        row = {"name": f"attention, prefill of {S}", "rows": S}
-        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at)] * 2)
+        row = {"name": f"attention, prefill of {S}", "rows": S, "ours_s": seconds([partial(kt.attention, q, k, v, at)])}
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
-        yield row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)] * 2)}
+        yield row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)])}
 
 
 # ---------------------------------------------------------------- whole models
 
 
-def random_engine(config: Config, positions: int, device: torch.device, format: str, kernels: bool) -> Engine:
-    """An engine with a model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
-    model = empty_model(config, None if format == "bf16" else Quantization(format, 32, "int8"))
-    for tensor in (*model.parameters(), *model.buffers()):  # scales of quantized weights stay float16
-        tensor.data = tensor.data.to(BF16 if tensor.dtype == torch.float32 else tensor.dtype)
+def random_model(config: Config, device: torch.device, format: str, kernels: bool) -> Transformer:
+    """A model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
+    with torch.device("meta"):
+        model = swap(Transformer(config).to(BF16), None if format == "bf16" else Quantization(format, 32, "int8"))
     model = model.to_empty(device=device).eval()
     fill(model.state_dict().values())
     if kernels and device.type == "cuda":  # a whole step would take minutes in the interpreter
         kt.install(model)
-    return Engine(model, 1, positions, compiled_steps(device.type == "cuda", False))
+    return model
 
 
 def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> dict:
@@ -230,24 +202,24 @@ def decode_step(config: Config, device: torch.device, format: str, who: str, con
     torch.cuda.empty_cache()
     positions = -(-(context + steps + 1) // 512) * 512
     try:
-        engine = random_engine(config, positions, device, format, kernels=who == "ours")
+        model = random_model(config, device, format, kernels=who == "ours")
+        engine = Engine(model, 1, positions, compiled_steps(device.type == "cuda", False))
         # The warm-up round compiles, and records a CUDA graph.
         turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
         step_s = median(measure.take_turns(turns, 3)[who])
     except torch.OutOfMemoryError:
         print_status("left out: too little memory")
         return {}
-    return {f"{who}_s": step_s, "bytes": weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps}
+    return {f"{who}_s": step_s, "bytes": weight_bytes(model, 1) + engine.timing.kv_bytes / steps}
 
 
 def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
-    for (name, config), format in ((item, format) for item in sizes["models"].items() for format in FORMATS):
-        for context in sizes["contexts"]:
-            row = {"name": f"{name} {format} at {context}", "rows": 1}
-            for who in ("ours", "torch"):
-                print_status(f"{row['name']}, {who}")
-                row |= decode_step(config, device, format, who, context, sizes["steps"])
-            yield row
+    for (name, config), format, context in itertools.product(sizes["models"].items(), FORMATS, sizes["contexts"]):
+        row = {"name": f"{name} {format} at {context}", "rows": 1}
+        for who in ("ours", "torch"):
+            print_status(f"{row['name']}, {who}")
+            row |= decode_step(config, device, format, who, context, sizes["steps"])
+        yield row
 
 
 @torch.no_grad()
@@ -263,8 +235,8 @@ def main():
         kt.register(kt.LIBRARY, "CPU")
     copy_rate = copy_bandwidth(device, sizes["copy"])
     rows = [*products(sizes, device, args.tune), *attention(sizes, device), *decode(sizes, device)]
-    for row in (row for row in rows if "bytes" in row):
-        for who in (who for who in ("ours", "torch") if f"{who}_s" in row):
+    for row, who in itertools.product(rows, ("ours", "torch")):
+        if "bytes" in row and f"{who}_s" in row:
             row[f"{who}_share"] = row["bytes"] / row[f"{who}_s"] / copy_rate
     columns = {"name": "", "rows": "", "ours_s": ".3g", "torch_s": ".3g", "ours_share": ".0%", "torch_share": ".0%"}
     measure.print_table(rows, columns)

@@ -86,6 +86,16 @@ def rate_ratios(suffix: str, ours: list[dict], others: list[dict]) -> dict:
 # ---------------------------------------------------------------- what is measured in this process
 
 
+def in_a_row(works: Sequence[Callable]) -> Callable:
+    """One function that calls all of these and keeps no result, so that its memory can be used again."""
+
+    def call_all():
+        for work in works:
+            work()
+
+    return call_all
+
+
 def seconds(work: Callable, times: int = 1, device: torch.device = CPU) -> float:
     """The median of the seconds that work() takes, called `times` times in a row."""
     measured = []

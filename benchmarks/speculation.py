@@ -64,11 +64,7 @@ def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], 
 
 
 def formula(report: Report, plain_s: float) -> dict:
-    """The average acceptance rate a and costs c and v, and the speedup that follows from them.
-
-    A step with proposals gives (1 - a^(k+1)) / (1 - a) tokens in the time of k c + v plain steps.
-    A plain step gives one token.
-    """
+    """The acceptance rate a, the costs c and v in plain steps, and the speedup that docs/speculation.md derives."""
     if report.steps == 0:
         return {"predicted_over_plain": 1.0}
     verify_s = max(0.0, report.target_s - report.plain_steps * plain_s)
@@ -85,8 +81,9 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     drafts: name -> (draft, number of tokens to propose, or None for "auto").
     """
     engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
-    speculations = {name: Speculation(draft, k or AUTO_K, automatic=k is None) for name, (draft, k) in drafts.items()}
-    speculations, turns = {"plain": None} | speculations, {}
+    speculations, turns = {"plain": None}, {}
+    for name, (draft, k) in drafts.items():
+        speculations[name] = Speculation(draft, k or AUTO_K, automatic=k is None)
     for name, speculation in speculations.items():
         warm_up(engine, speculation, prompts[0], new_tokens)
         turns[name] = partial(run_prompt, engine, speculation, iter(prompts), new_tokens)
@@ -94,15 +91,13 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     plain, rows = rounds["plain"], []
     plain_s = sum(column(plain, "decode_s")) / sum(column(plain, "count"))
     for name, mine in rounds.items():
-        row = {"draft": name, "tokens_per_s": median(column(mine, "rate")), "rates": column(mine, "rate")}
-        row |= measure.ratio("over_plain", column(mine, "rate"), column(plain, "rate"))
-        same = sum(one["tokens"] == other["tokens"] for one, other in zip(mine, plain))
-        row |= {"same_text": same, "of": len(prompts)}
+        rates = column(mine, "rate")
+        row = {"draft": name, "tokens_per_s": median(rates), "rates": rates, "of": len(prompts)}
+        row |= measure.ratio("over_plain", rates, column(plain, "rate"))
+        row["same_text"] = sum(one["tokens"] == other["tokens"] for one, other in zip(mine, plain))
         if speculations[name] is not None:
-            report = speculations[name].report
-            numbers = report.numbers(sum(column(mine, "decode_s")))
-            row |= {"mean_accepted_tokens": numbers["mean_accepted_tokens"]} | numbers["speculation"]
-            row |= formula(report, plain_s)
+            numbers = speculations[name].report.numbers(sum(column(mine, "decode_s")))
+            row |= numbers.pop("speculation") | numbers | formula(speculations[name].report, plain_s)
         rows.append(row)
     return rows
 
@@ -111,12 +106,10 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    args = parser.parse_args()
+    args = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128}).parse_args()
     keep_freed_memory()
     directory = quantized(args.checkpoint_path, "bf16")
-    steps, template, rows = compiled_steps(not args.eager, False), ChatTemplate(directory, Tokenizer(directory)), []
+    steps, template, rows = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
     for format in FORMATS:

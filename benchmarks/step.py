@@ -1,7 +1,7 @@
 """The time of a decode step: its matrix products beside torch's, and the effect of context, cache size and rows.
 
 products  all products of a step for each number of --rows, one operation after the other, so that each reads its
-          weights from memory. torch's products are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
+          weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
           _weight_int4pack_mm_for_cpu (groups of 32), of random weights. "exact" products do not round the activations
           to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as the bfloat16 weights have.
 step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps in a row
@@ -24,62 +24,54 @@ import torch
 import torch.nn.functional as F
 from measure import BF16, FORMATS, count
 
-from checkpoint import empty_model, read_config
 from cli import keep_freed_memory, run_command
 from engine import Engine
 from kernels_cpu import linears_of
 from load import compiled_steps, load_model
+from model import Transformer
 from report import kv_bytes, weight_bytes
 
 SHORT, ROWS, STEPS = 20, 8, 40  # tokens of a short context, rows, consecutive steps
 
 # ---------------------------------------------------------------- products
 
-Products = tuple[float, list[Callable]]  # bytes of weights, and a function of x for each product
 
-
-def our_products(directory: Path, exact: bool) -> Products:
-    model = load_model(directory, exact_activations=exact)
-    return weight_bytes(model, 1), [*(layer for block in model.blocks for layer in linears_of(block)), model.head]
-
-
-def torch_products(format: str, shapes: list[tuple[int, int]]) -> Products:
+def torch_product(format: str, N: int, K: int) -> tuple[int, Callable]:
+    """The bytes of a matrix of random numbers, and torch's product with it as a function of x."""
     if format == "bf16":
-        weights = [torch.randn(shape).to(BF16) for shape in shapes]
-        return sum(w.nbytes for w in weights), [partial(F.linear, weight=w) for w in weights]
+        weight = torch.randn(N, K).to(BF16)
+        return weight.nbytes, partial(F.linear, weight=weight)
     if format == "int8":
-        weights = [torch.randint(-127, 128, shape, dtype=torch.int8) for shape in shapes]
-        scales = [torch.rand(N).to(BF16) for N, _ in shapes]
-        functions = [lambda x, w=w, s=s: torch._weight_int8pack_mm(x, w, s) for w, s in zip(weights, scales)]
-    else:
-        aten, levels = torch.ops.aten, [torch.randint(0, 16, shape, dtype=torch.int32) for shape in shapes]
-        weights = [aten._convert_weight_to_int4pack_for_cpu(w, 1) for w in levels]
-        scales = [torch.rand(K // 32, N, 2).to(BF16) for N, K in shapes]  # and zero points
-        functions = [lambda x, w=w, s=s: aten._weight_int4pack_mm_for_cpu(x, w, 32, s) for w, s in zip(weights, scales)]
-    return sum(tensor.nbytes for tensor in weights + scales), functions
+        weight, scales = torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N).to(BF16)
+        return weight.nbytes + scales.nbytes, lambda x: torch._weight_int8pack_mm(x, weight, scales)
+    levels, scales = torch.randint(0, 16, (N, K), dtype=torch.int32), torch.rand(K // 32, N, 2).to(BF16)
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)  # scales has the zero points, too
+    return weight.nbytes + scales.nbytes, lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, 32, scales)
 
 
-def run_all(functions: list[Callable], xs: list[torch.Tensor]):
-    for function, x in zip(functions, xs):
-        function(x)
+def products_of(model: Transformer) -> list[Callable]:
+    return [*(layer for block in model.blocks for layer in linears_of(block)), model.head]
 
 
 def compare_products(args, directory: Path, format: str) -> list[dict]:
     """A row of the table for each number of rows, for torch's products, ours, and ours without rounding."""
-    model = empty_model(read_config(directory))
-    layers = [layer for block in model.blocks for layer in linears_of(block)] + [model.output or model.embedding]
-    shapes = [tuple(layer.weight.shape) for layer in layers]
-    contestants = {f"torch {format}": torch_products(format, shapes), f"ours {format}": our_products(directory, False)}
+    model = load_model(directory)
+    shapes = [(layer.out_features, layer.in_features) for layer in products_of(model)[:-1]]
+    shapes.append((model.config.vocab_size, model.config.dim))
+    matrices, theirs = zip(*(torch_product(format, *shape) for shape in shapes))
+    contestants = {f"torch {format}": theirs, f"ours {format}": products_of(model)}
     if format != "bf16":
-        contestants[f"ours {format} exact"] = our_products(directory, True)
+        contestants[f"ours {format} exact"] = products_of(load_model(directory, exact_activations=True))
     numbers, table = torch.ones(sum(N * K for N, K in shapes) // 2), []  # as many bytes as in bfloat16
+
     for M in args.rows:
-        inputs = {K: torch.randn(M, K).to(BF16) for _, K in shapes}
-        xs = [inputs[K] for _, K in shapes]
-        turns = {name: partial(measure.seconds, partial(run_all, each, xs)) for name, (_, each) in contestants.items()}
-        turns["read"] = partial(measure.seconds, numbers.sum)
+        inputs, works = {K: torch.randn(M, K).to(BF16) for _, K in shapes}, {"read": numbers.sum}
+        for name, functions in contestants.items():
+            works[name] = measure.in_a_row([partial(f, inputs[K]) for f, (_, K) in zip(functions, shapes)])
+        turns = {name: partial(measure.seconds, work) for name, work in works.items()}
         times = measure.take_turns(turns, 2 * args.rounds, warm_up=2)
-        for name, (size, _) in contestants.items():
+        for name in contestants:
+            size = sum(matrices) if name.startswith("torch") else weight_bytes(model, 1)
             row = {"rows": M, "name": name, "seconds": median(times[name]), "bytes": size}
             row["share_of_bandwidth"] = size / row["seconds"] * median(times["read"]) / numbers.nbytes
             table.append(row | measure.ratio("over_torch", times[f"torch {format}"], times[name]))
@@ -98,13 +90,13 @@ def measure_steps(args, directory: Path) -> dict:
         return Engine(load_model(directory), rows, positions, compiled_steps(not args.eager, False))
 
     one, long, many = engine(1, 512), engine(1, args.cache), engine(ROWS, 512)
-    cases = {
+    turns = {
         "short": partial(step_s, one, SHORT),
         "short, long cache": partial(step_s, long, SHORT),
         "long": partial(step_s, long, args.context),
         "rows": partial(step_s, many, SHORT),
     }
-    times = measure.take_turns(cases, args.rounds)
+    times = measure.take_turns(turns, args.rounds)
     rounds = [dict(zip(times, each)) for each in zip(*times.values())]
     weights = weight_bytes(one.model, 1)
     extra = kv_bytes(long.model, [args.context]) - kv_bytes(long.model, [SHORT])

@@ -1,6 +1,7 @@
 """A conversation at the terminal, turn by turn (`generate.py --interactive`).
 
 `Session` keeps the messages and sends requests to the engine. `chat` is the loop around it: lines, commands, Ctrl-C.
+`run_chat` is called by generate.py.
 The engine finds earlier turns in its cache and reads only what is new.
 
 Answers go to stdout, everything else to stderr.
@@ -13,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from cli import UserError, has_colours, print_status
 from engine import Engine, Plan, Request, check_prompt
+from load import warm_up
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -172,6 +174,16 @@ def one_interrupt():
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset[int]):
+    """Run the conversation that the arguments of generate.py ask for."""
+    for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
+        warm_up(args, engine, [[0] * min(n, engine.length)], args.temperature > 0)
+    session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
+    if args.system is not None:
+        session.set_system(args.system)
+    chat(session, args.prompt)
 
 
 def chat(session: Session, first: Iterable[str] = ()):

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -101,9 +101,8 @@ def check_arguments(args):
             raise UserError("--interactive is one conversation: use --prompt for prompts, and no --json or --profile")
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     try:
-        args.params = SamplingParams(**{name: getattr(args, name) for name in names}, seed=args.seed)
+        args.params = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return args
@@ -164,10 +163,22 @@ def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> fro
 # ---------------------------------------------------------------- runs
 
 
+def text_before(args, tokenizer: Tokenizer, prompts: list, n: int, row: int, stream: TextStream) -> str:
+    """What is printed before an answer: which one it is, if there are several, and its prompt."""
+    several, sample = len(prompts) * args.num_samples > 1, n * args.batch_size + row % args.batch_size + 1
+    heading = f"--- prompt {row // args.batch_size + 1}, sample {sample} ---\n" if several else ""
+    if row >= len(prompts) - len(args.synthetic_prompt) * args.batch_size:  # these are the last prompts
+        return f"{heading}({len(prompts[row])} arbitrary tokens, not shown)\n"
+    if args.chat and len(prompts) > 1:
+        return heading + tokenizer.decode(prompts[row]).rstrip() + "\n"
+    return heading + stream.context_text
+
+
 def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int) -> list[dict]:
     """Run the batch for the n-th time and print the texts. Returns the entries of "samples" in --json."""
     streaming = len(prompts) == 1 and not args.json  # a single row is printed token by token
     streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
+    before = [text_before(args, tokenizer, prompts, n, row, stream) for row, stream in enumerate(streams)]
     texts = [""] * len(prompts)
 
     def listener(row: int):
@@ -182,7 +193,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
         params = replace(args.params, seed=args.seed + n * len(prompts) + row)
         requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener(row)))
     if streaming:
-        print(streams[0].context_text, end="", flush=True)
+        print(before[0], end="", flush=True)
     engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
     for request in requests:
         engine.add(request)
@@ -199,9 +210,8 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     if streaming:
         print(texts[0][shown:])
     elif not args.json:
-        for prompt, stream, text in zip(prompts, streams, texts):
-            before = tokenizer.decode(prompt).rstrip() + "\n" if args.chat else stream.context_text
-            print(before + text + "\n")
+        for shown_before, text in zip(before, texts):
+            print(shown_before + text + "\n")
     if failed := [request for request in requests if request.finish_reason == "error"]:
         raise UserError(f"generation failed for prompt {requests.index(failed[0]) + 1}: {failed[0].error}")
     return [
@@ -240,18 +250,6 @@ def print_roofline(args, checkpoint: Checkpoint, ranks):
     print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
 
-def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset):
-    """Run the conversation of --interactive."""
-    from chat import Session, chat
-
-    for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
-        warm_up(args, engine, [[0] * min(n, engine.length)], args.temperature > 0)
-    session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
-    if args.system is not None:
-        session.set_system(args.system)
-    chat(session, args.prompt)
-
-
 def main(ranks=None):
     """ranks: a tp.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
     ranks = ranks or SingleProcess()
@@ -276,6 +274,8 @@ def main(ranks=None):
     if ranks.rank:
         engine.follow()
     elif args.interactive:
+        from chat import run_chat
+
         run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
     else:
         result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)

@@ -1,6 +1,7 @@
 """The main program as a user runs it: what it prints, what it counts, and what it refuses."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -192,9 +193,29 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
             assert shown == sample["text"] + "\n", "the answer and nothing else"
             answer = sample["text"]
     shown, _ = main(capsys, monkeypatch, *ask, "--chat", "--batch_size", 2)
-    assert shown == f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n" * 2, (
-        "the prompt comes before the answer"
-    )
+    said = f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n"  # the prompt comes before the answer
+    assert shown == f"--- prompt 1, sample 1 ---\n{said}--- prompt 1, sample 2 ---\n{said}"
+
+
+@pytest.mark.slow
+def test_several_samples_have_headings(default_checkpoint, capsys, monkeypatch):
+    """Each says which prompt and which of its samples it is. A synthetic prompt is described, not printed."""
+    args = ["--max_new_tokens", 5, *GREEDY, "--synthetic_prompt", 9]
+    single, _ = main(capsys, monkeypatch, *args)
+    described, answer = single.split("\n", 1)
+    assert described == "(9 arbitrary tokens, not shown)"
+    [sample] = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
+    assert sample["prompt_tokens"] == 9 and answer == sample["text"] + "\n"
+    args += ["--prompt", "One", "--prompt", "Two", "--batch_size", 2, "--num_samples", 2]
+    shown, _ = main(capsys, monkeypatch, *args)
+    found = re.findall(r"^--- prompt (\d), sample (\d) ---\n(.{3})", shown, re.M)
+    places = [("1", "One"), ("2", "Two"), ("3", "(9 ")]
+    assert found == [(prompt, i, text) for samples in ("12", "34") for prompt, text in places for i in samples]
+    shown, _ = main(capsys, monkeypatch, "--prompt", "One", "--num_samples", 2, *args[:4])
+    assert [line for line in shown.splitlines() if line.startswith("---")] == [
+        "--- prompt 1, sample 1 ---",
+        "--- prompt 1, sample 2 ---",
+    ]
 
 
 def test_roofline_is_printed_instead_of_text(tiny, capsys, monkeypatch):

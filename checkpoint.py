@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import secrets
+import shlex
 import shutil
 import time
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import HugePages, UserError, available_memory, progress_bar
+from cli import HugePages, UserError, available_memory, print_status, progress_bar
 from linear import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
@@ -146,7 +147,7 @@ def empty_model(config: Config, quantization: Quantization | None = None) -> Tra
         return swap(Transformer(config), quantization)
 
 
-def weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+def total_weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
     """Bytes of all weights, if those that are not quantized have this dtype."""
     state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
@@ -187,7 +188,7 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     expected = model.state_dict()
     files, weights = checked_files(directory, expected), {}
     parts = dict.fromkeys(files) if shard is None else shard.cut(model)
-    total = weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
+    total = total_weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
     # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
     memory = HugePages(total) if torch.device(device).type == "cpu" and quantization is None else None
     with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
@@ -212,7 +213,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
     cache_tokens: the number of positions of all cache rows together. portion: the fraction of a split model that is on
     this device.
     """
-    weights = weight_bytes(config, dtype, quantization) * portion
+    weights = total_weight_bytes(config, dtype, quantization) * portion
     caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
     free = available_memory(device)
     if weights + caches > free:
@@ -366,6 +367,13 @@ def copy_tokenizer(source: Path, writer: Writer):
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, writer.path / name)
+
+
+def print_written(directory: Path):
+    """Say on stderr how to run a checkpoint that a command has written. Its path alone goes to stdout, for scripts."""
+    command = shlex.join(["python", "generate.py", "--checkpoint_path", str(directory)])
+    print_status(f"checkpoint written; to run it: {command}")
+    print(directory)
 
 
 def is_replaceable(path: Path) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import DTYPES, Writer, check_memory, empty_model, is_ours, weight_bytes
+from checkpoint import DTYPES, Writer, check_memory, empty_model, is_ours, print_written, total_weight_bytes
 from cli import ArgumentParser, UserError, first_line, print_status, progress_bar, run_command
 from hf_directory import bloom_tensors, hf_config, hf_tensors, vocabulary_size, write_hf_tokenizer
 from linear import Packed, Quantization, matrices
@@ -100,7 +100,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
     replace: whether a checkpoint that is at `out` when the conversion is done is replaced; otherwise it is kept.
     """
     places = destinations(source.config, source.naming)
-    total = weight_bytes(source.config, dtype, source.quantization)
+    total = total_weight_bytes(source.config, dtype, source.quantization)
     stacks: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     missing = dict.fromkeys(places)
     with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}") as bar:
@@ -324,7 +324,7 @@ def main():
         name = args.source if looks_like_hub_id(args.source) else Path(args.source).resolve().name
         mode = f"-{source.quantization.mode}" if source.quantization else ""
         out = converted_path(name.removesuffix(".gguf") + mode, args.dtype)
-    print(convert(source, out, DTYPES[args.dtype]))
+    print_written(convert(source, out, DTYPES[args.dtype]))
 
 
 if __name__ == "__main__":

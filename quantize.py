@@ -244,7 +244,7 @@ def main():
     source = source.resolve()
     out = args.out or source.with_name(f"{source.name}-{args.mode}-{group}{head}")
     print_status(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
-    print(out)
+    ck.print_written(out)
 
 
 if __name__ == "__main__":

@@ -656,6 +656,7 @@ def converter(*args, **options):
 def test_command(hf, tmp_path, tiny, monkeypatch):
     done = converter(hf, "--out", tmp_path / "out", "--dtype", "float32")
     assert done.returncode == 0 and done.stdout == f"{tmp_path / 'out'}\n"
+    assert done.stderr.endswith(f"to run it: python generate.py --checkpoint_path {tmp_path / 'out'}\n")
     assert same(tmp_path / "out", tiny("llama-gqa-biased")[2])
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "all files have the permissions of the user's umask"

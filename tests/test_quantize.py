@@ -273,6 +273,7 @@ def test_the_command(tiny, tmp_path, monkeypatch):
     assert done.stderr == (
         "not quantized: attention.out.bias, attention.qkv.bias, attention_norm.weight, mlp.down.bias, "
         "mlp.gate_up.bias, mlp_norm.weight, norm.weight\n"
+        f"checkpoint written; to run it: python generate.py --checkpoint_path {tmp_path / 'x-int4-g32'}\n"
     )
     for why, *args in (
         ("invalid choice: 'int5'", "--mode", "int5"),

@@ -198,9 +198,9 @@ class ServedModel:
         except UserError as error:
             raise ApiError(str(error), param=param) from None
 
-    def ids(self, value, param: str) -> list[int]:
+    def ids(self, value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
         if not isinstance(value, list) or not all(type(i) is int for i in value):
-            raise ApiError(f"{param} must be text, a list of texts, token ids or a list of lists of them", param=param)
+            raise ApiError(f"{param} must be {rule}", param=param)
         return value
 
     def prompts(self, value) -> list[tuple[list[int], str | None]]:
@@ -210,8 +210,9 @@ class ServedModel:
         if len(values) > MAX_PROMPTS:
             raise ApiError(f"there are {len(values)} prompts; {MAX_PROMPTS} can be sent at once", param="prompt")
         texts = [one if isinstance(one, str) else None for one in values]
+        rule = "text, a list of texts, token ids or a list of lists of them"
         return [
-            (self.ids(one, "prompt") if text is None else self.encode(text, "prompt"), text)
+            (self.ids(one, "prompt", rule) if text is None else self.encode(text, "prompt"), text)
             for one, text in zip(values, texts)
         ]
 
@@ -291,8 +292,11 @@ class ServedModel:
         more = self.ids(fields.take("stop_token_ids", list, []), "stop_token_ids")
         return frozenset(more) | (frozenset() if fields.take("ignore_eos", bool, False) else ends)
 
-    def check_length(self, prompt: list[int], new: int | None, param: str, low: int = 1) -> int:
-        """How many tokens may follow a prompt; ApiError where it does not fit into the context."""
+    def check_length(self, prompt: list[int], new: int | None, param: str, low=1, limit="max_tokens") -> int:
+        """How many tokens may follow a prompt; ApiError where it does not fit into the context.
+
+        param, limit: the parameters that the prompt and `new` come from.
+        """
         try:
             check_prompt(prompt, self.config, self.length)
         except UserError as error:
@@ -302,7 +306,7 @@ class ServedModel:
         wanted = room if new is None else new
         if wanted > room or wanted < low:
             text = f"the context has {self.length} tokens; the prompt has {len(prompt)} and {wanted} more are wanted"
-            raise ApiError(text, param=param if room < low else "max_tokens", code="context_length_exceeded")
+            raise ApiError(text, param=param if room < low else limit, code="context_length_exceeded")
         return wanted
 
     def stream_options(self, fields: Fields) -> dict:
@@ -371,7 +375,7 @@ class ServedModel:
         fields.take("decoder_input_details", bool)
         fields.done()
         ids = self.encode(text, "inputs")
-        self.check_length(ids, new, "inputs")
+        self.check_length(ids, new, "inputs", limit="max_new_tokens")
         request = Request(ids, params, new, self.ends, logprobs=0)
         return Wishes([Ask(request, stop, True, text if echo else "")], stream, details=details)
 
@@ -396,8 +400,10 @@ class ServedModel:
     def detokenize(self, body: dict) -> dict:
         fields = Fields(body)
         self.check_name(fields)
-        ids = self.ids(fields.left.pop("tokens", None), "tokens")
+        ids, V = self.ids(fields.left.pop("tokens", None), "tokens"), self.config.vocab_size
         fields.done()
+        if outside := [i for i in ids if not 0 <= i < V]:
+            raise ApiError(f"token id {outside[0]} is outside the vocabulary of {V} (0 to {V - 1})", param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
 
     def tokenizer_info(self) -> dict:

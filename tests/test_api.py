@@ -105,6 +105,30 @@ def test_a_context_that_is_exactly_full(model):
         model.completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 999})
 
 
+def test_ids_that_are_refused_by_their_own_parameter(model):
+    integers = "must be a list of token ids (integers)"
+    for answer, body, param, why in (
+        (model.completion, {"prompt": "a", "stop_token_ids": ["1"]}, "stop_token_ids", f"stop_token_ids {integers}"),
+        (model.completion, {"prompt": [1.5]}, "prompt", "prompt must be text, a list of texts, token ids or"),
+        (model.detokenize, {}, "tokens", f"tokens {integers}"),
+        (model.detokenize, {"tokens": ["a"]}, "tokens", f"tokens {integers}"),
+        (model.detokenize, {"tokens": [5, 700]}, "tokens", "token id 700 is outside the vocabulary of 700 (0 to 699)"),
+        (model.detokenize, {"tokens": [-1]}, "tokens", "token id -1 is outside the vocabulary of 700 (0 to 699)"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            answer(body)
+        assert (caught.value.status, caught.value.param) == (400, param) and why in str(caught.value)
+    assert model.detokenize({"tokens": model.tokenize({"prompt": "ab"})["tokens"]})["prompt"] == "ab"
+
+
+def test_generate_names_its_own_parameters(model):
+    asks = [("max_new_tokens", "a", {"max_new_tokens": CONTEXT}), ("inputs", "a " * CONTEXT, {})]
+    for param, inputs, parameters in asks:
+        with pytest.raises(ApiError) as caught:
+            model.tgi({"inputs": inputs, "parameters": parameters}, stream=False)
+        assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
 def test_end_tokens(model):
     assert model.completion({"prompt": "a"}).asks[0].request.stop_ids == {1}
     more = {"prompt": "a", "stop_token_ids": [5, 7]}

@@ -304,6 +304,31 @@ def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
     return y
 
 
+@triton.jit
+def load_inputs(x, norm, square, m, k, M, K, EVEN: tl.constexpr):
+    """x (WIDTH,TILE_M) in these rows and columns, times the norm's weights, and square plus the squares of x."""
+    inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
+    part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)
+    if norm is not None:
+        value = part.to(tl.float32)
+        square += value * value
+        factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
+        part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
+    return part, square
+
+
+@triton.jit
+def store_parts(y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.constexpr):
+    """Store the sums y and up (BLOCK_N,TILE_M) and square_sum (TILE_M,) of one split of K, for reduce_kernel."""
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    at = split * M + m if not GATED else split * 2 * M + m
+    tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+    if GATED:
+        tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], up, mask=inside)
+    if square_sum is not None:  # the sum is the same for all tiles of N, and each of them writes it
+        tl.store(squares + split * M + m, square_sum, mask=m < M)
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
@@ -343,13 +368,7 @@ def linear_kernel(
             sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else sum_x
             for i in tl.static_range(EACH):
                 k = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
-                inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
-                part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)  # (WIDTH,TILE_M)
-                if norm is not None:
-                    value = part.to(tl.float32)
-                    square += value * value
-                    factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
-                    part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
+                part, square = load_inputs(x, norm, square, m, k, M, K, EVEN)
                 if BITS == 4:  # on the idle tensor cores, which give each thread the sums that it needs
                     sum_x = dot(ones, part, sum_x)
                 y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
@@ -370,13 +389,7 @@ def linear_kernel(
     if SPLIT_K == 1:
         epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
     else:
-        inside = (n < N)[:, None] & (m < M)[None, :]
-        at = split * M + m if not GATED else split * 2 * M + m
-        tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], total, mask=inside)
-        if GATED:
-            tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], total_up, mask=inside)
-        if norm is not None:  # the sum is the same for all tiles of N, and each of them writes it
-            tl.store(squares + split * M + m, square_sum, mask=m < M)
+        store_parts(total, total_up, square_sum, parts, squares, split, m, n, M, N, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -733,6 +746,42 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
     tl.debug_barrier()
 
 
+@triton.jit
+def penalize(y, at, s, V, counts, drafted, repetition, frequency, presence):
+    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the s tokens after those that counts has."""
+    count = tl.load(counts + at, mask=at < V, other=0)
+    for i in range(s):
+        count += tl.where(tl.load(drafted + i) == at, 2, 0)
+    y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
+    return y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+
+
+@triton.jit
+def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.constexpr):
+    """Apply top-k, top-p and min-p to the penalized logits x (V,), of which largest is one, and draw a token id."""
+    inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)  # the largest float32
+    if (k > 0) & (k < V):
+        keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
+    if p < 1:
+        total = tl.zeros((BLOCK,), tl.int64)
+        for start in range(0, V, BLOCK):
+            order, mass = load_order(x, start, V, largest, inverse, True, BLOCK)
+            total += mass
+        target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
+        keep_top_mass(x, V, target, largest, inverse, True, BLOCK)
+    key, key_2 = noise_key(seed, position, 0x3C6EF372), noise_key(seed, position, 0x1B873593)
+    lane = tl.arange(0, BLOCK)
+    best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
+    for start in range(0, V, BLOCK):
+        at = start + lane
+        y = tl.load(x + at, mask=at < V, other=float("-inf"))
+        weight = tl.exp((y - largest) * inverse)
+        ratio = tl.where(weight < min_ratio, 0.0, weight) / exponential_noise(key, key_2, at)
+        best_at = tl.where(ratio > best, at, best_at)
+        best = tl.where(ratio > best, ratio, best)
+    return tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+
+
 @triton.jit(do_not_specialize=["S", "V", "W", "b_stride", "s_stride"])
 def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
@@ -758,11 +807,7 @@ def sample_kernel(
             l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN if any y is NaN
             m = m_new
             if (repetition != 1) | (frequency != 0) | (presence != 0):
-                count = tl.load(counts + row * W + at, mask=at < V, other=0)
-                for i in range(s):
-                    count += tl.where(tl.load(drafted + b * (S - 1) + i) == at, 2, 0)
-                y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
-                y = y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+                y = penalize(y, at, s, V, counts + row * W, drafted + b * (S - 1), repetition, frequency, presence)
             best_at = tl.where(y > best, at, best_at)
             best = tl.where(y > best, y, best)
             if temperature > 0:
@@ -773,28 +818,8 @@ def sample_kernel(
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)  # the largest float32
                 k, p, min_ratio = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-                if (k > 0) & (k < V):
-                    keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
-                if p < 1:
-                    total = tl.zeros((BLOCK,), tl.int64)
-                    for start in range(0, V, BLOCK):
-                        order, mass = load_order(x, start, V, largest, inverse, True, BLOCK)
-                        total += mass
-                    target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
-                    keep_top_mass(x, V, target, largest, inverse, True, BLOCK)
-                seeds = tl.load(seed + row)
-                key, key_2 = noise_key(seeds, place + s, 0x3C6EF372), noise_key(seeds, place + s, 0x1B873593)
-                best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
-                for start in range(0, V, BLOCK):
-                    at = start + lane
-                    y = tl.load(x + at, mask=at < V, other=float("-inf"))
-                    weight = tl.exp((y - largest) * inverse)
-                    ratio = tl.where(weight < min_ratio, 0.0, weight) / exponential_noise(key, key_2, at)
-                    best_at = tl.where(ratio > best, at, best_at)
-                    best = tl.where(ratio > best, ratio, best)
-                chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+                chosen = draw(x, V, largest, temperature, k, p, min_ratio, tl.load(seed + row), place + s, BLOCK)
             token = chosen.to(tl.int64)
             logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
     tl.store(ids + tl.program_id(0), token)

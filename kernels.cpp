@@ -670,7 +670,8 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   }
 }
 
-inline void prefetch(const void* begin, int64_t bytes) {
+// Always inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
+[[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
 }
 

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -118,6 +120,27 @@ def test_a_flood(small, oracle):
             return [answer.choices[0].text for answer in await asyncio.gather(*wishes)]
 
     assert asyncio.run(patient()) == [oracle.text(prompt, 8) for prompt in prompts[:12]]
+
+
+@pytest.mark.full
+def test_a_minute_of_flood(small, oracle):
+    """64 clients that ask again at once, for a server that can take 3 requests."""
+    prompts = [prompt_ids(3 + i, i) for i in range(30)]
+    expected, end, found = [oracle.text(prompt, 12) for prompt in prompts], time.monotonic() + 60, []
+
+    def work(seed: int):
+        chance = random.Random(seed)
+        while time.monotonic() < end:
+            i = chance.randrange(len(prompts))
+            status, _, answer = ask(small, prompts[i], 12)
+            found.append(status)
+            assert status == 429 or (status == 200 and answer["choices"][0]["text"] == expected[i])
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(work, range(64)))
+    assert found.count(200) > 100 and found.count(429) > 1000
+    assert ask(small, prompts[0], 12)[2]["choices"][0]["text"] == expected[0]
+    assert small.idle()
 
 
 def test_many_prompts_in_one_request(small, oracle):

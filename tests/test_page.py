@@ -445,6 +445,19 @@ def test_a_new_conversation_and_back():
 
 
 @pytest.mark.full
+def test_two_tabs_have_one_conversation():
+    with scripted(["One."], ["Two."]) as (page, server):
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        page.load()
+        page.say("first")
+        page.driver.switch_to.window(first)
+        page.wait(lambda: page.answers == ["One."], "the other tab's answer")
+        page.say("second")
+        assert [text for _, text in server.messages()] == ["first", "One.", "second"]
+
+
+@pytest.mark.full
 def test_a_stream_that_breaks_keeps_its_text():
     told = {"error": {"message": "the engine has stopped"}}
     with scripted(["Some", " text", Breaks], ["More", told], ["Whole."]) as (page, server):
@@ -635,10 +648,13 @@ def test_screen_readers():
     """Every control has a name, answers are announced when they are whole, and so is the state of the server."""
     more = threading.Event()
     with scripted(["Half", more, " whole"]) as (page, _):
-        for control in page.driver.find_elements(By.CSS_SELECTOR, "button, input, textarea, form, [role]"):
-            if control.get_attribute("id") not in ("ask", "key-form", "notice"):
-                page.js("arguments[0].hidden = false; document.getElementById('settings').showPopover?.call", control)
-                assert control.accessible_name or not control.is_displayed(), control.get_attribute("outerHTML")
+        page.js("askForKey()")
+        controls = page.driver.find_elements(
+            By.CSS_SELECTOR, "header button, footer button, input, textarea, [role=log]"
+        )
+        for control in controls:
+            assert control.accessible_name or not control.is_displayed(), control.get_attribute("outerHTML")
+        assert page.find("#input").accessible_name == "Your message"
         page.click("Settings")
         names = [one.accessible_name for one in page.driver.find_elements(By.CSS_SELECTOR, "#settings [name]")]
         assert names == ["System message", "Temperature", "Top-p", "Max tokens", "Seed"]
@@ -769,6 +785,25 @@ def test_stopping_frees_the_row(server, endless):
         page.load()  # ends the request, too
         wait_for(server.idle, "the row to be free")
         assert server.metric(outcome) == 2 and "Stopped" in page.notes[-1]
+
+
+@pytest.mark.full
+def test_a_server_with_too_many_requests(checkpoint, tmp_path, endless):
+    one_row = ["--max_batch_size", 1, "--max_queue", 0]
+    with (
+        running(tmp_path / "log.txt", *options(checkpoint), *one_row) as server,
+        browsing(server.port) as page,
+        server.client() as client,
+    ):
+        page.set(max_tokens="10")
+        messages = [{"role": "user", "content": endless}]
+        stream = client.chat.completions.create(model="tiny", messages=messages, temperature=0, stream=True)
+        next(stream)
+        page.send("hello")
+        page.wait_for_text("The server is busy (1 requests are running")
+        stream.close()
+        page.done()
+        assert len(page.answers) == 1 and "10 tokens" in page.texts(".numbers")[-1]
 
 
 @pytest.mark.full

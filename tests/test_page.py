@@ -876,17 +876,19 @@ def test_the_default_model(default_checkpoint, tmp_path):
 def draw_pictures():
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "log.txt") as server:
         with browsing(server.port) as page:
-            page.set(seed="3")
+            page.set(temperature="0")
             page.say("Why is the sky blue? Answer in two sentences.")
             page.say("Write a short Python function that reverses a string.")
+            page.find("#input").click()  # which also takes the mouse there
             page.find("#input").send_keys("And how do I count its vowels?")
             page.driver.save_screenshot(str(ROOT / "docs" / "serve-light.png"))
         with browsing(server.port) as page:
             page.scheme("dark")
             page.resize(390, 800)
-            page.set(seed="3")
-            page.say("Give me three names for a small boat.")
-            page.say("Which of them is the funniest?")
+            page.set(seed="2")
+            page.say("Write a Python function that counts the vowels of a text.")
+            page.find("#input").click()
+            page.find("#input").send_keys("Thank you!")
             page.driver.save_screenshot(str(ROOT / "docs" / "serve-dark-phone.png"))
 
 

@@ -172,6 +172,15 @@ class Page:
         """Press keys wherever the focus is."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
+    def tab_to(self, name: str, key: str = Keys.TAB) -> list[str]:
+        """Press the Tab key until the control of this name has the focus; the names on the way."""
+        names = []
+        while name not in names:
+            assert len(names) < 20, names
+            self.press(key)
+            names.append(self.driver.switch_to.active_element.accessible_name)
+        return names
+
     def click(self, label: str):
         """Click on the one visible button that has this label."""
         found = [one for one in self.driver.find_elements(By.TAG_NAME, "button") if one.is_displayed()]
@@ -606,12 +615,7 @@ def test_the_keyboard_is_enough():
         page.done()
         assert page.questions == ["a\nb"] and page.answers == ["One."]
         page.press(Keys.ENTER)  # an empty message is none
-        order = []
-        for _ in range(8):
-            page.press(Keys.SHIFT + Keys.TAB + Keys.NULL)
-            order.append(page.js("return document.activeElement.ariaLabel || document.activeElement.textContent"))
-            if order[-1] == "New conversation":
-                break
+        order = page.tab_to("New conversation", Keys.SHIFT + Keys.TAB + Keys.NULL)
         assert order == ["Retry", "Edit", "Settings", "New conversation"]
         page.press(Keys.TAB)
         outline = "return getComputedStyle(document.activeElement).outlineStyle"
@@ -623,15 +627,12 @@ def test_the_keyboard_is_enough():
         page.press(Keys.CONTROL + "a" + Keys.NULL, "0.5")
         page.press(Keys.ESCAPE)
         assert not page.find("#settings").is_displayed()
-        while page.js("return document.activeElement.textContent") != "Retry":
-            page.press(Keys.TAB)
+        page.tab_to("Retry")
         page.press(Keys.ENTER)
         page.done()
         assert page.answers == ["Two"] and server.messages() == [("system", "Rhyme."), ("user", "a\nb")]
         assert server.bodies[1]["temperature"] == 0.5
-        page.press(Keys.TAB)  # from the button that sends to the end of the page and around, or to the text: find it
-        while page.js("return document.activeElement.id") != "input":
-            page.press(Keys.TAB)
+        page.tab_to("Your message")
         page.press("c", Keys.ENTER)
         page.wait_for_text("Half")
         page.press(Keys.ESCAPE)

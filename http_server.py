@@ -7,6 +7,8 @@ What requests and answers look like is in api.py. The libraries are Starlette an
 """
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import ipaddress
 import itertools
@@ -22,6 +24,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
 from cli import print_status
@@ -421,6 +424,7 @@ def make_app(settings: Settings, client: EngineClient, address: str) -> Starlett
         Route("/version", showing(lambda request: {"version": VERSION})),
         Route("/health", health),
         Route("/metrics", metrics),
+        *page_routes(),
     ]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientGone, ClientDisconnect, Exception), on_error)
     key = settings.api_key
@@ -429,6 +433,27 @@ def make_app(settings: Settings, client: EngineClient, address: str) -> Starlett
     app.router.redirect_slashes = False
     app.state.client = client
     return app
+
+
+def page_routes() -> list[Route]:
+    """The page at /, under a policy that lets nothing run but the page's own script and nothing load from elsewhere;
+    no route where serve.html is not there."""
+    try:
+        html = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    policy += "frame-ancestors 'none'"
+    for tag in ("script", "style"):
+        texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.S)
+        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        policy += "".join([f"; {tag}-src", *(f" 'sha256-{digest}'" for digest in hashes)])
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+
+    async def page(request: HttpRequest):
+        return Response(html, headers=headers, media_type="text/html")
+
+    return [Route("/", page)]
 
 
 async def answer(call: Call, wishes: Wishes, shape):
@@ -498,14 +523,14 @@ async def collect_body(request: HttpRequest) -> bytes:
 
 
 class ApiKey:
-    """Lets requests pass that send the key, and those for /health. An ASGI middleware."""
+    """Lets requests pass that send the key, and those for /health and the page. An ASGI middleware."""
 
     def __init__(self, app, key: str):
         self.app, self.expected = app, b"Bearer " + os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in ("/health", "/"):
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(sent, self.expected):
                 error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")

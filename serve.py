@@ -53,7 +53,7 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all of this machine's")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any that is free")
-    add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but /health")
+    add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but / and /health")
     seconds = number(float, "more than 0", lambda s: s > 0)
     add("--max_batch_size", type=count, default=8, help="requests that run at the same time; others wait")
     natural = number(int, "at least 0", lambda n: n >= 0)

@@ -1,0 +1,897 @@
+"""The server's page, serve.html: how it is served, and what it does in a real browser.
+
+The tests with a browser need Debian's packages chromium and chromium-driver. Some of them talk to serve.py. Where a
+test wants certain answers or failures, a stand-in server serves the same page and says what the test has scripted.
+
+    python tests/test_page.py
+
+talks to the default model and writes the pictures of docs/serving.md. (Theirs have the font Inter as system-ui.)
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pytest
+import torch
+from conftest import ROOT, tiny_chat_llama
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from test_harness import TEMPLATE
+from test_serve import KEY, running, wait_for
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+import http_server
+from convert_hf_checkpoint import convert, hf_source
+
+HTML = (ROOT / "serve.html").read_text(encoding="utf-8")
+
+# ---------------------------------------------------------------- how it is served
+
+
+def get(path: str, key: str | None = None) -> SimpleNamespace:
+    """The answer to a GET request, of an app that has the page and wants a key for everything else."""
+    app = Starlette(routes=http_server.page_routes(), middleware=[Middleware(http_server.ApiKey, key="k")])
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b""}
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    asyncio.run(app(scope, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    body = b"".join(message["body"] for message in sent[1:])
+    return SimpleNamespace(status=sent[0]["status"], headers=headers, body=body)
+
+
+def test_the_page_alone_is_served_without_a_key():
+    answer = get("/")
+    assert answer.status == 200 and answer.body.decode() == HTML
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-cache"
+    assert get("/metrics").status == 401 and get("//").status == 401
+    assert get("/metrics", key="k").status == 404  # the key was right, and this app has nothing there
+
+
+def test_the_policy_lets_nothing_run_but_the_script_of_the_page():
+    directives = [part.split() for part in get("/").headers["content-security-policy"].split(";")]
+    policy = {name: values for name, *values in directives}
+    assert len(policy) == len(directives)
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.S)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy.pop(f"{tag}-src") == [f"'sha256-{digest}'"]
+    none = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), ["'none'"])
+    assert policy == none | {"connect-src": ["'self'"], "img-src": ["data:"]}
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    assert re.findall(r"https?://[^'\" ]*", HTML) == ["http://www.w3.org/2000/svg"]  # a name that no browser loads
+    assert re.findall(r"(?:src|href)\s*=\s*[\"']?([^:\"']*)", HTML) == ["data"]
+    assert not re.search(r"@import|url\(|import\(|\bimport\b.*\bfrom\b", HTML)
+
+
+def test_the_page_makes_no_html_of_texts():
+    ways = (
+        "innerHTML outerHTML insertAdjacentHTML document.write createContextualFragment DOMParser setHTML srcdoc eval("
+    )
+    assert [way for way in [*ways.split(), "new Function"] if way in HTML] == []
+    assert not re.search(r"<[^>]*\son\w+\s*=", HTML.partition("<script>")[0])
+
+
+def test_without_its_file_there_is_no_page(monkeypatch, tmp_path):
+    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
+    assert get("/").status == 404 and get("/metrics").status == 401
+
+
+# ---------------------------------------------------------------- a browser
+
+
+class Page:
+    """The page in a browser, with what a person can do to it and see of it."""
+
+    def __init__(self, address: str):
+        options = webdriver.ChromeOptions()
+        options.binary_location, driver = shutil.which("chromium"), shutil.which("chromedriver")
+        assert options.binary_location and driver, "apt-get install chromium chromium-driver"
+        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.address, self.driver = address, webdriver.Chrome(options, Service(driver))
+        try:
+            self.resize(1100, 750)
+            self.load()
+        except BaseException:
+            self.driver.quit()
+            raise
+
+    def load(self):
+        self.driver.get(self.address)
+        self.wait(lambda: self.js("return health !== 'unknown'"), "the page to ask for the server's health")
+
+    def resize(self, width: int, height: int):
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def scheme(self, name: str):
+        """Prefer "dark" or "light"."""
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def js(self, source: str, *arguments):
+        return self.driver.execute_script(source, *arguments)
+
+    def find(self, selector: str):
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of the visible elements, to the letter."""
+        found = "[...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility())"
+        return self.js(f"return {found}.map((one) => one.textContent)", selector)
+
+    @property
+    def questions(self) -> list[str]:
+        return self.texts("article.user .text")
+
+    @property
+    def answers(self) -> list[str]:
+        return self.texts("article.assistant .text")
+
+    @property
+    def notes(self) -> list[str]:
+        return self.texts(".note")
+
+    @property
+    def notice(self) -> str:
+        return self.find("#notice").text
+
+    def wait(self, found, what: str):
+        return wait_for(found, what)
+
+    def press(self, *keys: str):
+        """Press keys wherever the focus is."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def tab_to(self, name: str, key: str = Keys.TAB) -> list[str]:
+        """Press the Tab key until the control of this name has the focus; the names on the way."""
+        names = []
+        while name not in names:
+            assert len(names) < 20, names
+            self.press(key)
+            names.append(self.driver.switch_to.active_element.accessible_name)
+        return names
+
+    def click(self, label: str):
+        """Click on the one visible button that has this label."""
+        found = [one for one in self.driver.find_elements(By.TAG_NAME, "button") if one.is_displayed()]
+        (button,) = [one for one in found if label in (one.text, one.get_attribute("aria-label"))]
+        button.click()
+
+    def set(self, **settings):
+        """Type into the settings."""
+        self.click("Settings")
+        for name, value in settings.items():
+            field = self.find(f"#settings [name={name}]")
+            field.clear()
+            field.send_keys(value)
+        self.press(Keys.ESCAPE)
+
+    def send(self, text: str):
+        self.find("#input").send_keys(text.replace("\n", Keys.SHIFT + Keys.ENTER + Keys.NULL), Keys.ENTER)
+
+    def done(self):
+        self.wait(lambda: self.find("#send").text == "Send", "the answer to end")
+
+    def say(self, text: str) -> str:
+        """Send a message and return the whole answer."""
+        self.send(text)
+        self.done()
+        return self.answers[-1]
+
+    def wait_for_text(self, text: str):
+        self.wait(lambda: text in self.find("body").text, f"the page to say {text!r}")
+
+    def complaints(self) -> list[str]:
+        """What the browser complained about in its console, but for answers that are errors on purpose."""
+        lines = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [line for line in lines if "Failed to load resource" not in line]
+
+
+@contextmanager
+def browsing(port: int):
+    page = Page(f"http://127.0.0.1:{port}/")
+    try:
+        yield page
+        assert page.complaints() == []
+    finally:
+        page.driver.quit()
+
+
+# ---------------------------------------------------------------- the stand-in server
+
+
+class Breaks(Exception):
+    """In a script: the connection breaks here."""
+
+
+def refusal(status: int, message: str, **headers: str) -> tuple:
+    """In a script: an OpenAI error object instead of an answer."""
+    return status, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": {"message": message}}
+
+
+class StandIn(ThreadingHTTPServer):
+    """Serves the page, and a scripted answer to each chat request.
+
+    An answer is a refusal(), or a list of texts to be streamed; in a list, a threading.Event is waited for, a dict is
+    sent as it is, and Breaks closes the connection.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *script, port=0, health="ready", template="{{ messages }}"):
+        self.script, self.health, self.template = list(script), health, template
+        self.bodies, self.health_requests, self.events = [], 0, []
+        self.page = get("/")
+        super().__init__(("127.0.0.1", port), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
+
+    def messages(self) -> list[tuple[str, str]]:
+        """(role, content) of the messages of the last request."""
+        return [(one["role"], one["content"]) for one in self.bodies[-1]["messages"]]
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request, address):
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a browser that has gone
+            super().handle_error(request, address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status: int, headers: dict, body: bytes):
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def answer_json(self, value, status: int = 200, headers: dict | None = None):
+        self.answer(status, {"Content-Type": "application/json"} | (headers or {}), json.dumps(value).encode())
+
+    def do_GET(self):
+        server = self.server
+        if self.path == "/":
+            self.answer(200, server.page.headers, server.page.body)
+        elif self.path == "/health":
+            server.health_requests += 1
+            self.answer_json({"status": server.health}, 200 if server.health == "ready" else 503)
+        elif self.path == "/v1/models":
+            self.answer_json({"data": [{"id": "stand-in", "max_model_len": 100}]})
+        else:
+            self.answer_json({"chat_template": server.template})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(json.loads(body))
+        answer = self.server.script.pop(0)
+        if isinstance(answer, tuple):
+            status, headers, value = answer
+            return self.answer_json(value, status, headers)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for n, part in enumerate(answer, 1):
+            if isinstance(part, threading.Event):
+                part.wait(60)
+            elif part is Breaks:
+                return
+            else:
+                choice = {"index": 0, "delta": {"content": part}, "finish_reason": None}
+                event = part if isinstance(part, dict) else {"choices": [choice], "usage": {"completion_tokens": n}}
+                self.wfile.write(b"data: %b\n\n" % json.dumps(event).encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextmanager
+def scripted(*script, **options):
+    """(page, server) with a stand-in server."""
+    server = StandIn(*script, **options)
+    try:
+        with browsing(server.port) as page:
+            yield page, server
+    finally:
+        server.stop()
+
+
+# ---------------------------------------------------------------- talking to the stand-in
+
+MARKUP = """<script>window.ran = 1; alert(1)</script> <img src=x onerror="window.ran = 1; alert(2)">
+<b>bold</b> **strong** [link](javascript:alert(3)) <svg onload=alert(4)> &lt;i&gt; </div></body>"""
+
+
+@pytest.mark.full
+def test_markup_is_shown_and_does_not_run():
+    with scripted([MARKUP[:90], MARKUP[90:]], refusal(500, MARKUP), [MARKUP]) as (page, server):
+        assert page.say(MARKUP) == MARKUP and page.questions == [MARKUP]
+        page.say("again")
+        assert MARKUP in page.notes[-1]
+        page.set(system=MARKUP)
+        page.load()  # what the browser kept is text, too
+        assert page.answers == [MARKUP] and page.questions == [MARKUP, "again"]
+        page.say("```\n" + MARKUP + "\n```")
+        assert page.texts("pre") == [MARKUP]
+        assert page.js("return window.ran") is None
+        assert (
+            page.js("return document.querySelectorAll('article script, article img, article b, article a').length") == 0
+        )
+        assert server.messages()[0] == ("system", MARKUP)
+
+
+@pytest.mark.full
+def test_the_policy_stops_scripts_that_are_not_the_pages_own():
+    """Should texts ever become markup by a mistake."""
+    with scripted() as (page, _):
+        page.js(
+            """
+            const script = document.createElement("script");
+            script.textContent = "window.ran = 1";
+            const violations = [];
+            const both = new Promise((resolve) => addEventListener("securitypolicyviolation", (event) => {
+              if (violations.push(event) === 2) resolve();
+            }));
+            document.body.append(script);
+            document.body.insertAdjacentHTML("beforeend", "<img src='data:,' onerror='window.ran = 2'>");
+            return both;
+            """
+        )
+        assert page.js("return window.ran") is None
+        assert any("Content Security Policy" in line for line in page.complaints())
+
+
+@pytest.mark.full
+def test_code_blocks():
+    answer = ["Look:\n\n```", "python\nx = 1\n", "  y = 2\n``", "`\nand\n", "```\nz <b>"]
+    with scripted(answer) as (page, _):
+        page.say("code?")
+        assert page.texts("article.assistant pre") == ["x = 1\n  y = 2", "z <b>"]
+        assert page.texts("article.assistant .text span") == ["Look:", "and"]
+
+
+@pytest.mark.full
+def test_the_conversation_and_the_settings_outlive_a_reload():
+    more = threading.Event()
+    with scripted(["First."], ["Half an", " answer", more, " and more"], ["Third."]) as (page, server):
+        page.set(temperature="0.25", seed="17", system="Be brief.")
+        page.say("one")
+        page.send("two")
+        page.wait_for_text("Half an answer")
+        page.load()
+        assert page.answers == ["First.", "Half an answer"] and page.questions == ["one", "two"]
+        assert "Stopped" in page.notes[-1]
+        more.set()
+        page.say("three")
+        assert page.answers == ["First.", "Half an answer", "Third."]
+        turns = [("user", "one"), ("assistant", "First."), ("user", "two"), ("assistant", "Half an answer")]
+        assert server.messages() == [("system", "Be brief."), *turns, ("user", "three")]
+        assert (server.bodies[-1]["temperature"], server.bodies[-1]["seed"]) == (0.25, 17)
+        assert page.answers == (page.load(), page.answers)[1]
+
+
+@pytest.mark.full
+def test_settings_become_fields_of_the_request():
+    with scripted(["a"], ["b"], ["c"]) as (page, server):
+        page.say("one")
+        fields = {"messages", "stream", "stream_options"}
+        assert server.bodies[0].keys() == fields | {"temperature", "top_p"}  # no seed, no limit and no system message
+        assert server.bodies[0]["stream_options"]["include_usage"] is True
+        page.set(temperature="0", top_p="0.5", max_tokens="7", seed="0", system="Be\nkind.")
+        page.say("two")
+        numbers = {name: server.bodies[1][name] for name in server.bodies[1].keys() - fields}
+        assert numbers == {"temperature": 0, "top_p": 0.5, "max_tokens": 7, "seed": 0}
+        assert server.messages()[0] == ("system", "Be\nkind.")
+        page.click("Settings")
+        page.click("Back to the defaults")
+        page.press(Keys.ESCAPE)
+        page.say("three")
+        assert server.bodies[2].keys() == server.bodies[0].keys()
+        assert [role for role, _ in server.messages()] == ["user", "assistant"] * 2 + ["user"]
+
+
+@pytest.mark.full
+def test_retry_and_edit():
+    with scripted(["One."], ["Two."], ["Two again."], ["Three."]) as (page, server):
+        page.say("first")
+        page.say("second")
+        page.click("Retry")
+        page.done()
+        assert page.answers == ["One.", "Two again."]
+        assert server.bodies[2]["messages"] == server.bodies[1]["messages"]
+        page.click("Edit")
+        assert page.questions == ["first"] and page.find("#input").get_attribute("value") == "second"
+        page.say(" and third")
+        assert page.questions == ["first", "second and third"] and page.answers == ["One.", "Three."]
+
+
+@pytest.mark.full
+def test_a_new_conversation_and_back():
+    with scripted(["One."], ["Two."]) as (page, server):
+        page.say("first")
+        page.click("New conversation")
+        assert page.questions == page.answers == []
+        page.click("Bring back the previous conversation")
+        assert page.questions == ["first"] and page.answers == ["One."]
+        page.click("New conversation")
+        page.say("second")
+        assert server.messages() == [("user", "second")]
+
+
+@pytest.mark.full
+def test_two_tabs_have_one_conversation():
+    with scripted(["One."], ["Two."]) as (page, server):
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        page.load()
+        page.say("first")
+        page.driver.switch_to.window(first)
+        page.wait(lambda: page.answers == ["One."], "the other tab's answer")
+        page.say("second")
+        assert [text for _, text in server.messages()] == ["first", "One.", "second"]
+
+
+@pytest.mark.full
+def test_a_stream_that_breaks_keeps_its_text():
+    told = {"error": {"message": "the engine has stopped"}}
+    with scripted(["Some", " text", Breaks], ["More", told], ["Whole."]) as (page, server):
+        assert page.say("hello") == "Some text"
+        assert "broke" in page.notes[-1]
+        page.click("Retry")
+        page.wait_for_text("the engine has stopped")
+        page.done()
+        assert page.answers == ["More"]
+        page.click("Retry")
+        page.done()
+        assert page.answers == ["Whole."] and page.notes == []
+        assert server.messages() == [("user", "hello")]
+
+
+@pytest.mark.full
+def test_errors_are_shown_in_words():
+    too_long = refusal(400, "the context has 100 tokens")
+    too_long[2]["error"]["code"] = "context_length_exceeded"
+    with scripted(refusal(400, "temperature is below 0"), (502, {}, "no object"), too_long, ["Yes."]) as (page, server):
+        page.send("one")
+        page.wait_for_text("temperature is below 0")
+        page.click("Retry")
+        page.wait_for_text("the status 502")
+        page.click("Retry")
+        page.wait_for_text("Begin a new one")
+        assert "the context has 100 tokens" in page.notes[-1] and page.answers == []
+        page.say("two")
+        assert server.messages() == [("user", "one\n\ntwo")]  # nothing of what failed, and the roles alternate
+
+
+@pytest.mark.full
+def test_a_busy_server_is_asked_again():
+    busy = refusal(503, "too many requests", Retry_After="1")
+    with scripted(busy, refusal(429, "too many", Retry_After="2"), ["Now."]) as (page, server):
+        page.send("hello")
+        page.wait_for_text("too many requests). Trying again in 1 s.")
+        page.done()
+        assert page.answers == ["Now."] and page.notes == [] and len(server.bodies) == 3
+        assert server.bodies[0] == server.bodies[1] == server.bodies[2]
+
+
+@pytest.mark.full
+def test_asking_again_ends():
+    """By the reader, or after some tries."""
+    busy = refusal(503, "too many requests", Retry_After="1")
+    with scripted(refusal(503, "too many", Retry_After="1000"), *[busy] * 6) as (page, server):
+        page.send("hello")
+        page.wait_for_text("Trying again in 1000 s.")
+        page.wait_for_text("Trying again in 999 s.")
+        page.press(Keys.ESCAPE)
+        page.done()
+        assert page.notes == ["Stopped."] and len(server.bodies) == 1
+        page.click("Retry")
+        page.done()
+        assert page.notes == ["too many requests"] and server.script == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("state", ["starting", "overloaded", "draining", "broken"])
+def test_the_state_of_the_server_is_shown(state):
+    with scripted(health=state) as (page, server):
+        words = page.js("return HEALTH[arguments[0]]", state)
+        assert page.notice == words and len(words) > 20
+        asked = server.health_requests
+        page.wait(lambda: server.health_requests > asked, "the page to ask again")
+        server.health = "ready"
+        page.wait_for_text("The server is ready again.")
+
+
+@pytest.mark.full
+def test_a_server_that_is_gone_comes_back():
+    with scripted(["One."]) as (page, server):
+        page.say("first")
+        server.stop()
+        page.send("second")
+        page.done()
+        assert page.notes == ["The server cannot be reached."]
+        page.wait_for_text("This page keeps looking for it.")
+        back = StandIn(["Two."], port=server.port)
+        try:
+            page.wait_for_text("The server is ready again.")
+            page.click("Retry")
+            page.done()
+            assert page.answers == ["One.", "Two."] and page.notice == ""
+        finally:
+            back.stop()
+
+
+@pytest.mark.full
+def test_a_ready_server_is_left_alone():
+    with scripted(["One."]) as (page, server):
+        page.js(
+            """
+            window.timers = [];
+            const set = setTimeout;
+            window.setTimeout = (work, ms) => (timers.push(ms), set(work, ms));
+            window.setInterval = (work, ms) => timers.push(ms);
+            """
+        )
+        page.js("return checkHealth()")
+        page.say("hello")
+        page.js("return checkHealth()")
+        assert [ms for ms in page.js("return timers") if ms > 60] == [] and server.health_requests == 3
+        server.health = "starting"
+        page.js("return checkHealth()")
+        assert [ms for ms in page.js("return timers") if ms > 60] != []  # so that this would have been seen
+
+
+@pytest.mark.full
+def test_a_model_without_a_template():
+    with scripted(template=None) as (page, _):
+        page.wait_for_text("This model has no chat template")
+
+
+@pytest.mark.full
+def test_an_answer_is_followed_until_its_reader_scrolls_up():
+    lines = [f"line {i}\n" for i in range(200)]
+    more, end = threading.Event(), threading.Event()
+    with scripted([*lines, more, *lines, end, *lines]) as (page, _):
+        page.send("a long story")
+        below = "return page.scrollHeight - page.scrollTop - innerHeight"
+        page.wait(lambda: "line 199\n" in page.answers[-1], "the first part")
+        assert page.js(below) < 2 and page.js("return page.scrollTop") > 1000
+        page.js("scrollBy(0, -30)")  # by a little, as one turn of a wheel does
+        page.wait(lambda: not page.js("return following"), "the page to notice")
+        top = page.js("return page.scrollTop")
+        more.set()
+        page.wait(lambda: page.answers[-1].count("line 199\n") == 2, "the second part")
+        assert page.js("return page.scrollTop") == top and page.js(below) > 1000
+        page.click("↓ Latest")
+        end.set()
+        page.done()
+        assert page.answers[-1] == "".join(lines * 3) and page.js(below) < 2
+        assert not page.find("#latest").is_displayed()
+
+
+# ---------------------------------------------------------------- for everybody
+
+
+@pytest.mark.full
+def test_the_keyboard_is_enough():
+    more = threading.Event()
+    with scripted(["One."], ["Two"], ["Half", more], ["Whole."]) as (page, server):
+        page.press("a", Keys.SHIFT + Keys.ENTER + Keys.NULL, "b", Keys.ENTER)  # the focus is where one writes
+        page.done()
+        assert page.questions == ["a\nb"] and page.answers == ["One."]
+        page.press(Keys.ENTER)  # an empty message is none
+        order = page.tab_to("New conversation", Keys.SHIFT + Keys.TAB + Keys.NULL)
+        assert order == ["Retry", "Edit", "Settings", "New conversation"]
+        page.press(Keys.TAB)
+        outline = "return getComputedStyle(document.activeElement).outlineStyle"
+        assert page.js(outline) == "solid"
+        page.press(Keys.ENTER)
+        assert page.find("#settings").is_displayed()
+        page.press(Keys.TAB, "Rhyme.")
+        page.press(Keys.TAB)
+        page.press(Keys.CONTROL + "a" + Keys.NULL, "0.5")
+        page.press(Keys.ESCAPE)
+        assert not page.find("#settings").is_displayed()
+        page.tab_to("Retry")
+        page.press(Keys.ENTER)
+        page.done()
+        assert page.answers == ["Two"] and server.messages() == [("system", "Rhyme."), ("user", "a\nb")]
+        assert server.bodies[1]["temperature"] == 0.5
+        page.tab_to("Your message")
+        page.press("c", Keys.ENTER)
+        page.wait_for_text("Half")
+        page.press(Keys.ESCAPE)
+        page.done()
+        assert page.notes == ["Stopped."] and page.answers == ["Two", "Half"]
+        more.set()
+        page.press("d", Keys.ENTER)
+        page.done()
+        assert page.answers == ["Two", "Half", "Whole."]
+
+
+@pytest.mark.full
+def test_screen_readers():
+    """Every control has a name, answers are announced when they are whole, and so is the state of the server."""
+    more = threading.Event()
+    with scripted(["Half", more, " whole"]) as (page, _):
+        page.js("askForKey()")
+        controls = page.driver.find_elements(
+            By.CSS_SELECTOR, "header button, footer button, input, textarea, [role=log]"
+        )
+        for control in controls:
+            assert control.accessible_name or not control.is_displayed(), control.get_attribute("outerHTML")
+        assert page.find("#input").accessible_name == "Your message"
+        page.click("Settings")
+        names = [one.accessible_name for one in page.driver.find_elements(By.CSS_SELECTOR, "#settings [name]")]
+        assert names == ["System message", "Temperature", "Top-p", "Max tokens", "Seed"]
+        page.press(Keys.ESCAPE)
+        assert page.find("#log").get_attribute("aria-live") == "polite"
+        assert page.find("#notice").aria_role == "status"
+        page.send("hello")
+        page.wait_for_text("Half")
+        assert page.find("#log").get_attribute("aria-busy") == "true"
+        more.set()
+        page.done()
+        assert page.find("#log").get_attribute("aria-busy") == "false"
+        assert page.texts("article h2") == ["You", "The model"]
+
+
+@pytest.mark.full
+def test_a_narrow_screen():
+    word, code = "w" * 300, "```\n" + "code " * 100 + "\n```"
+    with scripted([word, "\n", code], refusal(400, word)) as (page, _):
+        page.resize(360, 640)
+        fits = "return page.scrollWidth <= innerWidth && innerWidth === 360"
+        assert page.js(fits)
+        page.js("document.getElementById('model').textContent = arguments[0]", word)
+        page.say(word)
+        assert page.js(fits)
+        page.say(code)
+        assert page.notes == [word] and page.js(fits)
+        page.js("askForKey()")
+        page.click("Settings")
+        assert page.js(fits)
+        box = page.js("return document.getElementById('settings').getBoundingClientRect().toJSON()")
+        assert box["left"] >= 0 and box["right"] <= 360 and box["top"] >= 0 and box["bottom"] <= 640
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_colors_have_the_contrast_of_wcag():
+    """4.5 for texts, https://www.w3.org/TR/WCAG22/#contrast-minimum; in light and in dark."""
+    names = ["page", "raised", "quiet", "text", "faint", "accent", "on-accent", "alarm"]
+    light, dark = ({name: re.findall(f"--{name}: (#\\w+);", HTML)[i] for name in names} for i in (0, 1))
+    assert luminance(light["page"]) > 0.8 and luminance(dark["page"]) < 0.05
+    on_pages = [(text, page) for text in ("text", "faint", "accent", "alarm") for page in ("page", "raised", "quiet")]
+    for colors in (light, dark):
+        for text, page in [*on_pages, ("on-accent", "accent")]:
+            low, high = sorted((luminance(colors[text]), luminance(colors[page])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, page)
+
+
+@pytest.mark.full
+def test_dark_and_light():
+    with scripted() as (page, _):
+        found = {}
+        for scheme in ("light", "dark"):
+            page.scheme(scheme)
+            found[scheme] = page.js("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
+        assert found["light"][0] != found["dark"][0] and found["light"][1] != found["dark"][1]
+
+
+# ---------------------------------------------------------------- talking to serve.py
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_level):  # noqa: F811
+    """A tiny model whose answers can be so long that none ends while a test looks at it."""
+    folder = tmp_path_factory.mktemp("page")
+    tiny_chat_llama(folder / "hf", byte_level, 30000, TEMPLATE, seed=1)
+    return convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)
+
+
+def options(checkpoint: Path) -> list:
+    return ["--checkpoint_path", checkpoint, "--dtype", "float32", "--max_batch_size", 2, "--max_seq_length", 30000]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    with running(tmp_path_factory.mktemp("log") / "server.txt", *options(checkpoint)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def endless(server) -> str:
+    """A question to which the model has an answer without end, at temperature 0."""
+    for i in range(50):
+        message = {"role": "user", "content": f"question {i}"}
+        body = {"messages": [message], "max_tokens": 2000, "temperature": 0}
+        if server.post("/v1/chat/completions", body)["choices"][0]["finish_reason"] == "length":
+            return message["content"]
+    raise AssertionError("the model ends all answers")
+
+
+@pytest.mark.full
+def test_answers_are_those_of_the_api(server):
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 40, "seed": 5}
+    with browsing(server.port) as page:
+        assert page.find("#model").text == "tiny"
+        page.set(**{name: str(value) for name, value in settings.items()})
+        messages = []
+        for question in ("Why?", "the \u20ac sea\nand <more>"):
+            messages.append({"role": "user", "content": question})
+            choice = server.post("/v1/chat/completions", settings | {"messages": messages})["choices"][0]
+            assert page.say(question) == choice["message"]["content"]
+            messages.append(choice["message"])
+        line = page.texts(".numbers")[-1]
+        assert re.fullmatch(r"40 tokens · [\d.]+ tokens/s · first after \d+\.\d\d s", line), line
+        assert "Cut off" in page.notes[-1]
+
+
+@pytest.mark.full
+def test_stopping_frees_the_row(server, endless):
+    outcome = 'requests_total{outcome="cancelled"}'
+    with browsing(server.port) as page:
+        page.set(temperature="0")
+        page.send(endless)
+        page.wait(lambda: page.answers and page.answers[-1], "an answer to begin")
+        assert server.metric("rows_active") == 1
+        page.click("Stop")
+        page.done()
+        text = page.answers[-1]
+        assert page.notes == ["Stopped."] and text
+        wait_for(server.idle, "the row to be free")
+        assert server.metric(outcome) == 1
+        page.click("Retry")
+        page.wait(lambda: page.answers and page.answers[-1], "an answer to begin")
+        page.load()  # ends the request, too
+        wait_for(server.idle, "the row to be free")
+        assert server.metric(outcome) == 2 and "Stopped" in page.notes[-1]
+
+
+@pytest.mark.full
+def test_a_server_with_too_many_requests(checkpoint, tmp_path, endless):
+    one_row = ["--max_batch_size", 1, "--max_queue", 0]
+    with (
+        running(tmp_path / "log.txt", *options(checkpoint), *one_row) as server,
+        browsing(server.port) as page,
+        server.client() as client,
+    ):
+        page.set(max_tokens="10")
+        messages = [{"role": "user", "content": endless}]
+        stream = client.chat.completions.create(model="tiny", messages=messages, temperature=0, stream=True)
+        next(stream)
+        page.send("hello")
+        page.wait_for_text("The server is busy (1 requests are running")
+        stream.close()
+        page.done()
+        assert len(page.answers) == 1 and "10 tokens" in page.texts(".numbers")[-1]
+
+
+@pytest.mark.full
+def test_a_conversation_that_is_too_long(server):
+    with browsing(server.port) as page:
+        page.set(max_tokens="1000000")
+        page.send("Why?")
+        page.wait_for_text("Begin a new one, or lower Max tokens.")
+        assert "the context has 30000 tokens" in page.notes[0]
+
+
+@pytest.mark.full
+def test_a_server_that_is_killed_and_started_again(checkpoint, tmp_path, server, endless):
+    with running(tmp_path / "first.txt", *options(checkpoint)) as first, browsing(first.port) as page:
+        page.set(temperature="0")
+        page.send(endless)
+        page.wait(lambda: page.answers and page.answers[-1], "an answer to begin")
+        first.process.kill()
+        page.done()
+        text = page.answers[-1]
+        assert text and len(page.notes) == 1
+        page.wait_for_text("This page keeps looking for it.")
+        assert page.answers == [text]
+        with running(tmp_path / "second.txt", *options(checkpoint), "--port", first.port):
+            page.wait_for_text("The server is ready again.")
+            page.set(max_tokens="30")
+            page.click("Retry")
+            page.done()
+            body = {"messages": [{"role": "user", "content": endless}], "max_tokens": 30, "temperature": 0}
+            choice = server.post("/v1/chat/completions", body | {"top_p": 0.95})["choices"][0]
+            assert page.answers == [choice["message"]["content"]]
+
+
+@pytest.mark.full
+def test_a_server_with_a_key(checkpoint, tmp_path):
+    with running(tmp_path / "log.txt", *options(checkpoint), "--api_key", KEY) as server, browsing(server.port) as page:
+        page.set(max_tokens="10", seed="1")
+        page.wait(lambda: page.find("#key").is_displayed(), "the page to ask for a key")
+        page.send("hello")
+        page.done()
+        assert page.answers == [] and "key" in page.notes[0]
+        page.find("#key").send_keys("wrong", Keys.ENTER)
+        page.wait_for_text("does not accept this key")
+        page.find("#key").send_keys(KEY, Keys.ENTER)
+        page.wait(lambda: page.answers, "the answer")  # to the question from before
+        page.done()
+        assert not page.find("#key-form").is_displayed() and page.find("#model").text == "tiny"
+        assert KEY not in page.js("return JSON.stringify(localStorage)")
+        page.load()
+        page.say("and now?")
+        assert len(page.answers) == 2 and not page.find("#key-form").is_displayed()
+
+
+@pytest.mark.full
+def test_the_default_model(default_checkpoint, tmp_path):
+    with (
+        running(tmp_path / "log.txt", "--checkpoint_path", default_checkpoint) as server,
+        browsing(server.port) as page,
+    ):
+        page.set(temperature="0", max_tokens="40")
+        page.say("Hello")  # to which one answer is much likelier than all others, also where bfloat16 rounds otherwise
+        body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 40}
+        choice = server.post("/v1/chat/completions", body)["choices"][0]
+        assert page.answers == [choice["message"]["content"]]
+
+
+# ---------------------------------------------------------------- the pictures in docs/
+
+
+def draw_pictures():
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "log.txt") as server:
+        with browsing(server.port) as page:
+            page.set(temperature="0")
+            page.say("Why is the sky blue? Answer in two sentences.")
+            page.say("Write a short Python function that reverses a string.")
+            page.find("#input").click()  # which also takes the mouse there
+            page.find("#input").send_keys("And how do I count its vowels?")
+            page.driver.save_screenshot(str(ROOT / "docs" / "serve-light.png"))
+        with browsing(server.port) as page:
+            page.scheme("dark")
+            page.resize(390, 800)
+            page.set(seed="2")
+            page.say("Write a Python function that counts the vowels of a text.")
+            page.find("#input").click()
+            page.find("#input").send_keys("Thank you!")
+            page.driver.save_screenshot(str(ROOT / "docs" / "serve-dark-phone.png"))
+
+
+if __name__ == "__main__":
+    draw_pictures()

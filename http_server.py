@@ -165,7 +165,7 @@ class EngineClient:
     @property
     def taken(self) -> int:
         """Prompts that run, wait or are being tokenized."""
-        return sum(max(1, len(call.running)) for call in self.calls)
+        return len(self.running) + sum(call.watcher is None for call in self.calls)
 
     def health(self) -> str:
         silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
@@ -335,8 +335,8 @@ class Call:
 
     def put(self, event: Event | ApiError):
         """Hear of an event, or of an error that ends all."""
-        self.unsent += size_of(event)
-        if self.unsent > MAX_UNSENT:  # the client reads too slowly, or not at all
+        too_much, self.unsent = self.unsent > MAX_UNSENT, self.unsent + size_of(event)
+        if too_much:  # the client reads too slowly, or not at all
             self._cancel()
             while not self.queue.empty():
                 self.queue.get_nowait()
@@ -373,7 +373,8 @@ def size_of(event) -> int:
     """Bytes that an event takes in an answer, about."""
     if isinstance(event, Exception):
         return 0
-    return 200 + len(event.text) + sum(100 * (1 + len(best or ())) for _, _, best, *_ in event.logprobs)
+    scored = [best for _, _, best, *_ in event.logprobs] + [best for _, best in event.prompt_logprobs]
+    return 200 + len(event.text) + sum(100 * (1 + len(best)) for best in scored)
 
 
 # ---------------------------------------------------------------- the paths

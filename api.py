@@ -20,7 +20,8 @@ from engine import Request, check_prompt
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-MAX_BODY, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS, MAX_STOP_LENGTH = 1 << 20, 128, 20, 4, 1000
+MAX_BODY, MAX_PROMPTS, MAX_LOGPROBS = 1 << 20, 128, 20
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 4, 1000, 128
 
 
 class Event(NamedTuple):
@@ -290,6 +291,8 @@ class ServedModel:
 
     def ends_of(self, fields: Fields, ends: frozenset[int]) -> frozenset[int]:
         more = self.ids(fields.take("stop_token_ids", list, []), "stop_token_ids")
+        if len(more) > MAX_STOP_IDS:  # each prompt of a request has its own copy of them
+            raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
         return frozenset(more) | (frozenset() if fields.take("ignore_eos", bool, False) else ends)
 
     def check_length(self, prompt: list[int], new: int | None, param: str, low=1, limit="max_tokens") -> int:

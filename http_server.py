@@ -47,8 +47,11 @@ except ImportError as error:
 
 VERSION = "0.1.0"  # of the API, for /version
 BODY_SECONDS = 30  # in which a request's body has to arrive
-HEAD_BYTES = 1 << 14  # of a request; up to twice as many where they come at once
+HEAD_BYTES = 1 << 14  # of a request; up to READ_BYTES more where they come at once
 HEAD_SECONDS = 60  # in which a connection has to send the next request's head
+MAX_PIPELINED = 1 << 16  # bytes of later requests that are read while one is running
+READ_BYTES = 1 << 13  # from a connection at once: tiny chunks take h11 40 ms, and it sees that a head is too long
+LINGER_SECONDS = 2  # in which the rest of what is no HTTP is read and dropped, so that its client reads the answer
 SILENT_SECONDS = 8  # an engine that says nothing for so long is reported as broken
 MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
 
@@ -107,14 +110,20 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport):
         super().connection_made(transport)
+        transport.max_size = READ_BYTES
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
+    def connection_lost(self, exc):
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which would keep a connection that was reset in memory until then
+
     def data_received(self, data: bytes):
-        for start in range(0, len(data), HEAD_BYTES):  # h11 refuses what is too long only when more is to come
-            self.conn.receive_data(data[start : start + HEAD_BYTES])
-            self.handle_events()  # which ends the timeout when the head of a request is complete
-            if self.transport.is_closing():
-                break
+        if self.conn.their_state is h11.ERROR:
+            return
+        self.conn.receive_data(data)
+        self.handle_events()  # which ends the timeout when the head of a request is complete
+        if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED:
+            self.flow.resume_reading()  # a client that sends its next request early may leave, too
 
     def send_400_response(self, msg: str):
         failure = sys.exc_info()[1]  # h11's, whose hint is 431 for a head that is too long
@@ -124,6 +133,12 @@ class Connection(H11Protocol):
         with suppress(h11.LocalProtocolError):  # an answer has begun already
             response = h11.Response(status_code=error.status, headers=headers)
             self.transport.write(b"".join(map(self.conn.send, (response, h11.Data(data=body), h11.EndOfMessage()))))
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            if self.cycle is not None:  # the request whose body is wrong; its own answer would be a second one
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            return
         self.transport.close()
 
 
@@ -153,7 +168,7 @@ class EngineClient:
     @property
     def taken(self) -> int:
         """Prompts that run, wait or are being tokenized."""
-        return sum(max(1, len(call.running)) for call in self.calls)
+        return len(self.running) + sum(call.watcher is None for call in self.calls)
 
     def health(self) -> str:
         silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
@@ -323,8 +338,8 @@ class Call:
 
     def put(self, event: Event | ApiError):
         """Hear of an event, or of an error that ends all."""
-        self.unsent += size_of(event)
-        if self.unsent > MAX_UNSENT:  # the client reads too slowly, or not at all
+        too_much, self.unsent = self.unsent > MAX_UNSENT, self.unsent + size_of(event)
+        if too_much:  # the client reads too slowly, or not at all
             self._cancel()
             while not self.queue.empty():
                 self.queue.get_nowait()
@@ -361,7 +376,8 @@ def size_of(event) -> int:
     """Bytes that an event takes in an answer, about."""
     if isinstance(event, Exception):
         return 0
-    return 200 + len(event.text) + sum(100 * (1 + len(best or ())) for _, _, best, *_ in event.logprobs)
+    scored = [best for _, _, best, *_ in event.logprobs] + [best for _, best in event.prompt_logprobs]
+    return 200 + len(event.text) + sum(100 * (1 + len(best)) for best in scored)
 
 
 # ---------------------------------------------------------------- the paths
@@ -464,7 +480,7 @@ async def answer(call: Call, wishes: Wishes, shape):
     async for i, event in call:
         wishes.asks[i].note(event)
     call.close()
-    return answer_json(shape.whole())
+    return await asyncio.to_thread(lambda: answer_json(shape.whole()))  # many log-probabilities take a second
 
 
 class EventStream:

@@ -32,7 +32,7 @@ BOTH = [  # (fields, the one that is refused)
     ({"max_completion_tokens": "1"}, "max_completion_tokens"), ({"max_tokens": CONTEXT}, "max_tokens"),
     ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 5}, "stop"), ({"stop": [None]}, "stop"),
     ({"stop": "x" * 1001}, "stop"), ({"stop_token_ids": ["1"]}, "stop_token_ids"),
-    ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"stop_token_ids": 1}, "stop_token_ids"), ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"), ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"), ({"model": 5}, "model"),

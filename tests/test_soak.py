@@ -1,0 +1,382 @@
+"""The server for a long time: clients that vanish, clients that stop reading, mixed load, and many starts.
+
+Nothing may be left of a request: no row, task, descriptor, thread or memory. The long ones run under `-m full`.
+FASTPATH_SOAK_MINUTES sets the length of the mixed load.
+"""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+from test_serve import (  # noqa: F401 (fixtures)
+    CONTEXT,
+    KEY,
+    LONG,
+    MESSAGES,
+    OPTIONS,
+    PATIENCE_S,
+    ROWS,
+    RawClient,
+    Server,
+    checkpoints,
+    ended,
+    longest,
+    oracle,
+    prompt_ids,
+    running,
+    wait_for,
+)
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+from api import ApiError, Ask, Event
+from engine import Request
+from http_server import MAX_UNSENT, Call, EngineClient
+
+MEBIBYTE = 1 << 20
+MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages, and thread pools grow for a while
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints, tmp_path_factory):  # noqa: F811
+    log = tmp_path_factory.mktemp("log") / "soak.txt"
+    arguments = ["--checkpoint_path", checkpoints[None], "--api_key", KEY, "--max_queue", 64, *OPTIONS]
+    with running(log, *arguments) as server:
+        wait_for(lambda: server.health() == (200, "ready"), "the server to be ready")
+        yield server
+        assert "Traceback" not in log.read_text(), log.read_text()[-2000:]
+
+
+def memory(pid: int) -> int:
+    """Resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def held(server: Server) -> dict[str, float]:
+    """What both processes hold."""
+    engine, http_side = server.processes()
+    fds, tasks = ([len(os.listdir(f"/proc/{pid}/{kind}")) for pid in (engine, http_side)] for kind in ("fd", "task"))
+    names = "rows_active", "requests_waiting", "requests_unfinished", "tasks"
+    found = {"descriptors": sum(fds), "threads": sum(tasks)} | {name: server.metric(name) for name in names}
+    return found | {"engine": memory(engine), "http": memory(http_side)}
+
+
+SLACK = {"threads": 6, "engine": MEMORY, "http": MEMORY}  # by which a value may grow
+
+
+def check_nothing_is_left(server: Server, work: Callable[[int], None], n: int):
+    """After work(n), a server holds what it held after a short warm-up."""
+    work(48)
+    wait_for(server.idle, "all rows to be free")
+    time.sleep(0.5)  # for the last connections to end
+    most = {name: value + SLACK.get(name, 0) for name, value in held(server).items()}
+    work(n)
+    wait_for(server.idle, "all rows to be free")
+    end = time.monotonic() + PATIENCE_S
+    while any(value > most[name] for name, value in held(server).items()):
+        assert time.monotonic() < end, f"{held(server)}, at most {most}"
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- clients that vanish
+
+
+def vanish(server: Server, moment: str, stream: bool, reset: bool, seed: int):
+    """A client that leaves in the given moment of its request, or reads the answer first ("end")."""
+    body = {"prompt": prompt_ids(30, seed), "max_tokens": 900, "stream": stream, "ignore_eos": True}
+    if moment == "prefill":
+        body["prompt"] = prompt_ids(CONTEXT - 920, seed)
+    if moment == "end":
+        body["max_tokens"] = 3
+    client = RawClient(server, body)
+    if moment == "decode" and stream:
+        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    elif moment == "end":
+        while client.socket.recv(1 << 16)[-5:] not in (b"0\r\n\r\n", b"") and stream:
+            pass
+    else:
+        time.sleep({"at once": 0.0, "prefill": 0.02, "decode": 0.15}[moment])
+    client.leave(reset)
+
+
+def vanish_in_every_way(server: Server, n: int):
+    """n clients, eight at a time, of which most wait for a row when they leave: there are four."""
+    moments = ["at once", "prefill", "decode", "end"]
+    ways = [(moments[i % 4], i // 4 % 2 == 0, i // 8 % 2 == 0, i) for i in range(n)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda way: vanish(server, *way), ways))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_clients_that_vanish(server):
+    check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 96)
+
+
+@pytest.mark.full
+def test_nothing_is_left_of_a_thousand_clients_that_vanish(server):
+    check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_rows_of_eight_that_vanish_at_once_are_free_for_others(server, stream):
+    """Four run and four wait. The next request does not wait for any of their 5,600 tokens."""
+    written = server.metric("tokens_written_total")
+    clients = [longest(server, stream, prompt=[5, 6, i]) for i in range(8)]
+    wait_for(lambda: (server.metric("rows_active"), server.metric("requests_waiting")) == (ROWS, 4), "full rows")
+    for i, client in enumerate(clients):
+        client.leave(reset=i % 2 == 0)
+    begin = time.monotonic()
+    wait_for(server.idle, "all rows to be free", 2)
+    server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
+    assert time.monotonic() - begin < 2 and server.metric("tokens_written_total") - written < LONG["max_tokens"]
+
+
+# ---------------------------------------------------------------- clients that stop reading
+
+
+def deaf_clients(server: Server, stream: bool, n: int) -> list[RawClient]:
+    """They are there and read nothing of their answers, which are several megabytes."""
+    asks = [LONG | {"prompt": [5, 6, i], "logprobs": 20, "stream": stream} for i in range(n)]
+    return [RawClient(server, ask, buffer=4096) for ask in asks]
+
+
+def unsent_bytes(server: Server) -> int:
+    """What the system holds of answers for clients, as it lists them."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4][:8], 16) for row in rows if row[1].endswith(f":{server.port:04X}"))
+
+
+@pytest.mark.slow
+def test_clients_that_read_nothing_of_their_streams(server, oracle):  # noqa: F811
+    """Their requests are ended when a megabyte waits for them, and they take nobody's place then."""
+    prompt, (_, http_side) = prompt_ids(20, 5), server.processes()
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
+    before, written = memory(http_side), server.metric("tokens_written_total")
+    clients = deaf_clients(server, True, 8)
+    try:
+        wait_for(lambda: server.metric("rows_active") == ROWS, "full rows")
+        answer = server.post("/v1/completions", body)
+        assert answer["choices"][0]["text"] == oracle.text(prompt, 20)
+        wait_for(server.idle, "all rows to be free")
+        assert server.metric("tokens_written_total") - written < 8 * LONG["max_tokens"], "they were ended early"
+        assert memory(http_side) - before < MEMORY + 8 * 4 * MEBIBYTE  # a megabyte of text is more as objects
+        assert 0 < unsent_bytes(server) < 8 * MEBIBYTE
+        more = deaf_clients(server, True, 2)
+        clients += more
+        assert server.post("/v1/completions", body)["choices"][0]["text"] == oracle.text(prompt, 20)
+    finally:
+        for client in clients:
+            client.leave(reset=True)
+    wait_for(server.idle, "all rows to be free")
+
+
+def test_an_answer_that_is_not_read_takes_nobodys_place():
+    """Nor does one that is not read to its end; log-probabilities of the prompt count as well."""
+
+    async def work():
+        client = EngineClient(SimpleNamespace(send=lambda message: None), rows=1, max_queue=1)
+        calls = [Call(client), Call(client)]
+        for call in calls:
+            call.begin([Ask(Request([5]), (), True)], asyncio.Event().wait)
+        assert client.taken == 2
+        scored = [(-1.0, [(5, -1.0)] * 20)] * (MAX_UNSENT // 2000)
+        for _ in range(3):
+            calls[0].put(Event(0, "", 1, 0, [], scored, None, None))
+        assert client.taken == 1 and calls[0].queue.qsize() == 1
+        with pytest.raises(ApiError, match="not being read"):
+            await anext(calls[0])
+        del client.running[1]  # as when the engine has told the last event, which the client has not read yet
+        assert client.taken == 0
+        for call in calls:
+            call.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_read_nothing_are_gone_after_30_seconds(server, stream):
+    """Also those with whole answers, whose windows are closed, and whose system answers every probe."""
+    most = held(server)
+    clients = deaf_clients(server, stream, 6)
+    try:
+        wait_for(lambda: server.metric("rows_active") == ROWS, "full rows")
+        wait_for(server.idle, "the engine to be ready with all", 120)
+        wait_for(lambda: unsent_bytes(server) > 0, "answers to be written")
+        begin = time.monotonic()
+        assert held(server)["descriptors"] >= most["descriptors"] + 6
+        wait_for(lambda: held(server)["descriptors"] <= most["descriptors"], "their connections to be closed", 90)
+        print(f"\nconnections without a reader were closed after {time.monotonic() - begin:.0f} s (stream: {stream})")
+        wait_for(lambda: server.metric("tasks") <= most["tasks"], "their tasks to end")
+        assert unsent_bytes(server) == 0
+        assert held(server)["http"] < most["http"] + MEMORY + 6 * 4 * MEBIBYTE
+    finally:
+        for client in clients:
+            client.leave(reset=False)
+
+
+@pytest.mark.full
+def test_slow_heads_and_slow_bodies_are_dropped(server):
+    """Although they go on: a head has 60 seconds, a body 30."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
+
+    def drip(begin: bytes) -> tuple[float, bytes]:
+        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=0.5)) as client:
+            client.sendall(begin)
+            start, answer = time.monotonic(), b""
+            while time.monotonic() < start + 90:
+                try:
+                    client.sendall(b"x")
+                    if not (data := client.recv(1 << 16)):
+                        break
+                    answer += data
+                except TimeoutError:
+                    pass
+                except ConnectionError:
+                    break
+            return time.monotonic() - start, answer
+
+    before = held(server)["descriptors"]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(drip, [head + b"X: ", head + b"Content-Length: 9999\r\n\r\n", b"G"]))
+    (slow_head, silence), (slow_body, answer), (first, _) = found
+    assert 55 < slow_head < 75 and silence == b"" and 55 < first < 75
+    assert 25 < slow_body < 45 and answer.startswith(b"HTTP/1.1 408") and b'"code": "timeout"' in answer
+    wait_for(lambda: held(server)["descriptors"] <= before, "their connections to be closed")
+
+
+# ---------------------------------------------------------------- mixed load
+
+BAD = [b"{", b'{"prompt": [700]}', b"[" * 9000, b'{"prompt": "\\ud800"}', b'{"prompt": [5], "max_tokens": -1}']
+
+
+def one_of_all_kinds(server: Server, chance: random.Random) -> str:
+    """A request of any kind; returns the kind."""
+    kind = chance.choice(["completion", "completion", "chat", "stream", "echo", "bad", "vanishing", "vanishing"])
+    body = {"max_tokens": chance.choice([2, 20, 120]), "temperature": chance.choice([0, 1]), "ignore_eos": True}
+    prompt = prompt_ids(chance.choice([3, 40, 300, 1200]), chance.randrange(20))
+    if kind == "vanishing":
+        moment = chance.choice(["at once", "prefill", "decode"])
+        vanish(server, moment, chance.random() < 0.5, chance.random() < 0.5, chance.randrange(99))
+    elif kind == "bad":
+        assert server.request("POST", "/v1/completions", chance.choice(BAD))[0] == 400
+    elif kind == "chat":
+        server.post("/v1/chat/completions", body | {"messages": MESSAGES[chance.randrange(2) :]})
+    elif kind == "echo":
+        server.post("/v1/completions", body | {"prompt": [prompt, prompt[:9]], "echo": True, "logprobs": 5})
+    else:
+        body |= {"prompt": prompt, "stream": kind == "stream"}
+        status, answer = server.request("POST", "/v1/completions", body)
+        assert status == 200 and (b"[DONE]" in answer or kind != "stream")
+    return kind
+
+
+def soak(server: Server, seconds: float, interval: float) -> tuple[list[dict], dict[str, int]]:
+    """(samples, number of requests of each kind) of mixed load by six clients."""
+    done, counts, failures = threading.Event(), {}, []
+
+    def work(seed: int):
+        chance = random.Random(seed)
+        while not done.is_set():
+            try:
+                kind = one_of_all_kinds(server, chance)
+                counts[kind] = counts.get(kind, 0) + 1
+            except Exception as error:
+                failures.append(error)
+                done.set()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    samples, begin = [], time.monotonic()
+    while time.monotonic() < begin + seconds and not done.wait(interval):
+        waits = []
+        for _ in range(5):
+            start = time.monotonic()
+            server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0})
+            waits.append(1000 * (time.monotonic() - start))
+        samples.append({"s": round(time.monotonic() - begin), "probe_ms": round(median(waits))} | held(server))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    return samples, counts
+
+
+def show(samples: list[dict], counts: dict[str, int]):
+    print(f"\n{sum(counts.values())} requests: {counts}")
+    print(" ".join(f"{name[:11]:>11}" for name in samples[0]))
+    for sample in samples:
+        values = {name: value / MEBIBYTE if name in ("engine", "http") else value for name, value in sample.items()}
+        print(" ".join(f"{value:11.0f}" for value in values.values()))
+
+
+# What the median of the last quarter of the samples may be above that of the second quarter: the load is random.
+TOLERANCE = {"probe_ms": 400, "descriptors": 12, "threads": 6, "rows_active": ROWS, "requests_waiting": 8}
+TOLERANCE |= {"requests_unfinished": 8, "tasks": 24, "engine": MEMORY, "http": MEMORY}
+
+
+@pytest.mark.full
+def test_soak(server):
+    """Memory, descriptors, tasks and latency stay flat under mixed load, and all goes back to nothing."""
+    soak(server, 5, 1)  # warm-up
+    wait_for(server.idle, "all rows to be free")
+    time.sleep(1)
+    before = held(server)
+    minutes = float(os.environ.get("FASTPATH_SOAK_MINUTES", "2"))
+    samples, counts = soak(server, 60 * minutes, min(10, 6 * minutes))
+    show(samples, counts)
+    quarter = len(samples) // 4
+    assert quarter and len(counts) == 6
+    for name, more in TOLERANCE.items():
+        second, last = (median(s[name] for s in part) for part in (samples[quarter : 2 * quarter], samples[-quarter:]))
+        assert last <= second + more, f"{name}: {second}, then {last}"
+    wait_for(server.idle, "all rows to be free")
+    most = {name: value + SLACK.get(name, 0) for name, value in before.items()}
+    most |= {"engine": most["engine"] + 2 * MEMORY, "http": most["http"] + 2 * MEMORY}  # as samples, of busy processes
+    wait_for(lambda: all(value <= most[name] for name, value in held(server).items()), f"no more than {most}")
+
+
+# ---------------------------------------------------------------- many starts
+
+
+def children(pid: int) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    stats = {}
+    for one in found:
+        try:
+            stats[one] = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{one}/status").read_text())[1])
+        except OSError:  # it has ended
+            pass
+    return [one for one, parent in stats.items() if parent == pid]
+
+
+@pytest.mark.full
+def test_fifty_starts(checkpoints, tmp_path, monkeypatch):  # noqa: F811
+    """Each serves a request and ends at SIGTERM with exit code 0; no process and no file is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    log = tmp_path / "log"
+    for _ in range(int(os.environ.get("FASTPATH_STARTS", "50"))):
+        with running(log, "--checkpoint_path", checkpoints[None], *OPTIONS) as server:
+            wait_for(lambda server=server: server.health() == (200, "ready"), "the server to be ready")
+            server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})
+            processes = {server.process.pid, *children(server.process.pid)}
+            assert len(processes) == 3  # and Python's resource tracker
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE_S) == 0
+        for pid in processes:
+            wait_for(lambda pid=pid: ended(pid), "all processes to end")
+        assert "Traceback" not in log.read_text() and list((tmp_path / "tmp").iterdir()) == []

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
@@ -32,7 +32,7 @@ from cli import print_status
 try:
     import h11
     import uvicorn
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+    from prometheus_client import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
@@ -41,6 +41,8 @@ try:
     from starlette.responses import Response
     from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    from metrics import Metrics, Running
 except ImportError as error:
     print(f"serve.py: error: {error.name} is not there: pip install -r requirements-serve.txt", file=sys.stderr)
     sys.exit(2)
@@ -154,7 +156,7 @@ class EngineClient:
         self.writer = ThreadPoolExecutor(1)  # a full pipe must not stop the event loop, which empties the other one
         self.calls: set[Call] = set()  # HTTP requests that have been let in
         self.running: dict[int, Running] = {}
-        self.metrics.unfinished.set_function(lambda: len(self.running))
+        self.metrics.show("requests_unfinished", "Requests that wait or run", lambda: len(self.running))
         self.state = "starting"  # or "ready", "draining" (no new requests; then the server ends) or "broken"
         self.heard = self.slowest_step = 0.0  # when the engine has spoken last; seconds
         self.finished: deque[float] = deque(maxlen=32)  # when the last requests were
@@ -237,64 +239,6 @@ class EngineClient:
     def _fail_calls(self):
         for call in self.calls:
             call.put(ApiError("the engine has stopped", 503))
-
-
-@dataclass
-class Running:
-    """A request that the engine has, for the HTTP process."""
-
-    call: "Call"
-    added: float = field(default_factory=time.perf_counter)
-    first: float | None = None  # when its first token came
-
-
-class Metrics:
-    """What /metrics tells, in Prometheus's format."""
-
-    def __init__(self):
-        self.registry = registry = CollectorRegistry()
-        steps = [0.001 * 2**n for n in range(15)]  # 1 ms to 16 s
-        waits = [0.01 * 2**n for n in range(14)]  # 10 ms to 82 s
-
-        def counter(name, text, *labels):
-            return Counter(f"fastpath_{name}", text, labels, registry=registry)
-
-        def histogram(name, text, buckets):
-            return Histogram(f"fastpath_{name}_seconds", text, registry=registry, buckets=buckets)
-
-        self.requests = counter("requests", "Requests by outcome", "outcome")
-        self.read = counter("prompt_tokens_read", "Tokens of prompts that were read")
-        self.reused = counter("prompt_tokens_reused", "Tokens of prompts that a cache row held already")
-        self.written = counter("tokens_written", "New tokens")
-        self.waiting = Gauge("fastpath_requests_waiting", "Requests that wait for a row", registry=registry)
-        self.unfinished = Gauge("fastpath_requests_unfinished", "Requests that wait or run", registry=registry)
-        self.active = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
-        tasks = Gauge("fastpath_tasks", "Asynchronous tasks of the HTTP process", registry=registry)
-        tasks.set_function(lambda: len(asyncio.all_tasks()))
-        self.first_token = histogram("time_to_first_token", "From the request to its first token", waits)
-        self.per_token = histogram("time_per_token", "Of a request's later tokens, on average", steps)
-        self.step = histogram("step", "A step of the engine", steps)
-        self.prefilled = 0
-
-    def note_step(self, seconds: float, waiting: int, active: int, prefilled: int):
-        if seconds:
-            self.step.observe(seconds)
-        self.waiting.set(waiting)
-        self.active.set(active)
-        self.read.inc(max(0, prefilled - self.prefilled))
-        self.prefilled = prefilled
-
-    def note_event(self, running: Running, event: Event):
-        now = time.perf_counter()
-        if running.first is None and event.tokens:
-            running.first = now
-            self.first_token.observe(now - running.added)
-            self.reused.inc(event.cached)
-        if event.reason is not None:
-            self.requests.labels(event.reason).inc()
-            self.written.inc(event.tokens)
-            if event.tokens > 1:
-                self.per_token.observe((now - running.first) / (event.tokens - 1))
 
 
 class ClientGone(Exception):
@@ -422,7 +366,7 @@ def make_app(settings: Settings, client: EngineClient, address: str) -> Starlett
         return answer_json({"status": state}, 200 if state in ("ready", "overloaded") else 503)
 
     async def metrics(request: HttpRequest):
-        return Response(generate_latest(client.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def post(path: str, endpoint) -> Route:
         return Route(path, endpoint, methods=["POST"])

@@ -399,7 +399,7 @@ def test_others_are_answered_while_a_body_of_tiny_chunks_is_read(server):
     for path in (b"/v1/completions", b"/nowhere"):
         with counting_health(server) as answers:
             talk(server, chunked(chunks(b" " * 50000 + BODY, 1), path=path), LAST)
-        assert len(answers) > 10, answers
+        assert len(answers) > 3, answers  # all at once, there would be one before and one after
 
 
 @pytest.mark.slow

@@ -369,7 +369,7 @@ def test_fifty_starts(checkpoints, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     log = tmp_path / "log"
-    for _ in range(int(os.environ.get("FASTPATH_STARTS", "50"))):
+    for _ in range(50):
         with running(log, "--checkpoint_path", checkpoints[None], *OPTIONS) as server:
             wait_for(lambda server=server: server.health() == (200, "ready"), "the server to be ready")
             server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})

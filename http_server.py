@@ -157,7 +157,8 @@ class EngineClient:
         self.calls: set[Call] = set()  # HTTP requests that have been let in
         self.running: dict[int, Running] = {}
         self.metrics.show("requests_unfinished", "Requests that wait or run", lambda: len(self.running))
-        self.state = "starting"  # or "ready", "draining" (no new requests; then the server ends) or "broken"
+        # "starting", "ready", "draining" (no new requests), "ended" (whose time is over) or "broken"
+        self.state = "starting"
         self.heard = self.slowest_step = 0.0  # when the engine has spoken last; seconds
         self.finished: deque[float] = deque(maxlen=32)  # when the last requests were
 
@@ -176,13 +177,15 @@ class EngineClient:
         silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
         if silent and self.state != "starting":
             return "broken"
-        return "overloaded" if self.state == "ready" and self.taken >= self.places else self.state
+        if self.state == "ready" and self.taken >= self.places:
+            return "overloaded"
+        return "draining" if self.state == "ended" else self.state
 
     def check_room(self):
         """Raise ApiError where no request can be taken now."""
         if self.health() == "broken":
             raise ApiError("the engine has stopped", 503)
-        if self.state == "draining":
+        if self.state in ("draining", "ended"):
             raise ApiError("the server is ending", 503, code="draining", retry_after=1)
         if self.taken >= self.places:
             waiting = self.places - self.rows
@@ -227,7 +230,7 @@ class EngineClient:
                     del self.running[event.key]
                 self.metrics.note_event(running, event)
                 running.call.put(event)
-        if self.state == "draining" and not self.calls:
+        if (self.state == "draining" and not self.calls) or (self.state == "ended" and not self.taken):
             self.on_end()
 
     async def _watch(self):
@@ -306,7 +309,7 @@ class Call:
             print_status(f"a request failed: {event.error}")
             raise ApiError("the model could not go on with this request", 500)
         if event.reason == "cancelled":  # by the engine
-            if self.client.state == "draining":
+            if self.client.state != "ready":
                 raise ApiError("the server has ended before the answer", 503, code="draining", retry_after=1)
             retry_after = self.client.retry_after()
             raise ApiError("the request has waited for too long", 503, code="queue_timeout", retry_after=retry_after)
@@ -443,7 +446,7 @@ class EventStream:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": self.answer.end})
-        except ClientGone:
+        except (ClientGone, asyncio.CancelledError):  # the latter where the server ends, and nobody reads
             pass
         finally:
             self.call.close()

@@ -9,13 +9,14 @@ runs the engine (with torchrun it is rank 0). It starts the second one, which ha
 the other way, in one message.
 """
 
+import os
 import signal
 
 if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's threads wait awake for some 0.3 ms, and then sleep
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
 
 import multiprocessing
-import os
 import socket
 import threading
 import time
@@ -227,7 +228,8 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
             if job.request.finish_reason is not None:
                 del jobs[job.key]
         numbers = (seconds * busy, len(jobs) - active, active, engine.timing.prefill_tokens)
-        connection.send(("draining" if deadline else "ready", events, numbers))
+        state = "ready" if deadline is None else "draining" if now <= deadline else "ended"
+        connection.send((state, events, numbers))
 
 
 def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connection):

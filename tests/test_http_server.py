@@ -200,6 +200,20 @@ def test_an_end_that_waits_no_longer(checkpoints, tmp_path):  # noqa: F811
         stream.socket.close()
 
 
+@pytest.mark.full
+def test_an_end_beside_a_client_that_does_not_read(checkpoints, tmp_path):  # noqa: F811
+    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 3]
+    with running(tmp_path / "log", *arguments) as server:
+        client = longest(server, stream=True, prompt=[5], logprobs=20)
+        wait_for(lambda: server.metric("rows_active") == 1, "a request to run")
+        wait_for(lambda: server.metric("rows_active") == 0, "more text than the buffers hold")
+        start = time.monotonic()
+        assert server.stop() == 0
+        assert 2 < time.monotonic() - start < 20, "it waits for those who read, and no longer than it should"
+        client.socket.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 # ---------------------------------------------------------------- faults
 
 

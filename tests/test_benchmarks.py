@@ -124,7 +124,6 @@ def test_charts_are_drawn_from_the_measurements_that_there_are(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
     program, gguf, old = tmp_path / "llama-bench", tmp_path / "some.gguf", tmp_path / "old"
     program.write_text(LLAMA_BENCH.format(python=sys.executable))

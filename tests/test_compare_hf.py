@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from cli import UserError
 
-pytestmark = pytest.mark.quick
-
 
 def copy_with(checkpoint, out, config=None, change=lambda weights: None):
     """A copy of a checkpoint with other fields in config.json, whose tensors change(weights) has modified."""

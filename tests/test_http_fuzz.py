@@ -429,6 +429,7 @@ def test_a_thousand_open_connections(server):
             client.close()
 
 
+@pytest.mark.slow
 def test_a_large_answer_is_written_in_a_thread():
     """Many log-probabilities take a second, in which others are answered."""
 

@@ -133,6 +133,7 @@ def test_guard_limits_onednn_only_where_amx_kills(monkeypatch):
     assert outcome(True, False, ONEDNN_MAX_CPU_ISA="AVX2") == "AVX2"
 
 
+@pytest.mark.slow
 def test_a_bfloat16_matmul_works_after_the_import():
     code = "import kernels, torch; a = torch.ones(300, 300, dtype=torch.bfloat16); print((a @ a)[0, 0].item())"
     done = subprocess.run(

@@ -192,6 +192,7 @@ def test_products_with_few_rows(case):
     assert found.dtype == dtype and ((found.float() - y).abs() <= TOLERANCE[dtype] * size).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int8", 0, F32), (None, 0, BF16)])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(ordered_products, format, group, dtype):
     layer, _ = gpu_layer(format, 2 * 37, 300, group, True, dtype)

@@ -306,6 +306,7 @@ def test_cpp_draws_what_the_reference_draws(seed):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_triton_draws_what_the_reference_draws(monkeypatch):
     pytest.importorskip("triton")
     with INTERPRET:
@@ -323,6 +324,7 @@ def test_triton_draws_what_the_reference_draws(monkeypatch):
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]  # inductor takes a minute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_draws_are_the_eager_ones(backend):
     compiled = torch.compile(sampling.sample_reference, fullgraph=True, dynamic=False, backend=backend)

@@ -105,7 +105,7 @@ class Fields:
         for name, value in self.left.items():
             if name in NEUTRAL:
                 if value is not None and not any(value == one and type(value) is type(one) for one in NEUTRAL[name]):
-                    raise ApiError(f"{name} is not supported here, but with its neutral value", param=name)
+                    raise ApiError(f"{name} is not supported here, other than with its neutral value", param=name)
             elif name not in self.unknown and len(self.unknown) < 100:
                 self.unknown.add(name)
                 print_status(f"a request has the field {name[:60]!r}, which is ignored")

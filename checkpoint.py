@@ -276,6 +276,14 @@ class Writer:
         self.shards: list[ShardFile] = []  # only the last one is open
 
     def __enter__(self):
+        try:
+            self._begin()
+        except BaseException:  # Ctrl-C as well
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        return self
+
+    def _begin(self):
         for _ in range(TARGET_CHECKS):
             if not os.path.lexists(self.target) or is_replaceable(self.target):
                 break
@@ -290,10 +298,8 @@ class Writer:
         except OSError as error:
             raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
         if free < self.expected_bytes:
-            self.path.rmdir()
             need = f"{self.expected_bytes / 1e9:.2f} GB"
             raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, but the checkpoint needs {need}")
-        return self
 
     def add(self, name: str, tensor: torch.Tensor):
         """Write one tensor, into a new shard if the last one has no room for it."""

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
 from cli import print_status
@@ -70,6 +71,17 @@ class Settings:
     rows: int  # requests that run at the same time
     max_queue: int  # requests that may wait for a row
     api_key: str | None
+
+
+class News(NamedTuple):
+    """What the engine's process tells after a step."""
+
+    state: str  # as EngineClient.state
+    events: list[Event]
+    step_s: float  # seconds; 0 where the engine had nothing to do. The first News has the time of warming up.
+    waiting: int = 0  # requests
+    active: int = 0  # rows that have a request
+    prefill_tokens: int = 0  # prompt tokens that were read so far
 
 
 def run_http(settings: Settings, listener: socket.socket, connection):
@@ -188,8 +200,7 @@ class EngineClient:
         if self.state in ("draining", "ended"):
             raise ApiError("the server is ending", 503, code="draining", retry_after=1)
         if self.taken >= self.places:
-            waiting = self.places - self.rows
-            text = f"{self.rows} requests are running and {waiting} are waiting; try again later"
+            text = f"all {self.rows} rows are in use and all {self.places - self.rows} places of the queue are taken"
             raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
 
     def retry_after(self) -> int:
@@ -212,24 +223,25 @@ class EngineClient:
             self.writer.submit(self.connection.send, (key,))
 
     def _read(self):
-        before = self.state
         try:
-            self.state, events, numbers = self.connection.recv()
+            news = self.connection.recv()
         except (EOFError, OSError):
             self.state = "broken"
             self.loop.remove_reader(self.connection.fileno())
             self._fail_calls()
             return self.on_end()
-        self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, numbers[0])
-        if before != "starting":  # the first message tells the time of warming up
-            self.metrics.note_step(*numbers)
-        for event in events:
+        self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, news.step_s)
+        if self.state != "starting":
+            self.metrics.note_step(news.step_s, news.waiting, news.active, news.prefill_tokens)
+        self.state = news.state
+        for event in news.events:
             if running := self.running.get(event.key):
                 if event.reason is not None:
                     self.finished.append(self.heard)
                     del self.running[event.key]
                 self.metrics.note_event(running, event)
                 running.call.put(event)
+        # Answers have their time to be sent. After it, nothing of the engine is missing, and no client is waited for.
         if (self.state == "draining" and not self.calls) or (self.state == "ended" and not self.taken):
             self.on_end()
 
@@ -242,6 +254,10 @@ class EngineClient:
     def _fail_calls(self):
         for call in self.calls:
             call.put(ApiError("the engine has stopped", 503))
+
+
+class Unfinished(ApiError):
+    """The engine has ended a request before its answer; the metrics know of it already."""
 
 
 class ClientGone(Exception):
@@ -307,12 +323,12 @@ class Call:
         self.unsent -= size_of(event)
         if event.reason == "error":
             print_status(f"a request failed: {event.error}")
-            raise ApiError("the model could not go on with this request", 500)
+            raise Unfinished("the model could not go on with this request", 500)
         if event.reason == "cancelled":  # by the engine
             if self.client.state != "ready":
-                raise ApiError("the server has ended before the answer", 503, code="draining", retry_after=1)
+                raise Unfinished("the server has ended before the answer", 503, code="draining", retry_after=1)
             retry_after = self.client.retry_after()
-            raise ApiError("the request has waited for too long", 503, code="queue_timeout", retry_after=retry_after)
+            raise Unfinished("the request has waited for too long", 503, code="queue_timeout", retry_after=retry_after)
         index = self.running[event.key]
         if event.reason is not None:
             del self.running[event.key]
@@ -554,5 +570,7 @@ async def on_error(request: HttpRequest, error: Exception) -> Response:
         headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
     elif error.status == 408:
         headers = {"Connection": "close"}
-    request.app.state.client.metrics.requests.labels("refused" if error.status < 500 else "error").inc()
+    if not isinstance(error, Unfinished):
+        outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
+        request.app.state.client.metrics.requests.labels(outcome).inc()
     return answer_json(error.body(), error.status, headers)

@@ -4,9 +4,10 @@ Read down: options and `main`; the HTTP process; Job, a request with its text; `
 of the engine. Nothing of generation is here: that is engine.py.
 
 There are two processes, because a thread beside the engine would take its time: both need Python's lock. The first one
-runs the engine (with torchrun it is rank 0). It starts the second one, which has the sockets and knows text and JSON
-(http_server.py). Between them is a pipe. Requests go one way; after each step of the engine the news of all of them go
-the other way, in one message.
+runs the engine (with torchrun it is rank 0), and turns new tokens into text. It starts the second one, which has the
+sockets, knows JSON and tokenizes prompts (http_server.py). Between them is a pipe. One way go requests, as tuples
+(key, Request, stop strings, whether the text continues the prompt), and cancellations, (key,). The other way goes a
+News after each step of the engine, and four times a second while it is idle.
 """
 
 import os
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from api import Event
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
 from engine import Engine, Request
-from http_server import Settings, run_http
+from http_server import News, Settings, run_http
 from load import (
     SingleProcess,
     add_model_options,
@@ -74,7 +75,7 @@ def main(ranks=None):
     """ranks: a tp.Ranks, where torchrun has started several of us; the first one serves, the others follow it."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
-    listener = listen(args.host, args.port) if ranks.rank == 0 else None
+    listener = bind(args.host, args.port) if ranks.rank == 0 else None
     checkpoint = open_checkpoint(args, ranks)
     config = checkpoint.config
     length = args.max_seq_length or min(CONTEXT, config.max_seq_length)
@@ -101,7 +102,7 @@ def main(ranks=None):
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]
         ranks.timeout_s, ending = RANK_TIMEOUT_S, Ending(args.drain_seconds)
-        connection.send(("ready", [], (slowest, 0, 0, 0)))
+        connection.send(News("ready", [], slowest))
         print_status(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         run_engine(engine, checkpoint.tokenizer, connection, ending, args.queue_seconds)
     engine.close()
@@ -114,7 +115,8 @@ def compiles_later(args, ranks) -> bool:
     return args.compile and on_cpu and ranks.size == 1 and not (args.draft or args.draft_checkpoint_path)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which refuses connections until the HTTP process is there."""
     if not host:  # which the system takes for all addresses
         raise UserError("--host is empty; give an address, 0.0.0.0 for all of this machine's")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -126,7 +128,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_SECONDS * 1000)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
     except (OSError, TypeError, ValueError) as error:  # the latter two where the host can be no name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--host {host} --port {port} cannot be listened on: {reason}") from None
@@ -137,6 +138,7 @@ def listen(host: str, port: int) -> socket.socket:
 def http_process(settings: Settings, listener: socket.socket):
     """The HTTP process while the engine runs; gives our end of the pipe to it. It ends when the pipe is closed, or by
     itself when the engine has said that the server ends, and all requests have been answered."""
+    listener.listen(1024)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http, args=(settings, listener, theirs), daemon=True)
@@ -217,7 +219,9 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
         receive(engine, jobs, tokenizer, connection)
         now, deadline = time.perf_counter(), ending.deadline
         late = [request for request in engine.waiting if now - request.times["added"] > queue_seconds]
-        for request in [job.request for job in jobs.values()] if deadline and now > deadline else late:
+        if deadline is not None and now > deadline:
+            late = [job.request for job in jobs.values()]
+        for request in late:
             engine.cancel(request)
         busy = engine.active
         engine.step()
@@ -227,9 +231,9 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
         for job in news:
             if job.request.finish_reason is not None:
                 del jobs[job.key]
-        numbers = (seconds * busy, len(jobs) - active, active, engine.timing.prefill_tokens)
         state = "ready" if deadline is None else "draining" if now <= deadline else "ended"
-        connection.send((state, events, numbers))
+        step_s = seconds if busy else 0.0
+        connection.send(News(state, events, step_s, len(jobs) - active, active, engine.timing.prefill_tokens))
 
 
 def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connection):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from statistics import median
 
 import pytest
@@ -28,8 +27,6 @@ from load import load_model
 from speculative import LookupDraft
 
 pytestmark = pytest.mark.slow
-# Not importorskip: locust replaces the sockets, threads and locks of the process that imports it.
-needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="requirements-bench.txt is not installed")
 
 # A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
 LLAMA_BENCH = """#!{python}
@@ -233,7 +230,7 @@ def test_serving(python, tmp_path, checkpoints):  # noqa: F811
     assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
 
 
-@needs_locust
+@pytest.mark.full
 def test_the_load_test(python, tmp_path, checkpoints):  # noqa: F811
     """A server has 8 rows, and 4 requests for each may wait. So of 60 users 20 are always refused."""
     sizes = ["--users", 2, 60, "--seconds", 4, "--prompt_words", 2, "--new_tokens", 3, "--max_seq_length", 400]
@@ -288,7 +285,7 @@ def locust(port, *arguments):
     return {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
 
 
-@needs_locust
+@pytest.mark.full
 def test_refusals_are_no_failures():
     with ThreadingHTTPServer(("127.0.0.1", 0), SometimesRefuses) as server:
         server.asked, server.refused = [], 0
@@ -311,7 +308,7 @@ def test_refusals_are_no_failures():
     assert min(lengths) >= 2 and max(lengths) <= 200 and len(set(lengths)) > 3
 
 
-@needs_locust
+@pytest.mark.full
 def test_the_users_of_the_story(tmp_path, checkpoints):  # noqa: F811
     """They get all of their answers from our server."""
     port = measure.free_port()

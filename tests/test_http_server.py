@@ -86,14 +86,14 @@ def test_the_queue_is_bounded(small):
     wait_for(lambda: is_full(small), "full places")
     status, headers, error = ask(small, [9], 5)
     assert status == 429 and error["error"]["code"] == "overloaded"
-    assert "1 requests are running and 2 are waiting" in error["error"]["message"]
+    assert "1 rows are in use and all 2 places of the queue are taken" in error["error"]["message"]
     assert 1 <= int(headers["retry-after"]) <= 30 and headers["x-should-retry"] == "true"
     assert small.request("POST", "/v1/completions", b"{no JSON")[0] == 429
     assert small.request("POST", "/generate", {"inputs": "x"})[0] == 429
     with small.client() as client, pytest.raises(openai.RateLimitError):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert small.request("POST", "/tokenize", {"prompt": "x"})[0] == 200
-    assert small.metric('requests_total{outcome="refused"}') >= 4
+    assert small.metric('requests_total{outcome="overloaded"}') >= 4
     others.leave(reset=False)
     wait_for(lambda: small.health() == (200, "ready"), "room")
     assert ask(small, [9], 5)[0] == 200

@@ -37,9 +37,7 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary directories are removed
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the parent process; print(file=None) would write to stdout
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    open_closed_streams()
 
     def fail(text: str) -> int:
         line = text.strip().replace("\n", " ")
@@ -65,6 +63,13 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
             raise
         code = fail(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
     sys.exit(code)
+
+
+def open_closed_streams():
+    """Open the null device in the place of standard streams that the parent process has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # print(file=None) would write to stdout
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 # ---------------------------------------------------------------- options
@@ -112,7 +117,8 @@ def print_status(text: str, dim: bool = False):
     """
     text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # at once, so that lines of two threads do not mix
+        sys.stderr.flush()
 
 
 def has_colours(stream) -> bool:

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import re
-import signal
+import resource
 import socket
 import sys
 import time
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
-from cli import print_status
+from cli import open_closed_streams, print_status
 
 try:
     import h11
@@ -55,6 +55,7 @@ HEAD_SECONDS = 60  # in which a connection has to send the next request's head
 MAX_PIPELINED = 1 << 16  # bytes of later requests that are read while one is running
 READ_BYTES = 1 << 13  # from a connection at once: tiny chunks take h11 40 ms, and it sees that a head is too long
 LINGER_SECONDS = 2  # in which the rest of what is no HTTP is read and dropped, so that its client reads the answer
+SPARE_FILES = 40  # descriptors that are no connections
 SILENT_SECONDS = 8  # an engine that says nothing for so long is reported as broken
 MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
 
@@ -86,7 +87,10 @@ class News(NamedTuple):
 
 def run_http(settings: Settings, listener: socket.socket, connection):
     """Serve until the engine's end of the pipe is closed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the whole group is the engine's process's business
+    open_closed_streams()
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(serve_http(settings, listener, connection))
 
 
@@ -103,6 +107,7 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
         timeout_keep_alive=HEAD_SECONDS,
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_graceful_shutdown=2,
+        backlog=16,  # connections that are accepted at once
     )
     server = HttpServer(config)
 
@@ -118,12 +123,19 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self):
         yield  # without handlers of uvicorn
 
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        for listener in sockets:
+            listener.listen(1024)  # connections that wait to be accepted
+
 
 class Connection(H11Protocol):
     """A client's connection. uvicorn's, but a request's head must arrive in time, and errors are as all others."""
 
     def connection_made(self, transport):
         super().connection_made(transport)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
+            return transport.abort()
         transport.max_size = READ_BYTES
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
@@ -208,12 +220,12 @@ class EngineClient:
         if len(self.finished) < 2:
             return 1
         interval = (self.finished[-1] - self.finished[0]) / (len(self.finished) - 1)
-        return min(30, max(1, math.ceil(interval * (self.taken - self.rows) / 2)))
+        return min(30, max(1, math.ceil(interval * max(1, self.taken - self.rows) / 2)))
 
-    def add(self, ask: Ask, call: "Call") -> int:
+    def add(self, ask: Ask, call: "Call", first: bool) -> int:
         key = next(self.keys)
         self.running[key] = Running(call)
-        self.writer.submit(self.connection.send, (key, ask.request, ask.stop, ask.continues))
+        self.writer.submit(self.connection.send, (key, ask.request, ask.stop, ask.continues, first))
         return key
 
     def cancel(self, key: int):
@@ -241,6 +253,8 @@ class EngineClient:
                     del self.running[event.key]
                 self.metrics.note_event(running, event)
                 running.call.put(event)
+        if not self.running:  # so that idle time counts for nothing in retry_after
+            self.finished.clear()
         # Answers have their time to be sent. After it, nothing of the engine is missing, and no client is waited for.
         if (self.state == "draining" and not self.calls) or (self.state == "ended" and not self.taken):
             self.on_end()
@@ -278,7 +292,7 @@ class Call:
         client.calls.add(self)
 
     def begin(self, asks: list[Ask], receive: Callable):
-        self.running = {self.client.add(ask, self): i for i, ask in enumerate(asks)}
+        self.running = {self.client.add(ask, self, i == 0): i for i, ask in enumerate(asks)}
         self.watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Callable):
@@ -505,13 +519,13 @@ class ApiKey:
     """Lets requests pass that send the key, and those for /health and the page. An ASGI middleware."""
 
     def __init__(self, app, key: str):
-        self.app, self.expected = app, b"Bearer " + os.fsencode(key)  # the bytes of the command line
+        self.app, self.expected = app, os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app
         if scope["type"] == "http" and scope["path"] not in ("/health", "/"):
-            sent = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(sent, self.expected):
+            scheme, _, sent = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(sent.strip(), self.expected):
                 error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")
                 app = answer_json(error.body(), 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
@@ -545,10 +559,12 @@ class SameSite:
 
 def is_local(host: str) -> bool:
     """Whether a host's name or address means the machine that asks."""
+    name = host.lower().rstrip(".")
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return host.lower().rstrip(".") == "localhost" or host.lower().endswith(".localhost")
+        return name == "localhost" or name.endswith(".localhost")
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def answer_json(value, status: int = 200, headers: dict | None = None) -> Response:

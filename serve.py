@@ -6,8 +6,8 @@ of the engine. Nothing of generation is here: that is engine.py.
 There are two processes, because a thread beside the engine would take its time: both need Python's lock. The first one
 runs the engine (with torchrun it is rank 0), and turns new tokens into text. It starts the second one, which has the
 sockets, knows JSON and tokenizes prompts (http_server.py). Between them is a pipe. One way go requests, as tuples
-(key, Request, stop strings, whether the text continues the prompt), and cancellations, (key,). The other way goes a
-News after each step of the engine, and four times a second while it is idle.
+(key, and the other arguments of Job), and cancellations, (key,). The other way goes a News after each step of the
+engine, and four times a second while it is idle.
 """
 
 import os
@@ -44,6 +44,7 @@ STALLED_SECONDS = 30  # a client that reads nothing of its answer for so long is
 SEND_BUFFER = 1 << 18  # bytes of an answer that the system holds for its client
 CONTEXT = 4096  # positions of a cache row where nothing else is said and the model has as many
 RANK_TIMEOUT_S = 8.0  # a rank that is silent for so long ends the server
+HTTP_END_S = 10.0  # after the end of draining, when the HTTP process should have ended
 IDLE_S = 0.25  # between steps without a request: other ranks and the HTTP process hear that we are alive
 
 # ---------------------------------------------------------------- options and main
@@ -68,6 +69,8 @@ def parse_arguments(argv=None):
     check_model_options(args)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave it away, and nobody needs one")
+    if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):
+        raise UserError("--api_key has white space at an end or control characters, which HTTP cannot transmit")
     return args
 
 
@@ -142,9 +145,11 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http, args=(settings, listener, theirs), daemon=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is our business, also while it starts
+    # Inherited: signals to the whole group are our business, also while it starts.
+    before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
     process.start()
-    signal.signal(signal.SIGINT, before)
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
     theirs.close()
     try:
         yield ours
@@ -165,9 +170,10 @@ def http_process(settings: Settings, listener: socket.socket):
 class Job:
     """A request that the engine has, and its text."""
 
-    def __init__(self, key: int, request: Request, stop: tuple[str, ...], continues: bool, tokenizer: Tokenizer):
-        """continues: the text goes on where the prompt ends, else it begins anew, as an answer in a chat does."""
-        self.key, self.request = key, request
+    def __init__(self, tokenizer: Tokenizer, key: int, request: Request, stop=(), continues=True, first=True):
+        """continues: the text goes on where the prompt ends, else it begins anew, as an answer in a chat does.
+        first: it is not one of several prompts of an HTTP request, or it is the first of them."""
+        self.key, self.request, self.first = key, request, first
         self.stream = TextStream(tokenizer, request.prompt if continues else (), stop)
         self.text, self.before = "", 0  # text that no event has told yet; the characters before it
         self.offsets: list[int] = []  # in the text, where each token begins
@@ -178,6 +184,11 @@ class Job:
         self.offsets.append(self.before + len(self.text) + len(self.stream.held))
         self.text += self.stream.add(() if token in self.request.stop_ids else (token,))
         return self.stream.stopped
+
+    def waited(self, now: float) -> float:
+        """Seconds that it has been waiting for a row; 0 if it has one."""
+        times = self.request.times
+        return 0.0 if "started" in times else now - times["added"]
 
     def event(self) -> Event:
         request, reason, first = self.request, self.request.finish_reason, self.told == 0
@@ -218,11 +229,6 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
     while True:
         receive(engine, jobs, tokenizer, connection)
         now, deadline = time.perf_counter(), ending.deadline
-        late = [request for request in engine.waiting if now - request.times["added"] > queue_seconds]
-        if deadline is not None and now > deadline:
-            late = [job.request for job in jobs.values()]
-        for request in late:
-            engine.cancel(request)
         busy = engine.active
         engine.step()
         seconds, active = time.perf_counter() - now, sum(row.request is not None for row in engine.rows)
@@ -234,6 +240,11 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
         state = "ready" if deadline is None else "draining" if now <= deadline else "ended"
         step_s = seconds if busy else 0.0
         connection.send(News(state, events, step_s, len(jobs) - active, active, engine.timing.prefill_tokens))
+        if state == "ended" and now > deadline + HTTP_END_S:
+            return  # the other process hangs
+        for job in jobs.values():  # of several prompts, the first one tells how long all have been waiting
+            if state == "ended" or (job.first and job.waited(now) > queue_seconds):
+                engine.cancel(job.request)
 
 
 def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connection):
@@ -243,7 +254,7 @@ def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connecti
         key, *wish = connection.recv()
         waited = 0.0
         if wish:
-            jobs[key] = Job(key, *wish, tokenizer)
+            jobs[key] = Job(tokenizer, key, *wish)
             engine.add(jobs[key].request)
         elif key in jobs:
             engine.cancel(jobs[key].request)

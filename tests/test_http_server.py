@@ -151,6 +151,22 @@ def test_many_prompts_in_one_request(small, oracle):
     assert [choice["text"] for choice in answer["choices"]] == [oracle.text(prompt, 3) for prompt in prompts]
 
 
+def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tmp_path):  # noqa: F811
+    """And neither closed standard streams nor more connections than descriptors are a problem."""
+    launcher = ["bash", "-c", 'ulimit -n 128; exec "$0" "$@" <&-', sys.executable]
+    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.2]
+    with running(tmp_path / "log", *arguments, launcher=launcher) as server:
+        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        for other in others[40:]:
+            other.close()
+        body = {"prompt": [[5], [6], [7], [8]], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        answer = server.post("/v1/completions", body)
+        assert answer["usage"]["completion_tokens"] == 1600
+        for other in others[:40]:
+            other.close()
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
 def test_waiting_for_too_long(checkpoints, tmp_path, oracle):  # noqa: F811
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.1]
     with running(tmp_path / "log", *arguments) as server:
@@ -388,7 +404,19 @@ def test_pages_of_other_sites(small, host, origin, status):
 
 def test_names_of_this_machine():
     assert all(
-        map(is_local, ("127.0.0.1", "127.255.1.2", "::1", "localhost", "LOCALHOST", "a.localhost", "localhost."))
+        map(
+            is_local,
+            (
+                "127.0.0.1",
+                "127.255.1.2",
+                "::1",
+                "::ffff:127.0.0.1",
+                "localhost",
+                "LOCALHOST",
+                "a.localhost",
+                "localhost.",
+            ),
+        )
     )
     assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")))
 

@@ -652,7 +652,7 @@ def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    job, told, scored = Job(3, request, stop, True, tokenizer), "", []
+    job, told, scored = Job(tokenizer, 3, request, stop), "", []
     while request.finish_reason is None:
         for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
             request.new_tokens.append(token)

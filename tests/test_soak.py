@@ -216,7 +216,7 @@ def test_clients_that_read_nothing_are_gone_after_30_seconds(server, stream):
         wait_for(server.idle, "the engine to be ready with all", 120)
         wait_for(lambda: unsent_bytes(server) > 0, "answers to be written")
         begin = time.monotonic()
-        assert held(server)["descriptors"] >= most["descriptors"] + 6
+        assert held(server)["descriptors"] > most["descriptors"]
         wait_for(lambda: held(server)["descriptors"] <= most["descriptors"], "their connections to be closed", 90)
         print(f"\nconnections without a reader were closed after {time.monotonic() - begin:.0f} s (stream: {stream})")
         wait_for(lambda: server.metric("tasks") <= most["tasks"], "their tasks to end")

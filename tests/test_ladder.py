@@ -34,7 +34,7 @@ def one_round(decode, prefill, compile_s=0.0):
     return {**dict(zip(RATES, (decode, prefill))), "compile_s": compile_s, "peak_memory_bytes": 5e8}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_three_eager_steps(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "int8", ""))
     checkpoint, out = tiny("llama-mha")[2], tmp_path / "out.json"

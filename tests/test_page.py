@@ -801,7 +801,7 @@ def test_a_server_with_too_many_requests(checkpoint, tmp_path, endless):
         stream = client.chat.completions.create(model="tiny", messages=messages, temperature=0, stream=True)
         next(stream)
         page.send("hello")
-        page.wait_for_text("The server is busy (1 requests are running")
+        page.wait_for_text("The server is busy (all 1 rows are in use")
         stream.close()
         page.done()
         assert len(page.answers) == 1 and "10 tokens" in page.texts(".numbers")[-1]

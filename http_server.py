@@ -360,26 +360,30 @@ def size_of(event) -> int:
 # ---------------------------------------------------------------- the paths
 
 
+def engine_endpoint(client: EngineClient, read: Callable[[dict], Wishes], shape: Callable):
+    """An endpoint that asks the engine: `read` makes wishes of the request's body, `shape` the answer's JSON."""
+
+    async def endpoint(request: HttpRequest):
+        client.check_room()  # the body may come slowly, so it is asked again when the body is here
+        body = await read_body(request)
+        call = Call(client)
+        try:
+            wishes = await asyncio.to_thread(lambda: read(parse_object(body)))  # a long text takes long to tokenize
+            call.begin(wishes.asks, request.receive)
+            return await answer(call, wishes, shape(wishes))
+        except BaseException:
+            call.close()
+            raise
+
+    return endpoint
+
+
 def make_app(settings: Settings, client: EngineClient, address: str) -> Starlette:
     """address: the one that is listened on."""
     model = ServedModel(settings.directory, settings.name, settings.length)
 
     def asking(read: Callable[[dict], Wishes], shape: Callable):
-        """An endpoint that asks the engine: `read` makes wishes of the request's body, `shape` the answer's JSON."""
-
-        async def endpoint(request: HttpRequest):
-            client.check_room()  # the body may come slowly, so it is asked again when the body is here
-            body = await read_body(request)
-            call = Call(client)
-            try:
-                wishes = await asyncio.to_thread(lambda: read(parse_object(body)))  # a long text takes long to tokenize
-                call.begin(wishes.asks, request.receive)
-                return await answer(call, wishes, shape(model, wishes))
-            except BaseException:
-                call.close()
-                raise
-
-        return endpoint
+        return engine_endpoint(client, read, lambda wishes: shape(model, wishes))
 
     def reading(work: Callable[[dict], dict]):
         async def endpoint(request: HttpRequest):

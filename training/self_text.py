@@ -1,0 +1,170 @@
+"""Text in a model's own words, for training its drafts: the engine answers thousands of prompts in one large batch.
+
+A draft has to guess what this model says, not what people wrote, so its training text is made by the model. Each prompt
+comes from text that installed Python packages ship (their descriptions and docstrings): a task about a word or a
+passage of it, a passage to go on with, and questions that the model asks itself, by writing the user's turn of its own
+chat template (arXiv:2406.08464). Half of the answers are greedy, half are sampled at temperature 0.8.
+
+The output is a text file with one JSON object per line: {"index", "prompt", "new"}, token ids both. A run that was
+stopped goes on where it ended: prompt number `index` is a function of the seed and the packages, not of time.
+"""
+
+import importlib.metadata
+import inspect
+import json
+import pydoc_data.topics
+import random
+import re
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.nn.functional as F
+
+from cli import ArgumentParser, UserError, keep_freed_memory, number, progress_bar, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from engine import Engine, Request
+from load import load_model
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, Tokenizer
+
+TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
+QUESTION_TOKENS = 64
+OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
+Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
+I am|I have|I need|Is it|Do you|Please||"""
+TASKS = """What is {word}?|Explain {word} in simple words.|Write a short story about {word}.|Write a poem about {word}.
+Give me five tips about {word}.|What is the difference between {word} and {other}?|List three examples of {word}.
+Why is {word} important?|Describe the history of {word}.|How does {word} work?|Write a letter about {word} to a friend.
+Write a Python function about {word}.|What are the advantages and disadvantages of {word}?|Who uses {word}, and why?
+Summarize this text: {passage}|Explain this to a child: {passage}|Rewrite this in other words: {passage}
+Which questions does this text answer? {passage}|Continue this text: {passage}|Describe a day in the life of {word}."""
+
+
+def variants(text: str) -> list[str]:
+    return text.replace("\n", "|").split("|")
+
+
+# ---------------------------------------------------------------- prompts
+
+
+class Seeds:
+    """Passages and words of the descriptions and docstrings of the installed packages."""
+
+    def __init__(self):
+        texts = [str(package.metadata.get_payload()) for package in importlib.metadata.distributions()]
+        texts += pydoc_data.topics.topics.values()
+        texts += [inspect.getdoc(item) or "" for module in (torch, torch.nn, F) for item in vars(module).values()]
+        texts = sorted(set(texts))
+        sentences = {part.strip() for text in texts for part in re.split(r"(?<=[.:!?])\s|\n\s*\n", text)}
+        words = Counter(word for text in texts for word in set(re.findall(r"\b[a-z]{4,12}\b", text)))
+        self.passages = sorted(part for part in sentences if 40 <= len(part) <= 400 and part.count(" ") > 4)
+        self.words = sorted(word for word, n in words.items() if n >= 3)
+        if len(self.passages) < 100:
+            raise UserError(f"the installed packages ship only {len(self.passages)} passages of text")
+
+
+class Prompts:
+    """Makes the request of each index: first, for every second one, a request for a question, then one for an answer."""
+
+    def __init__(self, directory: Path, seed: int, max_new_tokens: int):
+        self.tokenizer, self.seeds, self.seed, self.max_new_tokens = Tokenizer(directory), Seeds(), seed, max_new_tokens
+        self.template = ChatTemplate(directory, self.tokenizer)
+        self.stop_ids = frozenset(self.template.end_ids().union(self.tokenizer.eos_ids))
+        marker = "\x01"
+        self.user_turn = self.template.render([{"role": "user", "content": marker}]).partition(marker)[0]
+
+    def first(self, index: int) -> tuple[Request, str | None]:
+        """The request of an index, and the question's first words if it is one for a question."""
+        chance = random.Random(f"{self.seed} {index}")
+        if index % 2:
+            opening = chance.choice(variants(OPENINGS))
+            ids = self.tokenizer.encode(self.user_turn + opening, add_bos=False)
+            return Request(ids, self.sampled(index), QUESTION_TOKENS, self.stop_ids), opening
+        word, other = chance.sample(self.seeds.words, 2)
+        passage = chance.choice(self.seeds.passages)
+        if index % 8 == 0:
+            return self.request(index, self.tokenizer.encode(passage)), None
+        return self.answer(index, chance.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
+
+    def answer(self, index: int, question: str) -> Request:
+        return self.request(index, self.template.encode([{"role": "user", "content": question}]))
+
+    def request(self, index: int, prompt: list[int]) -> Request:
+        params = SamplingParams(temperature=0.0) if index // 2 % 2 else self.sampled(index)
+        return Request(prompt, params, self.max_new_tokens, self.stop_ids)
+
+    def sampled(self, index: int) -> SamplingParams:
+        return SamplingParams(temperature=TEMPERATURE, seed=self.seed * 1_000_003 + index)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def read_samples(path: Path) -> list[dict]:
+    """The samples of a file that an earlier run wrote. A last line that was cut short is removed from the file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise UserError(f"{path} is no file of self_text.py: {error}") from None
+
+
+def write_samples(engine: Engine, prompts: Prompts, path: Path, tokens: int):
+    """Append samples to a file until it has this many new tokens."""
+    samples = read_samples(path)
+    done, count, index = {sample["index"] for sample in samples}, sum(len(s["new"]) for s in samples), 0
+    openings, indices = {}, {}  # by request
+    with path.open("a") as file, progress_bar(tokens, path.name) as bar:
+        bar.update(count)
+        while count < tokens:
+            while len(engine.waiting) < len(engine.rows) // 4:
+                if index not in done:
+                    request, openings[request] = prompts.first(index)
+                    indices[request] = index
+                    engine.add(request)
+                index += 1
+            for request in engine.step():
+                its_index, opening = indices.pop(request), openings.pop(request)
+                if opening is not None:
+                    ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
+                    answer = prompts.answer(its_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
+                    indices[answer], openings[answer] = its_index, None
+                    engine.add(answer)
+                elif request.finish_reason != "error":
+                    sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
+                    file.write(json.dumps(sample) + "\n")
+                    file.flush()
+                    count += len(request.new_tokens)
+                    bar.update(len(request.new_tokens))
+
+
+def main():
+    positive = number(int, "at least 1", lambda n: n >= 1)
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkpoint_path", help="as for generate.py; a 4-bit version is fastest")
+    parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to go on with")
+    parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
+    parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
+    parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    keep_freed_memory()
+    directory = ensure_checkpoint(args.checkpoint_path)
+    prompts = Prompts(directory, args.seed, args.max_new_tokens)
+    engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens)
+    write_samples(engine, prompts, args.out, args.tokens)
+
+
+if __name__ == "__main__":
+    run_command(main)

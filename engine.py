@@ -124,7 +124,6 @@ class Plan:
     admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row reuses n positions of source
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
-    draft_length: int = 0  # number of tokens to propose
 
 
 class Engine:
@@ -203,8 +202,6 @@ class Engine:
         active = [row for row in self.rows if row.request is not None]
         plan.decoding = [row.index for row in active if row.request.new_tokens]
         plan.chunk = self._choose_chunk([row for row in active if not row.request.new_tokens], bool(plan.decoding))
-        if plan.decoding and self.speculation is not None:
-            plan.draft_length = self.speculation.choose_length()
         return plan
 
     def _admit(self, request: Request) -> tuple[int, int, int, Request]:
@@ -240,9 +237,8 @@ class Engine:
             with self.timing.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.chunk_invariant):
                 self._read(plan.chunk)
         if plan.decoding:
-            work = len(plan.decoding), plan.draft_length
-            with self.timing.threads.of("decode", work, fixed=not self.model.max_kernel_tokens):
-                self._decode([self.rows[index] for index in plan.decoding], plan.draft_length)
+            with self.timing.threads.of("decode", len(plan.decoding), fixed=not self.model.max_kernel_tokens):
+                self._decode([self.rows[index] for index in plan.decoding])
 
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
@@ -281,7 +277,7 @@ class Engine:
                 logits = self.model.head(states[start : start + len(ids)])[:, : self.model.config.n_token]  # (n,V)
                 row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
 
-    def _decode(self, rows: list[Row], draft_length: int):
+    def _decode(self, rows: list[Row]):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
         if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
@@ -291,7 +287,7 @@ class Engine:
             ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
         else:
-            new_tokens, logprobs, logits = self.speculation.step(rows, inputs, draft_length)
+            new_tokens, logprobs, logits = self.speculation.step(rows, inputs)
         for row, tokens in zip(rows, new_tokens):
             row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start

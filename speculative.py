@@ -37,7 +37,7 @@ from sampling import Sampling, probabilities, sample
 
 MAX_K = 15  # the verifying pass then has 16 tokens per row, and is still memory-bound
 AUTO_K = 7  # the largest k that --speculate_k auto uses
-WIDTHS = (2, 4, 8, 16)  # tokens per row of a verifying pass with fixed shapes: k + 1 is rounded up to one of these
+WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
@@ -50,10 +50,11 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
 
     inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64: the first lengths (B,) tokens of each row are
     its proposal, the rest is padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or
-    None if the draft is deterministic.
+    None if the draft is deterministic. With k = 0 this is a plain decode step.
 
-    Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1) and logits (B,k+1,V). The first `count` tokens of a
-    row are its new tokens: the accepted tokens and one token of the target model.
+    Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1), logits (B,k+1,V) and hidden states (B,D). The first
+    `count` tokens of a row are its new tokens: the accepted tokens and one token of the target model, which was sampled
+    from the row's hidden state.
     """
     token, position, rows = inputs.unbind(0)
     offsets = torch.arange(drafted.shape[1] + 1, device=token.device)
@@ -64,13 +65,19 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
     if p_draft is None:
         tokens, logprobs = sample(logits, rows, position + 1, drafted, sampling)
         tokens = tokens if model.split is None else model.split.broadcast(tokens)
-        return tokens, count_leading(drafted == tokens[:, :-1], lengths) + 1, logprobs, logits
+        count = count_leading(drafted == tokens[:, :-1], lengths) + 1
+        return tokens, count, logprobs, logits, at_last_token(x, count)
     p_target = probabilities(logits, rows, position + 1, drafted, sampling)
     tokens, count = accept(p_target, p_draft, drafted, lengths, position + 1, sampling.seed[rows])
     if model.split is not None:
         tokens, count = model.split.broadcast(tokens), model.split.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
-    return tokens, count, logprobs, logits
+    return tokens, count, logprobs, logits, at_last_token(x, count)
+
+
+def at_last_token(x: Tensor, count: Tensor) -> Tensor:
+    """The hidden state (B,D) at each row's last accepted token. x (B,S,D), count (B,) as `verify` returns it."""
+    return x[torch.arange(len(x), device=x.device), count - 1]
 
 
 def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, position: Tensor, seed: Tensor):
@@ -113,6 +120,10 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   remove(row)              the request in this cache row has ended
 #   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows with
 #                            these numbers of tokens
+#   lengths(k)               returns the numbers of tokens, up to k, that are worth choosing from
+#   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
+# and `is_free`: whether proposing takes next to no time, and its proposals have `chances`. Then the proposal is made
+# first, and decides whether it is used.
 
 
 @dataclass
@@ -133,6 +144,23 @@ class Proposal:
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
+    # (B,k) float32: the estimated probability that each token is accepted if those before it are; None: unknown
+    chances: Tensor | None = None
+
+    def cut(self, k: int) -> "Proposal":
+        """The first k tokens of each row."""
+        if k >= self.drafted.shape[1]:
+            return self
+        # A copy with the strides of a new tensor: for others, compiled graphs would be compiled again.
+        parts = [None if x is None else x[:, :k].clone(memory_format=torch.contiguous_format)
+                 for x in (self.drafted, self.p_draft)]
+        return Proposal(parts[0], self.lengths.clamp(max=k), parts[1])
+
+    def expected_accepted(self) -> list[float]:
+        """How many of the first 1, 2, ... k tokens will probably be accepted, summed over the rows."""
+        offsets = torch.arange(self.drafted.shape[1], device=self.lengths.device)
+        chances = self.chances * (offsets < self.lengths[:, None])
+        return chances.cumprod(1).sum(0).cumsum(0).tolist()
 
 
 class ModelDraft:
@@ -142,6 +170,8 @@ class ModelDraft:
     the second case it uses the target's KV caches: it need not read prompts, and the verifying pass overwrites the keys
     and values that it has written.
     """
+
+    is_free = False
 
     def __init__(self, draft: Transformer, shares_caches: bool):
         self.draft, self.shares_caches = draft, shares_caches
@@ -237,6 +267,9 @@ class ModelDraft:
         seconds = time.perf_counter() - start
         self.engine.timing.prefill_s += seconds
         self.engine.timing.decode_s -= seconds
+
+    def lengths(self, k: int) -> list[int]:
+        return list(range(1, k + 1))
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
@@ -368,11 +401,10 @@ class StaticIndex(BigramIndex):
         return self.tokens[end : end + n]
 
 
-# ---------------------------------------------------------------- how many tokens to propose
+# ---------------------------------------------------------------- what to propose
 
-# Exploration: in each step, the kind of step that was not run (plain, or with a proposal) is assumed to have become
-# faster by this factor, so that it is tried again at some time.
-EXPLORATION_FACTOR = 1.005
+OPTIMISM = 1.005  # in each step, whatever was not measured is assumed to have become faster by this factor
+FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -380,57 +412,101 @@ def expected_tokens(a: float, k: int) -> float:
     return (1 - a ** (k + 1)) / (1 - a)
 
 
-def update_estimate(estimate: float, seconds: float) -> float:
-    """A running minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
-    return min(seconds, 1.125 * estimate) if estimate else seconds
+def width_of(k: int) -> int:
+    """The tokens per row of the pass that verifies k proposed tokens: the next of WIDTHS."""
+    return next(width for width in WIDTHS if width > k)
 
 
-@dataclass
-class DraftLengthController:
-    """Decides how many tokens to propose: always k, or if `automatic` the number from 0 to k that is fastest.
+class Seconds:
+    """Estimated seconds of work of several sizes, such as passes over 1, 2, 4 ... tokens per row.
 
-    A step with k proposed tokens yields expected_tokens(a, k) tokens and takes k * draft_s + verify_s seconds. Plain
-    steps and steps with a proposal are measured only when they are chosen. The longer one kind has not been chosen, the
-    faster it is assumed to be (EXPLORATION_FACTOR). Trying a useless draft again costs about 1 % of the time, and more
-    if the draft is slow.
+    Only what is chosen is measured, and times change. So what is not measured is assumed to become faster with every
+    step (OPTIMISM), until it is chosen and measured again. Trying something useless again costs about 1 % of the time.
+    A size that was never measured is assumed to take as long as a similar one.
     """
 
-    k: int
-    automatic: bool
-    plain_s: float = 0.0  # estimated seconds of a plain step
-    draft_s: float = 0.0  # of the draft, for each proposed token
-    verify_s: float = 0.0  # of the rest of a step with a proposal
-    accepted: float = 0.0  # accepted tokens; older steps count less
-    judged: float = 0.0  # accepted or rejected tokens; those after a rejected token are neither
-    plain_bonus: float = 1.0  # assumed speedup of plain steps since the last one
-    proposal_bonus: float = 1.0  # assumed speedup of steps with a proposal since the last one
-    steps: int = 0
+    def __init__(self, proportional: bool):
+        self.measured: dict[int, float] = {}
+        self.proportional = proportional  # whether a size without measurement is estimated in proportion to the size
 
-    def choose(self) -> int:
-        """The number of tokens to propose in the next step; 0 means a plain step."""
-        if not self.automatic:
-            return self.k
-        if self.steps < 6:  # measure plain steps first, then proposals of one token
-            return int(self.steps >= 4)
-        k = max(range(1, self.k + 1), key=self.tokens_per_s)
-        return k if self.tokens_per_s(k) * self.proposal_bonus > self.tokens_per_s(0) * self.plain_bonus else 0
+    def add(self, size: int, seconds: float):
+        """A running minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
+        before = self.measured.get(size)
+        self.measured[size] = seconds if before is None else min(seconds, 1.125 * before)
 
-    def tokens_per_s(self, k: int) -> float:
-        a = (self.accepted + 1) / (self.judged + 2)  # Laplace's rule of succession
-        return expected_tokens(a, k) / max(1e-9, k * self.draft_s + self.verify_s if k else self.plain_s)
+    def age(self, measured: int | None = None):
+        """A step has ended, which measured this size, or none."""
+        for size in self.measured:
+            if size != measured:
+                self.measured[size] /= OPTIMISM
 
-    def update(self, seconds: float, k: int = 0, draft_s: float = 0.0, accepted: list[int] = ()):
-        """Update the estimates with a step: its seconds, those of the draft, and how many tokens each row accepted."""
-        self.steps += 1
-        if k == 0:
-            self.plain_s = update_estimate(self.plain_s, seconds)
-            self.plain_bonus, self.proposal_bonus = 1.0, self.proposal_bonus * EXPLORATION_FACTOR
-            return
-        self.plain_bonus, self.proposal_bonus = self.plain_bonus * EXPLORATION_FACTOR, 1.0
-        self.draft_s = update_estimate(self.draft_s, draft_s / k)
-        self.verify_s = update_estimate(self.verify_s, seconds - draft_s)
+    def of(self, size: int) -> float:
+        if size in self.measured or not self.measured:
+            return max(1e-9, self.measured.get(size, 0.0))
+        if not self.proportional:  # at least the next smaller size's time
+            return self.measured[max((other for other in self.measured if other < size), default=min(self.measured))]
+        # Larger sizes give estimates that are too small if a part of the time is fixed: then this size is tried.
+        other = min((other for other in self.measured if other > size), default=max(self.measured))
+        return self.measured[other] * size / other
+
+
+class Acceptance:
+    """The estimated probability that a proposed token is accepted; older steps count less."""
+
+    def __init__(self):
+        self.accepted = self.judged = 0.0
+
+    @property
+    def rate(self) -> float:
+        return (self.accepted + 1) / (self.judged + 2)  # Laplace's rule of succession
+
+    def add(self, accepted: list[int], k: int):
+        """Add a step in which k tokens were proposed, and the rows accepted so many of them."""
         self.accepted = 0.9 * self.accepted + sum(accepted)
         self.judged = 0.9 * self.judged + sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
+
+
+class Controller:
+    """Decides which draft proposes, and how many tokens, so that the new tokens per second are the most.
+
+    A step with k proposed tokens takes the draft's time for k tokens and the time of a pass over k + 1 tokens. It
+    yields one token per row and those that are accepted. How many that will be is known from the proposal, if the draft
+    estimates the chances of its tokens, and otherwise from the share that was accepted before.
+    """
+
+    def __init__(self, drafts: int):
+        self.pass_s = Seconds(proportional=False)  # by width
+        self.draft_s = [Seconds(proportional=True) for _ in range(drafts)]  # by number of tokens
+        self.acceptance = [Acceptance() for _ in range(drafts)]
+        self.steps = 0
+
+    def choose(self, rows: int, options: list[tuple[list[int], Tensor | None]]) -> tuple[int, int]:
+        """The draft to use and the number of tokens to propose for `rows` rows; 0 tokens mean a plain step.
+
+        options: for each draft, the numbers of tokens that it can propose, and if it has proposed already, how many of
+        the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
+        """
+        best, choice = rows / self.pass_s.of(1), (0, 0)
+        for draft, (lengths, gains) in enumerate(options if self.steps >= FIRST_PLAIN_STEPS else ()):
+            a = self.acceptance[draft].rate
+            for k in reversed(lengths):
+                new_tokens = rows + float(gains[k - 1]) if gains is not None else rows * expected_tokens(a, k)
+                rate = new_tokens / (self.draft_s[draft].of(k) * (gains is None) + self.pass_s.of(width_of(k)))
+                if rate > best:
+                    best, choice = rate, (draft, k)
+        return choice
+
+    def update(self, draft: int, k: int, draft_s: float, target_s: float, accepted: list[int]):
+        """Update the estimates with a step: what was chosen, the seconds of draft and target, and how many tokens each
+        row accepted."""
+        self.steps += 1
+        self.pass_s.add(width_of(k), target_s)
+        self.pass_s.age(width_of(k))
+        if k:
+            self.draft_s[draft].add(k, draft_s)
+            self.acceptance[draft].add(accepted, k)
+        for i, seconds in enumerate(self.draft_s):
+            seconds.age(k if i == draft else None)
 
 
 # ---------------------------------------------------------------- a step
@@ -472,66 +548,96 @@ class Report:
 
 
 class Speculation:
-    """Runs the decode steps of the engine with a draft: propose, verify, and choose the next number of tokens.
+    """Runs the decode steps of the engine with drafts: propose, verify, and choose what to propose next.
 
-    k is the number of tokens to propose, or if `automatic` the largest number. While `rehearsing` is True, as in
-    load.warm_up, every step runs all graphs that a later step may need, so that they are compiled.
+    k is the number of tokens to propose, or if `automatic` the largest number. With a fixed k, the first of the drafts
+    that has a proposal is used. While `rehearsing` is True, as in load.warm_up, every step runs all graphs that a later
+    step may need, so that they are compiled.
     """
 
-    def __init__(self, draft, k: int = AUTO_K, automatic: bool = True):
-        assert 1 <= k <= MAX_K, k
-        self.draft, self.controller = draft, DraftLengthController(k, automatic)
-        self.report, self.rehearsing = Report(), False
+    def __init__(self, drafts: list, k: int = AUTO_K, automatic: bool = True):
+        assert 1 <= k <= MAX_K and drafts, k
+        self.drafts, self.k, self.automatic = drafts, k, automatic
+        self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
 
     def begin(self, engine):
         self.engine, self.model, self.steps = engine, engine.model, engine.steps
         self.verify = engine.steps.compile(verify)
-        self.draft.begin(engine)
-
-    def choose_length(self) -> int:
-        return self.controller.k if self.rehearsing else self.controller.choose()
+        for draft in self.drafts:
+            draft.begin(engine)
 
     def add(self, row: int, tokens: list[int]):
-        self.draft.add(row, tokens)
+        for draft in self.drafts:
+            draft.add(row, tokens)
 
     def remove(self, row: int):
-        self.draft.remove(row)
+        for draft in self.drafts:
+            draft.remove(row)
 
-    def step(self, rows: list, inputs: Tensor, k: int) -> tuple[list[list[int]], Tensor, Tensor]:
+    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
         """The new tokens of each row, their log-probabilities (B,n) and the logits (B,n,V). Arguments as in Batch."""
         batch, timing = Batch(rows, inputs), self.engine.timing
+        if self.rehearsing:
+            self._rehearse(batch)
         start = time.perf_counter() - timing.prefill_s
-        proposal = self.draft.propose(batch, k) if k else None
+        index, proposal = self._propose(batch)
         synchronize(self.model.device)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
-        if self.rehearsing:
-            self._rehearse(batch, proposal)
-        if proposal is None or self.rehearsing:
-            tokens, logprobs, logits = self.steps.decode(self.model, inputs, self.engine.sampling)
-            new_tokens = tokens.tolist()[: len(rows)]
-        else:
-            tokens, count, logprobs, logits = self._verify(batch, proposal)
-            new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
-        for row, new in zip(rows, new_tokens):
-            self.draft.accepted(row.index, new)
+        tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._nothing(batch))
+        new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
+        for draft in self.drafts:
+            if hasattr(draft, "observe"):
+                draft.observe(rows, hidden)
+            for row, new in zip(rows, new_tokens):
+                draft.accepted(row.index, new)
         if not self.rehearsing:
             accepted = [len(new) - 1 for new in new_tokens]
-            self._measure(rows, k, proposal, accepted, drafted - start, time.perf_counter() - drafted)
+            self._measure(rows, index, proposal, accepted, drafted - start, time.perf_counter() - drafted)
         return new_tokens, logprobs, logits
 
-    def _measure(self, rows: list, k: int, proposal, accepted: list[int], draft_s: float, target_s: float):
+    def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
+        """The chosen draft's index, and its proposal, or None for a plain step."""
+        if self.rehearsing or not self.automatic:
+            proposals = ((i, draft.propose(batch, self.k)) for i, draft in enumerate(self.drafts))
+            return next((found for found in proposals if found[1] is not None), (0, None))
+        options, proposals = [], {}
+        for i, draft in enumerate(self.drafts):
+            gains, lengths = None, draft.lengths(self.k)
+            if draft.is_free:
+                proposals[i] = draft.propose(batch, self.k)
+                gains = proposals[i] and proposals[i].expected_accepted()
+                lengths = [] if gains is None else [k for k in lengths if k <= len(gains)]
+            options.append((lengths, gains))
+        index, k = self._agree(self.controller.choose(len(batch.rows), options))
+        if k == 0:
+            return index, None
+        proposal = proposals[index] if index in proposals else self.drafts[index].propose(batch, k)
+        return index, proposal and proposal.cut(k)
+
+    def _agree(self, choice: tuple[int, int]) -> tuple[int, int]:
+        """Rank 0's choice: the other ranks have measured other times."""
+        if self.model.split is None:
+            return choice
+        return tuple(self.model.split.broadcast(torch.tensor(choice, device=self.model.device)).tolist())
+
+    def _nothing(self, batch: Batch) -> Proposal:
+        """A proposal of no tokens, with which `verify` is a plain step."""
+        drafted = torch.zeros(batch.inputs.shape[1], 0, dtype=torch.int64, device=batch.inputs.device)
+        return Proposal(drafted, drafted.new_zeros(len(drafted)))
+
+    def _measure(self, rows: list, index: int, proposal, accepted: list[int], draft_s: float, target_s: float):
         """Add a step to the report, the controller's estimates and the engine's timing."""
         self.report.draft_s += draft_s
         self.report.target_s += target_s
         if proposal is None:
             self.report.plain_steps += 1
-            return self.controller.update(draft_s + target_s)
-        lengths = proposal.lengths.tolist()[: len(rows)]
+            return self.controller.update(index, 0, draft_s, target_s, accepted)
+        lengths, k = proposal.lengths.tolist()[: len(rows)], proposal.drafted.shape[1]
         self.report.add(accepted, lengths)
         if any(lengths):  # a draft model that still reads the prompts proposes nothing
-            self.controller.update(draft_s + target_s, k, draft_s, accepted)
-        weights, kv = self.draft.bytes_read(k, [len(row.tokens) for row in rows])
+            self.controller.update(index, k, draft_s, target_s, accepted)
+        weights, kv = self.drafts[index].bytes_read(k, [len(row.tokens) for row in rows])
         self.engine.timing.draft_bytes += weights
         self.engine.timing.kv_bytes += kv
 
@@ -539,21 +645,22 @@ class Speculation:
         """Call `verify`. With fixed shapes, first pad the proposal to the next of WIDTHS."""
         drafted, p_draft = proposal.drafted, proposal.p_draft
         if self.steps.fixed_shapes:
-            width = next(width for width in WIDTHS if width > drafted.shape[1])
-            missing = width - 1 - drafted.shape[1]
+            missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
         return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
-    def _rehearse(self, batch, proposal: Proposal | None):
-        """Run the verification in each width that k can need, with empty proposals.
+    def _rehearse(self, batch):
+        """Run each draft in each length, and the verification in each width that k can need, with empty proposals.
 
         The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
         """
+        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.lengths(self.k), self.k}]
+        random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
         for width in WIDTHS:
-            if width // 2 <= self.controller.k:
-                zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
-                p_draft = None
-                if proposal is not None and proposal.p_draft is not None:
-                    p_draft = proposal.p_draft[:, :1].repeat(1, width - 1, 1)
+            zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
+            if width == 1 or (width // 2 <= self.k and (not random or len(self.drafts) > 1)):
+                self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
+            if random and 1 < width // 2 + 1 <= self.k + 1:
+                p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))

@@ -107,25 +107,21 @@ class Prompts:
 
 
 def read_samples(path: Path) -> list[dict]:
-    """The samples of a file that an earlier run wrote. A last line that was cut short is removed from the file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
+    """The samples of a file. A last line that is not complete, because a run was stopped, is left out."""
     try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError as error:
-        raise UserError(f"{path} is no file of self_text.py: {error}") from None
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a file of self_text.py: {error}") from None
 
 
 def write_samples(engine: Engine, prompts: Prompts, path: Path, tokens: int):
     """Append samples to a file until it has this many new tokens."""
-    samples = read_samples(path)
+    samples = read_samples(path) if path.exists() else []
     done, count, index = {sample["index"] for sample in samples}, sum(len(s["new"]) for s in samples), 0
     openings, indices = {}, {}  # by request
-    with path.open("a") as file, progress_bar(tokens, path.name) as bar:
+    with path.open("ab") as file, progress_bar(tokens, path.name) as bar:
+        file.truncate(path.read_bytes().rfind(b"\n") + 1)
         bar.update(count)
         while count < tokens:
             while len(engine.waiting) < len(engine.rows) // 4:
@@ -143,7 +139,7 @@ def write_samples(engine: Engine, prompts: Prompts, path: Path, tokens: int):
                     engine.add(answer)
                 elif request.finish_reason != "error":
                     sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.write(json.dumps(sample) + "\n")
+                    file.write(json.dumps(sample).encode() + b"\n")
                     file.flush()
                     count += len(request.new_tokens)
                     bar.update(len(request.new_tokens))

@@ -1,0 +1,231 @@
+"""What the trainers of drafts share: batches of a teacher's text, the loss against its probabilities, and the loop.
+
+Read `Trainer` first. A batch is a function of its number alone, so a run that was stopped and resumed gives the same
+weights as one that was not.
+"""
+
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor, nn
+
+from cli import UserError, first_line, print_status, progress_bar
+from model import Transformer
+
+HELD_OUT = 0.02  # the fraction of the sequences that is not trained on
+WARM_UP = 100  # steps in which the learning rate rises
+SAVE_S = 300.0  # seconds between two writes of the state file
+REPORTS = 20  # times that a run reports how good the draft is
+ROWS = 256  # of logits that are in memory at a time: with 10,000 columns, those of one operation fit in the caches
+
+Sequence = tuple[int, int, int]  # start, first_new, end: indices into the tokens of a TeacherText
+
+# ---------------------------------------------------------------- text
+
+
+def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
+    """The ids of the n most frequent tokens of a text and those of `always`, ascending, without the ids that the text
+    does not have. Of ids that are equally frequent, the smallest count as more frequent."""
+    counts = torch.bincount(tokens)
+    order = counts.argsort(descending=True, stable=True)[:n]
+    return torch.tensor(sorted({*order[counts[order] > 0].tolist(), *always}))
+
+
+def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences to train on, and the last 2 % of them (at least one), which show how good a draft is."""
+    n = max(1, round(HELD_OUT * len(sequences)))
+    if len(sequences) <= n:
+        raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
+    return sequences[:-n], sequences[-n:]
+
+
+def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
+    """All batches of a run: in each epoch every sequence once, in random order, as many as fit into so many tokens."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(sequences)
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        room = 0
+        for sequence in order:
+            length = sequence[2] - sequence[0]
+            if length > room:
+                batches.append([])
+                room = tokens
+            batches[-1].append(sequence)
+            room -= length
+    return batches
+
+
+def new_token_positions(batch: list[Sequence]) -> list[int]:
+    """The indices of the tokens after which the teacher wrote another one: the places where a draft is to guess."""
+    return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]
+
+
+# ---------------------------------------------------------------- the loss
+
+
+@torch.no_grad()
+def head_matrix(model: Transformer) -> Tensor:
+    """The output head of a model in any format as a matrix (V,D), so that its logits are hidden @ matrix.T."""
+    return model.head(torch.eye(model.config.dim, dtype=model.norm.weight.dtype)).t().contiguous()
+
+
+def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | None = None):
+    """The mean over n places of KL(p_target || p_draft), where p_draft is softmax(x @ matrix.T + bias), and p_target is
+    softmax(teacher_x @ teacher_matrix.T + bias).
+
+    x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D') and teacher_matrix (m,D') are constant, and so is bias
+    (m,), for a vocabulary of which some tokens stand for others. Products are computed in bfloat16. The gradient of the
+    logits, p_draft - p_target, is used while a few rows of them are in the caches, and (n,m) is never in memory.
+    """
+    return KLDivergence.apply(x, matrix, teacher_x, teacher_matrix, bias)
+
+
+class KLDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, matrix, teacher_x, teacher_matrix, bias):
+        n, total = len(x), torch.zeros(())
+        x, matrix, teacher_x, teacher_matrix = (y.to(torch.bfloat16) for y in (x, matrix, teacher_x, teacher_matrix))
+        x_grad = torch.empty(x.shape)
+        matrix_grad = torch.zeros(matrix.shape) if ctx.needs_input_grad[1] else None
+        for rows in torch.arange(n).split(ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            draft, target = (x[part] @ matrix.t()).float(), (teacher_x[part] @ teacher_matrix.t()).float()
+            if bias is not None:
+                draft, target = draft.add_(bias), target.add_(bias)
+            draft, target = draft.log_softmax(-1), target.log_softmax(-1)  # (ROWS,m)
+            p_target = target.exp()
+            total += (target.sub_(draft).mul_(p_target)).sum()
+            logits_grad = draft.exp_().sub_(p_target).div_(n).to(torch.bfloat16)
+            x_grad[part] = (logits_grad @ matrix).float()
+            if matrix_grad is not None:
+                matrix_grad += (logits_grad.t() @ x[part]).float()
+        ctx.save_for_backward(x_grad, matrix_grad)
+        return total / n
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_grad, matrix_grad = ctx.saved_tensors
+        return x_grad * grad, None if matrix_grad is None else matrix_grad * grad, None, None, None
+
+
+# ---------------------------------------------------------------- the state file
+
+
+def save_state(path: Path, state: dict):
+    """Write a dict of tensors and plain values so that a file which is there is complete, whenever we are stopped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def load_state(path: Path) -> dict | None:
+    """What save_state wrote, or None if there is no file."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises errors of many types for a damaged file
+        raise UserError(f"{path} cannot be read as the state of a training run: {first_line(error)}") from None
+
+
+# ---------------------------------------------------------------- the training loop
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """The rate of a step: it rises evenly for WARM_UP steps, or a tenth of a short run, and falls to 0 as a cosine."""
+    warm_up = min(WARM_UP, steps // 10 + 1)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+@contextmanager
+def deferred_signals():
+    """Within the block, Ctrl-C and SIGTERM only append their number to the list that the block gets."""
+    came = []
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Trainer:
+    """Trains the parameters of a module that need gradients with AdamW, for a number of steps known in advance.
+
+    settings: whatever the run depends on, as plain values; a state file of a run with other settings is refused.
+    """
+
+    def __init__(self, module: nn.Module, steps: int, peak: float, state: Path, settings: dict):
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        rates = {"lr": peak, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), **rates)
+        self.step, self.steps, self.peak, self.path = 0, steps, peak, state
+        self.settings = settings | {"steps": steps, "peak": peak}
+        self.resume()
+
+    def resume(self):
+        state = load_state(self.path)
+        if state is None:
+            return
+        if differing := [name for name in self.settings if state.get("settings", {}).get(name) != self.settings[name]]:
+            raise UserError(f"{self.path} is of a run with another {differing[0]}; delete it to begin a new one")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        print_status(f"going on from step {self.step} of {self.steps}, which {self.path} holds")
+
+    def save(self):
+        parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        state = {"settings": self.settings, "step": self.step, "parameters": parameters}
+        save_state(self.path, state | {"optimizer": self.optimizer.state_dict()})
+
+    def run(self, loss: Callable[[int], Tensor], report: Callable[[], str]):
+        """Train to the end. loss(step) computes the loss of a batch that depends on nothing but `step`.
+
+        report() says how good the draft is, in a few words. Ctrl-C and SIGTERM take effect after the current step, when
+        the state file has been written.
+        """
+        every, losses, saved = max(1, self.steps // REPORTS), [], time.monotonic()
+        with deferred_signals() as signals, progress_bar(self.steps, "training") as bar:
+            bar.update(self.step)
+            while self.step < self.steps and not signals:
+                losses.append(self.take_step(loss(self.step)))
+                bar.update(1)
+                if self.step % every == 0 or self.step == self.steps:
+                    mean, losses = sum(losses) / len(losses), []
+                    bar.write(f"step {self.step} of {self.steps}: loss {mean:.3f}, {report()}", file=sys.stderr)
+                if time.monotonic() - saved > SAVE_S or self.step == self.steps:
+                    self.save()
+                    saved = time.monotonic()
+            if signals:
+                self.save()
+        if signals:
+            print_status(f"stopped at step {self.step} of {self.steps}; the same command goes on from there")
+            signal.raise_signal(signals[0])
+
+    def take_step(self, loss: Tensor) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.steps, self.peak)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()

@@ -1,5 +1,135 @@
-"""Trains Medusa heads for a model, on its own text: python training/medusa.py --text self_text.jsonl
+"""Trains Medusa heads (medusa.py) for a model, on its own text.
 
-Each head learns the target's own distribution over the draft vocabulary, which the hidden state of the token before
-gives (knowledge distillation), along the tokens of the text. The target is frozen.
+    python training/self_text.py --out self_text.jsonl
+    python training/medusa.py --text self_text.jsonl --out heads.safetensors
+    python generate.py --draft medusa:heads.safetensors --prompt "Hello"
+
+At each place of the text, head i gets the state of the head before it and the i-th next token of the text, and learns
+the target's own distribution of the token after that (distillation), over the draft vocabulary. Only the heads' matrices
+are trained. A run that is stopped goes on where it ended.
 """
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "training")]
+
+import torch
+import torch.nn.functional as F
+from common import Trainer, kl_divergence, likely_tokens, make_batches, new_token_positions, split_held_out
+from teacher import TeacherText, read_teacher_text
+from torch import Tensor, nn
+
+from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from load import load_model
+from medusa import block_input, output_vectors, save_heads
+from tokenizer import ChatTemplate, Tokenizer
+
+BATCH_TOKENS = 4096
+PEAK = 1e-3  # learning rate
+REPORT_PLACES = 8192  # held-out places on which the accuracy is measured
+
+
+class TrainedHeads(nn.Module):
+    """The matrices of the heads, with gradients, and what they are trained against.
+
+    shift: how many tokens too late the targets are; not 0 only to test that such heads learn nothing.
+    """
+
+    def __init__(self, heads: int, teacher: TeacherText, vocabulary: Tensor, embedding, matrix: Tensor, shift: int = 0):
+        super().__init__()
+        D = matrix.shape[1]
+        self.weights = nn.Parameter(torch.zeros(heads, D, 2 * D))  # at first, each state is the one before
+        self.teacher, self.vocabulary, self.embedding, self.shift = teacher, vocabulary, embedding, shift
+        self.matrix = matrix.to(torch.bfloat16)  # (W,D), the output vectors of the draft vocabulary
+
+    def states(self, places: Tensor):
+        """Yields each head's states (n,D) at places (n,) of the text, and the places whose next token they predict."""
+        state = self.teacher.states(places).float()
+        for i, weight in enumerate(self.weights, 1):
+            embedded = self.embedding(self.teacher.tokens[places + i])  # (n,D)
+            x = block_input(state, embedded).to(torch.bfloat16)
+            state = state + F.silu((x @ weight.to(torch.bfloat16).t()).float())
+            yield state, places + i
+
+    def loss(self, places: Tensor) -> Tensor:
+        losses = []
+        for state, at in self.states(places):
+            teacher_states = self.teacher.states(at + self.shift)
+            losses.append(kl_divergence(state, self.matrix, teacher_states, self.matrix))
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def accuracy(self, places: Tensor) -> tuple[list[float], list[float]]:
+        """For each head, the loss and how often its likeliest token is the target's likeliest of its vocabulary."""
+        losses, hits = [], []
+        for state, at in self.states(places):
+            teacher_states = self.teacher.states(at + self.shift)
+            losses.append(float(kl_divergence(state, self.matrix, teacher_states, self.matrix)))
+            pairs = zip(state.to(torch.bfloat16).split(1024), teacher_states.split(1024))
+            same = [(x @ self.matrix.t()).argmax(1) == (y @ self.matrix.t()).argmax(1) for x, y in pairs]
+            hits.append(float(torch.cat(same).float().mean()))
+        return losses, hits
+
+
+def places_of(batch: list, heads: int) -> Tensor:
+    """The places of a batch of sequences at which all heads have a token to predict."""
+    ends = [(start, first_new, end - heads) for start, first_new, end in batch if end - heads > first_new]
+    return torch.tensor(new_token_positions(ends), dtype=torch.int64)
+
+
+def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
+    n = len(heads.weights)
+    sequences, held_out = split_held_out(heads.teacher.sequences)
+    batches = [places for batch in make_batches(sequences, BATCH_TOKENS, epochs, seed) if len(places := places_of(batch, n))]
+    test_places = places_of(held_out, n)[:REPORT_PLACES]
+    if not batches or not len(test_places):
+        raise UserError("the text is too short: no answer is longer than the number of heads")
+
+    def report() -> str:
+        losses, hits = heads.accuracy(test_places)
+        parts = (f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in enumerate(zip(losses, hits), 1))
+        return "held-out loss and accuracy of head " + "; ".join(parts)
+
+    settings = {"heads": n, "epochs": epochs, "seed": seed, "tokens": len(heads.teacher.tokens), "shift": heads.shift}
+    Trainer(heads, len(batches), PEAK, state, settings).run(lambda step: heads.loss(batches[step]), report)
+    return heads
+
+
+def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end an answer."""
+    has_template = (directory / "chat_template.jinja").exists()
+    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
+
+
+def main():
+    positive = number(int, "at least 1", lambda n: n >= 1)
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkpoint_path", help="as for generate.py; the heads then fit all formats of this model")
+    parser.add_argument("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
+    parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
+    parser.add_argument("--heads", type=positive, default=4, help="tokens that the heads can propose")
+    parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads can propose from")
+    parser.add_argument("--epochs", type=positive, default=1, help="how often the text is read")
+    parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.manual_seed(args.seed)
+    directory = ensure_checkpoint(args.checkpoint_path)
+    model, tokenizer = load_model(directory), Tokenizer(directory)
+    teacher = read_teacher_text(args.text, model.config.dim, args.tokens)
+    answers = torch.cat([teacher.tokens[first_new:end] for _, first_new, end in teacher.sequences])
+    vocabulary = likely_tokens(answers, args.vocabulary, special_tokens(directory, tokenizer))
+    covered = torch.isin(answers, vocabulary).float().mean()
+    print_status(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.2%} of the text")
+    heads = TrainedHeads(args.heads, teacher, vocabulary, model.embedding, output_vectors(model, vocabulary))
+    train(heads, args.epochs, args.seed, args.out.with_suffix(".state"))
+    save_heads(args.out, heads.weights.detach(), vocabulary, model, directory.name)
+    print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -5,8 +5,10 @@ comes from text that installed Python packages ship (their descriptions and docs
 passage of it, a passage to go on with, and questions that the model asks itself, by writing the user's turn of its own
 chat template (arXiv:2406.08464). Half of the answers are greedy, half are sampled at temperature 0.8.
 
-The output is a text file with one JSON object per line: {"index", "prompt", "new"}, token ids both. A run that was
-stopped goes on where it ended: prompt number `index` is a function of the seed and the packages, not of time.
+The output is a text file with one JSON object per line: {"index", "prompt", "new"}, token ids both. A file beside it
+holds the hidden state that each new token was sampled from, in bfloat16: they are what the drafts learn from, and
+computing them again would take as long as the text. A run that was stopped goes on where it ended: prompt number
+`index` is a function of the seed and the packages, not of time.
 """
 
 import importlib.metadata
@@ -18,6 +20,7 @@ import re
 import sys
 import warnings
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +31,7 @@ import torch.nn.functional as F
 
 from cli import ArgumentParser, UserError, keep_freed_memory, number, progress_bar, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from engine import Engine, Request
+from engine import Engine, Request, StepFunctions, draw
 from load import load_model
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, Tokenizer
@@ -115,21 +118,70 @@ def read_samples(path: Path) -> list[dict]:
         raise UserError(f"{path} cannot be read as a file of self_text.py: {error}") from None
 
 
-def write_samples(engine: Engine, prompts: Prompts, path: Path, tokens: int):
-    """Append samples to a file until it has this many new tokens."""
-    samples = read_samples(path) if path.exists() else []
-    done, count, index = {sample["index"] for sample in samples}, sum(len(s["new"]) for s in samples), 0
-    openings, indices = {}, {}  # by request
-    with path.open("ab") as file, progress_bar(tokens, path.name) as bar:
-        file.truncate(path.read_bytes().rfind(b"\n") + 1)
-        bar.update(count)
-        while count < tokens:
+def states_path(path: Path) -> Path:
+    """The file of the hidden states that belongs to a file of samples."""
+    return path.with_suffix(".states")
+
+
+class RecordedSteps:
+    """Step functions for an engine that keep the hidden states (D,) which each row's new tokens are sampled from."""
+
+    def __init__(self):
+        self.states: dict[int, list[torch.Tensor]] = {}  # by cache row
+
+    def prefill(self, model, tokens, input_pos, rows):
+        x = model.hidden(tokens, input_pos, rows)  # (B,S,D)
+        x = x[torch.arange(len(x)), input_pos.argmax(1)]  # (B,D)
+        self.states |= {row: [state] for row, state in zip(rows.tolist(), x)}
+        return model.head(x)
+
+    def decode(self, model, inputs, sampling):
+        token, position, rows = inputs.unbind(0)
+        x = model.hidden(token[:, None], position[:, None], rows)[:, 0]  # (B,D)
+        for row, state in zip(rows.tolist(), x):
+            self.states[row].append(state)
+        return draw(model, model.head(x), rows, position + 1, sampling)
+
+
+class SampleFile:
+    """Appends samples to a file, and their hidden states (n,D) to the file beside it."""
+
+    def __init__(self, path: Path, dim: int):
+        self.samples = read_samples(path) if path.exists() else []
+        self.tokens = sum(len(sample["new"]) for sample in self.samples)
+        self.lines, self.states = path.open("ab"), states_path(path).open("ab")
+        size = 2 * dim * self.tokens  # bytes
+        if self.states.tell() < size:
+            raise UserError(f"{states_path(path)} is shorter than {path} says; remove both")
+        self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
+        self.states.truncate(size)
+
+    def add(self, sample: dict, states: torch.Tensor):
+        self.states.write(states.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+        self.states.flush()
+        self.lines.write(json.dumps(sample).encode() + b"\n")  # last, so that each line has its states
+        self.lines.flush()
+        self.tokens += len(sample["new"])
+
+    def close(self):
+        self.lines.close()
+        self.states.close()
+
+
+def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
+    """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
+    file = SampleFile(path, engine.model.config.dim)
+    done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
+    with closing(file), progress_bar(tokens, path.name) as bar:
+        bar.update(file.tokens)
+        while file.tokens < tokens:
             while len(engine.waiting) < len(engine.rows) // 4:
                 if index not in done:
                     request, openings[request] = prompts.first(index)
                     indices[request] = index
                     engine.add(request)
                 index += 1
+            rows = {row.request: row.index for row in engine.rows}
             for request in engine.step():
                 its_index, opening = indices.pop(request), openings.pop(request)
                 if opening is not None:
@@ -137,11 +189,9 @@ def write_samples(engine: Engine, prompts: Prompts, path: Path, tokens: int):
                     answer = prompts.answer(its_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
                     indices[answer], openings[answer] = its_index, None
                     engine.add(answer)
-                elif request.finish_reason != "error":
+                elif request.finish_reason != "error" and request in rows:  # else the answer is empty
                     sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.write(json.dumps(sample).encode() + b"\n")
-                    file.flush()
-                    count += len(request.new_tokens)
+                    file.add(sample, torch.stack(steps.states[rows[request]]))
                     bar.update(len(request.new_tokens))
 
 
@@ -158,8 +208,10 @@ def main():
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)
     prompts = Prompts(directory, args.seed, args.max_new_tokens)
-    engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens)
-    write_samples(engine, prompts, args.out, args.tokens)
+    steps = RecordedSteps()
+    functions = StepFunctions(steps.prefill, steps.decode)
+    engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens, functions)
+    write_samples(engine, steps, prompts, args.out, args.tokens)
 
 
 if __name__ == "__main__":

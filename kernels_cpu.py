@@ -42,9 +42,10 @@ LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 # ---------------------------------------------------------------- install
 
 
-def install(model: Transformer, exact_activations: bool = False) -> bool:
+def install(model: nn.Module, exact_activations: bool = False) -> bool:
     """Load the kernels, pack the model's quantized weights for them one layer at a time, and run its blocks as one
-    operation where that is supported. Where the kernels cannot run, change nothing and return False."""
+    operation where that is supported. Where the kernels cannot run, change nothing and return False. Of a module that is
+    no Transformer, only the weights are packed."""
     if model.device.type != "cpu" or not load_kernels():
         return False
     layers = {name: module for name, module in model.named_modules() if type(module) in PACKED}
@@ -55,6 +56,8 @@ def install(model: Transformer, exact_activations: bool = False) -> bool:
         model.set_submodule(name, PACKED[type(plain)](plain, exact_activations, memory.copy))
         del plain
         release_freed_memory()  # otherwise fragmentation costs up to half the model's size
+    if not isinstance(model, Transformer):
+        return True
     # A prefill is compute-bound. If weights are not quantized, torch's products are faster, so it runs block by block.
     all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
     model.max_kernel_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS

@@ -921,10 +921,10 @@ PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
 PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
 
 
-def install(model: Transformer) -> bool:
+def install(model: nn.Module) -> bool:
     """Make a model on a GPU (sm_80 or later) use the kernels; on other devices change nothing and return False.
 
-    Quantized weights are repacked on the device, a layer at a time.
+    Quantized weights are repacked on the device, a layer at a time. Of a module that is no Transformer, only these.
     """
     device = model.device
     ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
@@ -934,6 +934,8 @@ def install(model: Transformer) -> bool:
     for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
         plain = model.get_submodule(name)
         model.set_submodule(name, PACKED[type(plain)](plain))
+    if not isinstance(model, Transformer):
+        return True
     # Tensor parallelism needs all-reduces inside the blocks. In float16, the product of an activation and a norm's
     # weight may overflow, because the kernels divide by the norm only after the matrix product.
     if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:

@@ -28,6 +28,7 @@ from sampling import SamplingParams
 from threads import Threads, share_processors
 from tokenizer import Tokenizer
 
+DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
 
 # ---------------------------------------------------------------- options
@@ -54,8 +55,9 @@ def add_model_options(parser: argparse.ArgumentParser):
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
     add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
     kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
-    kinds += " file, too; int4-self: the model itself in 4 bits (--draft_checkpoint_path may name that copy)"
-    add("--draft", metavar="KIND", type=draft_kind, help=kinds)
+    kinds += " file, too; medusa or medusa:FILE: heads that were trained for the model; int4-self: the model itself in "
+    kinds += "4 bits (--draft_checkpoint_path may name that copy). Repeat it for several drafts"
+    add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)
     add("--draft_tp", action="store_true", help="split the draft model over the ranks, too, instead of copying it")
@@ -71,9 +73,10 @@ def draft_length(text: str) -> int | str:
 
 
 def draft_kind(text: str) -> str:
-    if text in ("prompt-lookup", "int4-self") or (text.startswith("lookup:") and text != "lookup:"):
+    kind, _, path = text.partition(":")
+    if text in ("prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, int4-self")
+    raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self")
 
 
 def check_model_options(args):
@@ -84,8 +87,9 @@ def check_model_options(args):
         raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
     if args.draft_tp and not args.draft_checkpoint_path:
         raise UserError("--draft_tp is about the model of --draft_checkpoint_path, which is not given")
-    if args.draft_checkpoint_path and args.draft not in (None, "int4-self"):
-        raise UserError(f"--draft {args.draft} and --draft_checkpoint_path are two drafts; give one of them")
+    kinds = [kind.partition(":")[0] for kind in args.draft or ()]
+    if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
+        raise UserError(f"--draft {twice[0]} is given twice")
 
 
 # ---------------------------------------------------------------- the checkpoint, before its weights are read
@@ -145,7 +149,7 @@ def choose_cache_length(args, config: Config, needed: int) -> int:
 def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> tuple[Engine, float]:
     """An engine with `rows` cache rows of `length` positions, and the seconds that loading model and draft took."""
     device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
-    texts = ranks.share(lambda: read_lookup_text(args, checkpoint))
+    texts = ranks.share(lambda: read_lookup_texts(args, checkpoint))
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
     if device.type == "cpu":
@@ -188,8 +192,9 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
-def install_kernels(model: Transformer, kernels: str = "auto", exact_activations: bool = False) -> Transformer:
-    """Install the kernels for the model's device if `kernels` is "auto" and they can run there. Returns the model.
+def install_kernels(model, kernels: str = "auto", exact_activations: bool = False):
+    """Install the kernels for the device of a model (or of its Medusa heads) if `kernels` is "auto" and they can run
+    there. Returns the model.
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
@@ -300,23 +305,31 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
 
 def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]):
     """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
-    if not (args.draft or args.draft_checkpoint_path):
+    kinds = args.draft or []
+    if not (kinds or args.draft_checkpoint_path):
         return None
-    from speculative import AUTO_K, LookupDraft, ModelDraft, Speculation
+    from speculative import AUTO_K, ModelDraft, Speculation
 
-    if args.draft and "lookup" in args.draft:
-        draft = LookupDraft(texts)
-    else:
-        draft = ModelDraft(load_draft(args, checkpoint, model, ranks), args.draft == "int4-self")
+    drafts = []  # the cheapest first
+    if any("lookup" in kind.partition(":")[0] for kind in kinds):
+        from retrieval import RetrievalDraft
+
+        drafts.append(RetrievalDraft(texts))
+    if heads := next((kind for kind in kinds if kind.startswith("medusa")), None):
+        drafts.append(load_heads(args, heads.partition(":")[2], checkpoint, model))
+    if "int4-self" in kinds or args.draft_checkpoint_path:
+        shares_caches = "int4-self" in kinds
+        drafts.append(ModelDraft(load_draft(args, checkpoint, model, ranks, shares_caches), shares_caches))
     automatic = args.speculate_k in (None, "auto")
-    return Speculation(draft, AUTO_K if automatic else args.speculate_k, automatic)
+    return Speculation(drafts, AUTO_K if automatic else args.speculate_k, automatic)
 
 
-def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
-    """The tokens of the file of --draft lookup:FILE as a list of one text; [] for other drafts."""
-    kind, _, name = (args.draft or "").partition(":")
-    if kind != "lookup":
-        return []
+def read_lookup_texts(args, checkpoint: Checkpoint) -> list[list[int]]:
+    """The tokens of the file of each --draft lookup:FILE."""
+    return [read_lookup_text(kind.partition(":")[2], checkpoint) for kind in args.draft or () if kind[:7] == "lookup:"]
+
+
+def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     path = Path(os.path.expanduser(name))
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
@@ -325,10 +338,19 @@ def read_lookup_text(args, checkpoint: Checkpoint) -> list[list[int]]:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
-    return [ids]
+    return ids
 
 
-def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Transformer:
+def load_heads(args, name: str, checkpoint: Checkpoint, model: Transformer):
+    """The draft with the heads in a file; without a name, with the heads of the default model in this repository."""
+    from medusa import MedusaDraft, read_heads
+
+    path = Path(os.path.expanduser(name)) if name else DEFAULT_HEADS
+    heads = read_heads(path, model, checkpoint.directory.name)
+    return MedusaDraft(install_kernels(heads, args.kernels, args.exact_activations))
+
+
+def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks, is_int4_self: bool) -> Transformer:
     """The model of --draft_checkpoint_path, or for --draft int4-self the model itself in 4 bits with groups of 32.
 
     Each rank has the whole draft, unless --draft_tp splits it, or the target model is split and shares its caches.
@@ -348,11 +370,11 @@ def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks) -> Trans
     path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
     ranks.check_same(path)
     other = read_config(path)
-    if args.draft == "int4-self" and other != config:
+    if is_int4_self and other != config:
         raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft")
     if difference := Tokenizer(path).difference(tokenizer):
         raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
     if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
         raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
-    shard = model.split if args.draft_tp or args.draft == "int4-self" else None
+    shard = model.split if args.draft_tp or is_int4_self else None
     return load_model(path, device, dtype, args.kernels, args.exact_activations, shard)

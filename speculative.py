@@ -4,17 +4,18 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than a pass over one token, because both are bound by reading the weights. The target model accepts a prefix of each
 proposal and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; the drafts; DraftLengthController, which decides how many
-tokens to propose; Speculation, whose `step` the engine calls. Knows models and sampling, nothing of text.
+Read down: verify and accept, on which exactness depends; what a draft is, and ModelDraft; Controller, which decides who
+proposes how many tokens; Speculation, whose `step` the engine calls. Knows models and sampling, nothing of text. Two
+other drafts have files of their own: retrieval.py and medusa.py.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
 probability
   p_draft(x) min(1, p_target(x) / p_draft(x)) + P(rejected) max(0, p_target(x) - p_draft(x)) / sum = p_target(x),
 because the first term is min(p_draft, p_target)(x), and P(rejected) equals the sum by which the residual is normalized.
-For a deterministic draft (prompt lookup, or a greedy draft model), p_draft is 1 at its token. Then the rule is: sample
-from the target model, with the same noise as plain decoding, and accept the proposed token if it is the sampled one. So
-with a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
+For a deterministic draft (retrieval, or a greedy draft model), p_draft is 1 at its token. Then the rule is: sample from
+the target model, with the same noise as plain decoding, and accept the proposed token if it is the sampled one. So with
+a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
 
 What it gains. If each proposed token is accepted with probability a, a step yields 1 + a + ... + a^k =
 (1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the time of drafting one
@@ -307,6 +308,11 @@ class LookupDraft:
     It searches the row's own tokens, prompt included, and `texts`, if there are any (retrieval). It takes the longest
     match, and the latest of equally long ones. There is no second model.
     """
+
+    is_free = False
+
+    def lengths(self, k):
+        return list(range(1, k + 1))
 
     def __init__(self, texts: list[list[int]] = ()):
         self.texts = [StaticIndex(tokens) for tokens in texts]

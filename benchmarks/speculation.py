@@ -83,7 +83,7 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
     speculations, turns = {"plain": None}, {}
     for name, (draft, k) in drafts.items():
-        speculations[name] = Speculation(draft, k or AUTO_K, automatic=k is None)
+        speculations[name] = Speculation([draft], k or AUTO_K, automatic=k is None)
     for name, speculation in speculations.items():
         warm_up(engine, speculation, prompts[0], new_tokens)
         turns[name] = partial(run_prompt, engine, speculation, iter(prompts), new_tokens)

@@ -463,7 +463,7 @@ def test_tokens_beyond_the_end_of_a_request_have_no_logprobs(models):
     draft = LookupDraft([prompt + said] * 2)
     for n in range(1, 12):
         request = Request(prompt, GREEDY, n, logprobs=0)
-        generate(Engine(model, 1, LENGTH, speculation=Speculation(draft, 7, automatic=False)), [request])
+        generate(Engine(model, 1, LENGTH, speculation=Speculation([draft], 7, automatic=False)), [request])
         assert request.new_tokens == said[:n] and len(request.token_logprobs) == n
 
 

@@ -17,8 +17,9 @@ from test_generate import ids, main, run
 import speculative
 from cli import UserError
 from engine import Engine, Request, StepFunctions, generate
-from linear import Quantization, quantize_model
+from linear import Quantization, pack_int8, quantize_model
 from load import compiled_steps, install_kernels, load_model, warm_up
+from medusa import GROUPSIZE, MedusaDraft, MedusaHeads, output_vectors
 from quantize import quantize_checkpoint
 from report import compile_counts
 from sampling import Sampling, SamplingParams, probabilities, sample
@@ -26,21 +27,30 @@ from speculative import (
     MAX_K,
     Batch,
     BigramIndex,
-    DraftLengthController,
+    Controller,
     LookupDraft,
     ModelDraft,
     Report,
     Speculation,
     StaticIndex,
+    width_of,
 )
 
 LENGTH = 96
-KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text"]
+KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]
+KINDS += ["lookup, medusa", "lookup, medusa, a noisy copy"]
+DETERMINISTIC = ("lookup", "lookup in a text", "medusa", "lookup, medusa")
+
+
+def make_drafts(kinds: str, tiny, name: str) -> list:
+    return [make_draft(kind, tiny, name) for kind in kinds.split(", ")]
 
 
 def make_draft(kind: str, tiny, name: str):
     if kind.startswith("lookup"):
         return LookupDraft([[*range(3, 131)] * 2] if kind == "lookup in a text" else [])
+    if kind == "medusa":
+        return MedusaDraft(install_kernels(random_heads(load_model(tiny(name)[2], dtype=torch.float32))))
     draft = load_model(tiny("llama-mha" if kind == "another model" else name)[2], dtype=torch.float32, kernels="torch")
     if kind == "a noisy copy":
         torch.manual_seed(1)
@@ -49,6 +59,18 @@ def make_draft(kind: str, tiny, name: str):
     if kind == "int4-self":
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
     return ModelDraft(install_kernels(draft), kind == "int4-self")
+
+
+def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
+    """Heads that change the hidden state a little. Models with random weights often repeat a token, which these heads
+    then propose."""
+    D, V = model.config.dim, model.config.n_token or model.config.vocab_size
+    chance = torch.Generator().manual_seed(3)
+    weights = size * torch.randn(n, D, 2 * D, generator=chance)
+    packed = [pack_int8(w, GROUPSIZE) for w in weights]
+    vocabulary = torch.randperm(V, generator=chance)[: V * 3 // 4]
+    parts = (torch.stack([part[key] for part in packed]) for key in ("weight", "scales"))
+    return MedusaHeads(*parts, vocabulary, output_vectors(model, vocabulary))
 
 
 def results(engine, requests: list[Request]) -> list[tuple]:
@@ -64,7 +86,8 @@ CASES = [
     ("llama-gqa-biased", "the same model", 1, 5), ("mistral-window", "another model", 2, 5),
     ("qwen3-gqa", "a noisy copy", 3, 1), ("bloom-5", "int4-self", 4, 5), ("qwen2-sliding", "lookup", 5, 5),
     ("llama-yarn", "lookup in a text", 6, 1), ("bloom-3", "a noisy copy", 7, 5), ("qwen2-gqa", "the same model", 8, 5),
-    ("mistral-gqa", "int4-self", MAX_K, 1),
+    ("mistral-gqa", "int4-self", MAX_K, 1), ("llama-llama3", "medusa", 1, 5), ("bloom-3", "medusa", 8, 1),
+    ("qwen3-gqa", "lookup, medusa", 3, 5), ("llama-gqa-biased", "lookup, medusa, a noisy copy", 4, 5),
 ]  # fmt: skip
 
 
@@ -75,11 +98,11 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
     model, prompts = tiny_model(name), random_prompts((4, 23, 1, 9, 14)[-rows:])
     drawn = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
     kinds = (GREEDY, SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3))
-    requests = [[Request(p, params, 99) for p in prompts] for params in (*kinds, *[drawn] * ("lookup" in kind))]
+    requests = [[Request(p, params, 99) for p in prompts] for params in (*kinds, *[drawn] * (kind in DETERMINISTIC))]
     plain = [results(Engine(model, rows, 50), some) for some in requests]
     for prompt, (tokens, reason) in zip(prompts, plain[0]):
         assert (len(tokens), reason) == (51 - len(prompt), "length"), "the last token is not read"
-    speculation = Speculation(make_draft(kind, tiny, name), k, automatic=False)
+    speculation = Speculation(make_drafts(kind, tiny, name), k, automatic=False)
     engine = Engine(model, rows, 50, speculation=speculation)
     assert [results(engine, some) for some in requests] == plain
     ends = [r for some in requests for r in some]
@@ -89,7 +112,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
         request.on_token = (lambda token, last=whole[8]: token == last) if i % 3 == 1 else None
     assert results(engine, ends) == results(Engine(model, rows, 50), ends)
     numbers = speculation.report.numbers(1.0)["speculation"]
-    assert numbers["steps"] and not numbers["plain_steps"] or "lookup" in kind
+    assert numbers["steps"] and (not numbers["plain_steps"] or kind in DETERMINISTIC)
     if kind in ("a noisy copy", "int4-self"):
         assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
 
@@ -98,7 +121,7 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
     """A draft with the same weights is always accepted, which shows that its caches are right after every step."""
     for name, shares in (("qwen3-gqa", False), ("bloom-5", True)):
         model, draft = tiny_model(name), load_model(tiny(name)[2], dtype=torch.float32)
-        speculation = Speculation(ModelDraft(draft, shares), 5, automatic=False)
+        speculation = Speculation([ModelDraft(draft, shares)], 5, automatic=False)
         engine = Engine(model, 3, LENGTH, speculation=speculation)
         generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
         report = speculation.report
@@ -114,10 +137,10 @@ def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
     monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 9)
     for seed in range(2):
         steps = StepFunctions(fixed_shapes=seed == 1)  # True: as for compiled steps, with rows of padding
-        engine = Engine(model, 4, LENGTH, steps, 7, Speculation(make_draft(kind, tiny, name), 3, automatic=False))
+        engine = Engine(model, 4, LENGTH, steps, 7, Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
         requests = random_requests(12, seed)
         run_randomly(engine, requests, seed)
-        exact = [r for r in requests if r.params.temperature == 0 or "lookup" in kind]
+        exact = [r for r in requests if r.params.temperature == 0 or kind in DETERMINISTIC]
         for request, (alone, reason) in zip(exact, results(Engine(model, 1, LENGTH), exact)):
             n = len(request.new_tokens)
             assert request.new_tokens == (alone[:n] if request.finish_reason == "cancelled" else alone)
@@ -130,17 +153,17 @@ def test_neighbours_change_no_draws(tiny, tiny_model, kind):
     name = "qwen3-gqa"
     model, requests = tiny_model(name), random_requests(9, 3)
     requests = [r for r in requests if r.params.temperature > 0]
-    engine = Engine(model, 4, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 4, automatic=False))
+    engine = Engine(model, 4, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
     run_randomly(engine, requests, 3, cancel=0)
     for request in requests:
-        alone = Engine(model, 1, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 4, automatic=False))
+        alone = Engine(model, 1, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
         assert results(alone, [request]) == [(request.new_tokens, request.finish_reason)]
 
 
 def test_a_cleared_engine_has_its_draft_forget(tiny, tiny_model):
     """Engine.clear: the next prompt is read from its beginning by both models."""
     draft = make_draft("a noisy copy", tiny, "qwen3-gqa")
-    engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+    engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, speculation=Speculation([draft], 3, automatic=False))
     [prompt], read = random_prompts((20,)), []
     draft.draft.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1].shape[1]))
     for clear in (False, True):
@@ -157,7 +180,7 @@ def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
     model, prompts = tiny_model("qwen2-gqa"), random_prompts((6, 11))
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.4)
     requests = [Request(prompts[0], greedy, 30), Request(prompts[1], SamplingParams(temperature=0.8, seed=3), 30)]
-    speculation = Speculation(make_draft("a noisy copy", tiny, "qwen2-gqa"), 5, automatic=False)
+    speculation = Speculation(make_drafts("a noisy copy", tiny, "qwen2-gqa"), 5, automatic=False)
     got = results(Engine(model, 2, LENGTH, speculation=speculation), requests)
     assert got[0] == results(Engine(model, 1, LENGTH), requests[:1])[0]
     assert sum(speculation.report.accepted) > 0
@@ -176,7 +199,7 @@ def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temp
     end = next(i for i, token in enumerate(tokens) if token not in harmless)
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
     model.embedding.weight[tokens[end]] = float("nan")
-    engine = Engine(model, 2, LENGTH, speculation=Speculation(make_draft(kind, tiny, name), 3, automatic=False))
+    engine = Engine(model, 2, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
     [(found, reason), beside] = results(engine, requests)
     assert beside == (other, "length") and reason == "error"
     assert end - 3 < len(found) <= end + 1 and found == tokens[: len(found)]
@@ -188,7 +211,7 @@ def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
     for kind, params in (("lookup", SamplingParams(seed=3)), ("a noisy copy", GREEDY)):
         plain, speculated = (Request([7, 8, 9, 7, 8], params, 25, logprobs=2) for _ in range(2))
         generate(Engine(model, 1, LENGTH), [plain])
-        speculation = Speculation(make_draft(kind, tiny, "llama-gqa-biased"), 4, automatic=False)
+        speculation = Speculation(make_drafts(kind, tiny, "llama-gqa-biased"), 4, automatic=False)
         generate(Engine(model, 1, LENGTH, speculation=speculation), [speculated])
         assert speculated.new_tokens == plain.new_tokens and len(plain.token_logprobs) == 25
         for (a, best_a), (b, best_b) in zip(plain.token_logprobs, speculated.token_logprobs):
@@ -210,7 +233,7 @@ def test_a_draft_with_a_smaller_table(tiny, tiny_model):
         requests = [Request(prompt, params, 30) for prompt in ([5, V - 1, 7], [V - 2])]
         plain = results(Engine(model, 2, LENGTH), requests)
         assert any(token >= V - 70 for tokens, _ in plain for token in tokens)
-        engine = Engine(model, 2, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+        engine = Engine(model, 2, LENGTH, speculation=Speculation([draft], 3, automatic=False))
         got = results(engine, requests)
         assert got == plain if params == GREEDY else {reason for _, reason in got} == {"length"}
 
@@ -221,7 +244,7 @@ def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft
     model, draft = tiny_model("qwen2-gqa"), make_draft("the same model", tiny, "qwen2-gqa")
     model.config = dataclasses.replace(model.config, n_token=n_model)
     draft.draft.config = dataclasses.replace(draft.draft.config, n_token=n_draft)
-    engine = Engine(model, 2, LENGTH, speculation=Speculation(draft, 3, automatic=False))
+    engine = Engine(model, 2, LENGTH, speculation=Speculation([draft], 3, automatic=False))
     for params in (GREEDY, SamplingParams(temperature=1.1, seed=1)):
         requests = [Request(prompt, params, 25) for prompt in random_prompts((3, 8))]
         got = results(engine, requests)
@@ -239,7 +262,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     that take several passes. A wrong entry in its caches would change its greedy text."""
     model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
     alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
-    speculation, propose, lengths = Speculation(draft, 3, automatic=False), draft.propose, []
+    speculation, propose, lengths = Speculation([draft], 3, automatic=False), draft.propose, []
     monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 8)
 
     def watched(batch, k):
@@ -474,26 +497,23 @@ def test_proposals_of_lookup():
 # ---------------------------------------------------------------- how many tokens to propose
 
 
-def drive(acceptance, plain_s, draft_s, verify_s, steps=4000):
-    """(seconds for the controller's steps, seconds for the same tokens in plain steps, the last draft length).
+def drive(acceptance, plain_s, draft_s, verify_s, steps=4000, fixed_s=0.0):
+    """(seconds for the controller's steps, seconds for the same tokens in plain steps, the last number of tokens).
 
-    Now and then a step is measured as a thousand times too slow, as if the machine had paused.
+    A proposal of k tokens takes fixed_s + k * draft_s seconds, a pass over 8 tokens verify_s. Now and then a step is
+    measured as a thousand times too slow, as if the machine had paused.
     """
     chance = torch.Generator().manual_seed(2)
-    controller, spent, tokens, chosen = DraftLengthController(7, True), 0.0, 0, []
+    controller, spent, tokens, chosen = Controller(1), 0.0, 0, []
     for step in range(steps):
         hangs = 1000 if step in (5, 301, 302) else 1
-        k = controller.choose()
+        _, k = controller.choose(1, [(list(range(1, 8)), None)])
         chosen.append(k)
-        if k == 0:
-            controller.update(plain_s * hangs)
-            spent, tokens = spent + plain_s, tokens + 1
-            continue
-        a = acceptance(step)
-        kept = int((torch.rand(k, generator=chance) < a).long().cumprod(0).sum())
-        verify = plain_s + (verify_s - plain_s) * k / 7
-        controller.update((k * draft_s + verify) * hangs, k, k * draft_s * hangs, [kept])
-        spent, tokens = spent + k * draft_s + verify, tokens + kept + 1
+        kept = int((torch.rand(k, generator=chance) < acceptance(step)).long().cumprod(0).sum())
+        drafting = (fixed_s + k * draft_s) * (k > 0)
+        verifying = plain_s + (verify_s - plain_s) * (width_of(k) - 1) / 7
+        controller.update(0, k, drafting * hangs, verifying * hangs, [kept])
+        spent, tokens = spent + drafting + verifying, tokens + kept + 1
     return spent, tokens * plain_s, sorted(chosen[-100:])[50]
 
 
@@ -503,6 +523,8 @@ def test_the_controller_finds_the_best_length():
     assert plain / spent > 1.6 and k >= 5
     spent, plain, k = drive(lambda step: 0.55, 1.0, 0.1, 1.4)
     assert plain / spent > 1.2 and 1 <= k <= 5
+    spent, plain, k = drive(lambda step: 0.98, 1.0, 0.4, 1.2, fixed_s=0.6)  # one token costs 1.0, seven 0.49 each
+    assert plain / spent > 1.5 and k == 7
     for a, draft_s, verify_s in ((0.0, 0.3, 2.0), (0.3, 1.0, 2.0), (0.9, 2.0, 2.0), (0.0, 0.0, 4.0)):
         spent, plain, k = drive(lambda step, a=a: a, 1.0, draft_s, verify_s)
         assert plain / spent > 0.95, (a, draft_s, verify_s)
@@ -511,11 +533,24 @@ def test_the_controller_finds_the_best_length():
     assert plain / spent > 1.05
 
 
-def test_a_fixed_length_is_always_chosen():
-    controller = DraftLengthController(4, False)
-    for _ in range(20):
-        assert controller.choose() == 4
-        controller.update(9.0, 4, 8.0, [0])
+def test_the_controller_chooses_between_drafts():
+    """Between a draft that costs time and is often right, and one whose proposals tell their chances."""
+    controller = Controller(2)
+    for _ in range(20):  # with the second draft, 4 tokens in 1.6 seconds
+        controller.update(1, 0, 0.0, 1.0, [0])
+        controller.update(1, 3, 0.4, 1.2, [3])
+    options = [([1, 3], None), ([1, 3], None)]
+    for gains, expected in (([0.2, 0.2, 0.2], (1, 3)), ([0.9, 1.7, 2.6], (0, 3)), ([0.0, 0.0, 0.0], (1, 3))):
+        assert controller.choose(1, [([1, 3], gains), options[1]]) == expected
+    assert controller.choose(1, [([], None), ([], None)]) == (0, 0), "no draft has a proposal"
+
+
+def test_a_fixed_length_is_always_used(tiny, tiny_model):
+    """However bad the draft, and the first draft that has a proposal is the one."""
+    bad = make_drafts("lookup, another model", tiny, "llama-gqa-biased")
+    speculation = Speculation(bad, 4, automatic=False)
+    generate(Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation), [Request([5, 6, 7], GREEDY, 40)])
+    assert speculation.report.plain_steps == 0 and speculation.report.judged[0] == speculation.report.steps
 
 
 def test_the_report_counts_places():
@@ -554,7 +589,8 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
         warm_up(options, engine, random_prompts([5, 9, 3]), drawn)
     assert not speculation.rehearsing and speculation.report.steps == 0
     before = compile_counts()
-    monkeypatch.setattr(speculation.controller, "choose", cycle([k, 0, 1, k, min(2, k), k]).__next__)
+    lengths = cycle([k, 0, 1, k, min(2, k), k])
+    monkeypatch.setattr(speculation.controller, "choose", lambda *options: (0, next(lengths)))
     requests = random_requests(14, 4)
     run_randomly(engine, requests, 4)
     generate(engine, [Request([5, 6], SamplingParams(seed=2), 20)])
@@ -660,5 +696,5 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
         results(Engine(model, 8, 256), group) for group in groups
     ]  # round differently for other batches in bfloat16
     for n, draft in enumerate(drafts):
-        engine = Engine(model, 8, 256, speculation=Speculation(draft, 3 + 2 * n, automatic=False))
+        engine = Engine(model, 8, 256, speculation=Speculation([draft], 3 + 2 * n, automatic=False))
         assert [results(engine, group) for group in groups] == plain

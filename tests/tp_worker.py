@@ -78,8 +78,8 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
     drafts = [ModelDraft(draft, False)] if draft else []
     for one in [*drafts, LookupDraft()] if draft or not compiled else ():
         kind = type(one).__name__
-        note(f"greedy, {kind}", GREEDY, NEW, Speculation(one, 3, isinstance(one, LookupDraft)))
-        note(f"drawn, {kind}", DRAWN, NEW, Speculation(one, 2, False))
+        note(f"greedy, {kind}", GREEDY, NEW, Speculation([one], 3, isinstance(one, LookupDraft)))
+        note(f"drawn, {kind}", DRAWN, NEW, Speculation([one], 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
     if not compiled:
         model.setup_caches(3, LENGTH)

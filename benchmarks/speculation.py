@@ -9,6 +9,7 @@ v. same_text counts the prompts whose tokens equal those of plain decoding: with
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import measure
@@ -17,9 +18,11 @@ from measure import FORMATS, ROOT, column, quantized
 from cli import keep_freed_memory, print_status, run_command
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import compiled_steps, install_kernels, load_model
+from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
+from medusa import MedusaDraft, read_heads
 from report import Timing
-from speculative import AUTO_K, LookupDraft, ModelDraft, Report, Speculation, expected_tokens
+from retrieval import RetrievalDraft
+from speculative import AUTO_K, ModelDraft, Report, Speculation, expected_tokens
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -76,14 +79,14 @@ def formula(report: Report, plain_s: float) -> dict:
 
 
 def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]], new_tokens: int) -> list[dict]:
-    """A row of the table for plain decoding and for each draft.
+    """A row of the table for plain decoding and for each set of drafts.
 
-    drafts: name -> (draft, number of tokens to propose, or None for "auto").
+    drafts: name -> (drafts, number of tokens to propose, or None for "auto").
     """
     engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
     speculations, turns = {"plain": None}, {}
-    for name, (draft, k) in drafts.items():
-        speculations[name] = Speculation([draft], k or AUTO_K, automatic=k is None)
+    for name, (some, k) in drafts.items():
+        speculations[name] = Speculation(some, k or AUTO_K, automatic=k is None)
     for name, speculation in speculations.items():
         warm_up(engine, speculation, prompts[0], new_tokens)
         turns[name] = partial(run_prompt, engine, speculation, iter(prompts), new_tokens)
@@ -105,27 +108,45 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 # ---------------------------------------------------------------- all models
 
 
+def make_drafts(model, name: str, four, distilled: Path | None) -> dict:
+    """The drafts to compare for a model, as `compare` takes them. four: the model in 4 bits, or None."""
+
+    def heads():
+        return MedusaDraft(install_kernels(read_heads(DEFAULT_HEADS, model, name)))
+
+    drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
+    drafts |= {"medusa, 3": ([heads()], 3), "medusa, auto": ([heads()], None)}
+    drafts["prompt-lookup + medusa, auto"] = ([RetrievalDraft(), heads()], None)
+    if four is not None:
+        drafts["int4-self, auto"] = ([ModelDraft(four, shares_caches=True)], None)
+        drafts["all, auto"] = ([RetrievalDraft(), heads(), ModelDraft(four, shares_caches=True)], None)
+    if distilled is not None:
+        drafts["distilled, 3"] = ([ModelDraft(load_model(distilled), shares_caches=False)], 3)
+        drafts["distilled, auto"] = ([ModelDraft(load_model(distilled), shares_caches=False)], None)
+    return drafts
+
+
 def main():
-    args = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128}).parse_args()
+    parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
+    parser.add_argument("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
+    args = parser.parse_args()
     keep_freed_memory()
     directory = quantized(args.checkpoint_path, "bf16")
     steps, template, rows = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
     for format in FORMATS:
-        model, drafts = load_model(quantized(args.checkpoint_path, format)), {}
-        for how, k in (("auto", None), (AUTO_K, AUTO_K)):
-            drafts[f"prompt-lookup, {how}"] = LookupDraft(), k
-            if format != "int4":
-                drafts[f"int4-self, {how}"] = ModelDraft(four, shares_caches=True), k
+        model = load_model(quantized(args.checkpoint_path, format))
         for kind in texts:
             print_status(f"{format}, {kind} prompts")
+            drafts = make_drafts(model, directory.name, four if format != "int4" else None, args.distilled)
             chats = [[{"role": "user", "content": text}] for text in texts[kind][: args.prompts]]
             compared = compare(model, steps, drafts, [template.encode(chat) for chat in chats], args.new_tokens)
             rows += [{"target": format, "prompts": kind} | row for row in compared]
     columns = {"target": "", "prompts": "", "draft": "", "tokens_per_s": ".0f", "over_plain": ".2f"}
     columns |= {"over_plain_spread": ".2f", "predicted_over_plain": ".2f", "mean_accepted_tokens": ".2f"}
-    columns |= {"mean_proposed_tokens": ".2f", "a": ".2f", "c": ".2f", "v": ".2f", "same_text": "", "of": ""}
+    columns |= {"mean_proposed_tokens": ".2f", "acceptance_by_place": ".2f"}
+    columns |= {"a": ".2f", "c": ".2f", "v": ".2f", "same_text": "", "of": ""}
     measure.print_table(rows, columns)
     about = {"model": directory.name, "new_tokens": args.new_tokens, "rows": rows}
     measure.save("speculation", about, args.out)

@@ -302,10 +302,12 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, te
     """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
-    from speculative import AUTO_K, LookupDraft, ModelDraft, Speculation
+    from speculative import AUTO_K, ModelDraft, Speculation
 
     if args.draft and "lookup" in args.draft:
-        draft = LookupDraft(texts)
+        from retrieval import RetrievalDraft
+
+        draft = RetrievalDraft(texts)
     else:
         draft = ModelDraft(load_draft(args, checkpoint, model, ranks), args.draft == "int4-self")
     automatic = args.speculate_k in (None, "auto")

@@ -19,7 +19,8 @@ from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
 from load import compiled_steps, install_kernels, load_model
 from report import Timing
-from speculative import AUTO_K, LookupDraft, ModelDraft, Report, Speculation, expected_tokens
+from retrieval import RetrievalDraft
+from speculative import AUTO_K, ModelDraft, Report, Speculation, expected_tokens
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -115,7 +116,7 @@ def main():
     for format in FORMATS:
         model, drafts = load_model(quantized(args.checkpoint_path, format)), {}
         for how, k in (("auto", None), (AUTO_K, AUTO_K)):
-            drafts[f"prompt-lookup, {how}"] = LookupDraft(), k
+            drafts[f"prompt-lookup, {how}"] = RetrievalDraft(), k
             if format != "int4":
                 drafts[f"int4-self, {how}"] = ModelDraft(four, shares_caches=True), k
         for kind in texts:

@@ -55,9 +55,7 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, weight: Tensor, scales: Tensor, vocabulary: Tensor, output: Tensor):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            int8_layer({"weight": w, "scales": s}) for w, s in zip(weight, scales, strict=True)
-        )
+        self.blocks = nn.ModuleList(int8_layer({"weight": w, "scales": s}) for w, s in zip(weight, scales, strict=True))
         self.output = int8_layer(pack_int8(output, GROUPSIZE))
         self.register_buffer("vocabulary", vocabulary)
 
@@ -175,7 +173,9 @@ class MedusaDraft:
         if not any(is_ready):
             return None
         k = min(k, len(self.heads.blocks))
-        drafted = self.draw(self.engine.model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random)
+        drafted = self.draw(
+            self.engine.model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random
+        )
         if self.engine.model.split is not None:
             drafted = self.engine.model.split.broadcast(drafted)
         position, is_ready = batch.inputs[1], is_ready + [False] * (batch.inputs.shape[1] - len(is_ready))

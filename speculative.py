@@ -145,7 +145,8 @@ class Proposal:
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-    # (B,k) float32: the estimated probability that each token is accepted if those before it are; None: unknown
+    # (B,k) float32: the estimated probability that each token is accepted if those before it are, 0 for padding. None if
+    # it is unknown.
     chances: Tensor | None = None
 
     def cut(self, k: int) -> "Proposal":
@@ -153,15 +154,15 @@ class Proposal:
         if k >= self.drafted.shape[1]:
             return self
         # A copy with the strides of a new tensor: for others, compiled graphs would be compiled again.
-        parts = [None if x is None else x[:, :k].clone(memory_format=torch.contiguous_format)
-                 for x in (self.drafted, self.p_draft)]
+        parts = [
+            None if x is None else x[:, :k].clone(memory_format=torch.contiguous_format)
+            for x in (self.drafted, self.p_draft)
+        ]
         return Proposal(parts[0], self.lengths.clamp(max=k), parts[1])
 
     def expected_accepted(self) -> list[float]:
         """How many of the first 1, 2, ... k tokens will probably be accepted, summed over the rows."""
-        offsets = torch.arange(self.drafted.shape[1], device=self.lengths.device)
-        chances = self.chances * (offsets < self.lengths[:, None])
-        return chances.cumprod(1).sum(0).cumsum(0).tolist()
+        return self.chances.cumprod(1).sum(0).cumsum(0).tolist()
 
 
 class ModelDraft:
@@ -300,111 +301,6 @@ def next_token(draft, tokens: Tensor, input_pos: Tensor, rows: Tensor, sampling:
         return token, None
     probs = probabilities(*arguments)[:, 0]
     return token, F.pad(probs, (0, V - probs.shape[1]))
-
-
-class LookupDraft:
-    """Prompt lookup: finds an earlier occurrence of the newest tokens, and proposes the tokens that followed it.
-
-    It searches the row's own tokens, prompt included, and `texts`, if there are any (retrieval). It takes the longest
-    match, and the latest of equally long ones. There is no second model.
-    """
-
-    is_free = False
-
-    def lengths(self, k):
-        return list(range(1, k + 1))
-
-    def __init__(self, texts: list[list[int]] = ()):
-        self.texts = [StaticIndex(tokens) for tokens in texts]
-        self.rows: dict[int, BigramIndex] = {}
-
-    def begin(self, engine):
-        config = engine.model.config
-        self.length, self.vocab_size = engine.length, config.n_token or config.vocab_size
-
-    def add(self, row: int, tokens: list[int]):
-        self.rows[row] = BigramIndex(list(tokens))
-
-    def remove(self, row: int):
-        self.rows.pop(row, None)
-
-    def accepted(self, row: int, tokens: list[int]):
-        self.rows[row].tokens += tokens
-
-    def propose(self, batch, k: int) -> Proposal | None:
-        proposals = []
-        for row in batch.rows:
-            index = self.rows[row.index]
-            room = min(k, self.length - len(index.tokens))
-            matches = [other.match(index.tokens, room) for other in (index, *self.texts)]
-            tokens = max(matches, key=lambda match: match[0])[1]
-            # A prompt may contain ids that only pad the vocabulary: the model never samples them.
-            padding = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), None)
-            proposals.append(tokens[:padding])
-        if not any(proposals):
-            return None
-        device = batch.inputs.device
-        proposals += [[]] * (batch.inputs.shape[1] - len(proposals))
-        drafted = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in proposals], device=device)
-        return Proposal(drafted, torch.tensor([len(tokens) for tokens in proposals], device=device))
-
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
-        return 0.0, 0.0
-
-
-class BigramIndex:
-    """An index of a growing text: for each pair of neighbouring tokens (bigram), the positions where it ends."""
-
-    MAX_MATCH = 8  # tokens that are compared; at least two have to match
-    MAX_PLACES = 32  # the latest occurrences of a bigram that are compared
-
-    def __init__(self, tokens: list[int]):
-        self.tokens, self.indexed = tokens, 1  # bigrams that end within the first `indexed` tokens are in the index
-        self.ends: dict[tuple[int, int], list[int]] = {}
-
-    def end_positions(self, pair: tuple[int, int]) -> list[int]:
-        """The latest end positions of this bigram, ascending, except the end of the text, which no token follows."""
-        for end in range(self.indexed + 1, len(self.tokens)):
-            self.ends.setdefault((self.tokens[end - 2], self.tokens[end - 1]), []).append(end)
-        self.indexed = max(self.indexed, len(self.tokens) - 1)
-        return self.ends.get(pair, [])[-self.MAX_PLACES :]
-
-    def following(self, end: int, n: int) -> list[int]:
-        """The n tokens from position `end` on. If there are fewer, they are repeated, which continues a loop."""
-        tokens = self.tokens[end : end + n]
-        while len(tokens) < n:
-            tokens.append(tokens[len(tokens) - (len(self.tokens) - end)])
-        return tokens
-
-    def match(self, tail: list[int], n: int) -> tuple[int, list[int]]:
-        """Find the longest match with the end of `tail`. Returns its length and up to n tokens that follow it, or
-        (0, []) if fewer than two tokens match."""
-        best, best_end = 0, 0
-        for end in reversed(self.end_positions(tuple(tail[-2:]))) if n > 0 and len(tail) > 1 else ():
-            limit, size = min(self.MAX_MATCH, end, len(tail)), 2
-            while size < limit and self.tokens[end - size - 1] == tail[-size - 1]:
-                size += 1
-            if size > best:
-                best, best_end = size, end
-        return (best, self.following(best_end, n)) if best else (0, [])
-
-
-class StaticIndex(BigramIndex):
-    """A BigramIndex of a text that does not grow. It is held in sorted tensors: 16 bytes per token."""
-
-    def __init__(self, tokens: list[int]):
-        self.tokens = tokens
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        self.pairs, order = (ids[:-2] << 32 | ids[1:-1]).sort(stable=True)  # no token follows the last bigram
-        self.sorted_ends = order + 2
-
-    def end_positions(self, pair: tuple[int, int]) -> list[int]:
-        key = torch.tensor(pair[0] << 32 | pair[1])
-        first, stop = (int(torch.searchsorted(self.pairs, key, right=right)) for right in (False, True))
-        return self.sorted_ends[max(first, stop - self.MAX_PLACES) : stop].tolist()
-
-    def following(self, end: int, n: int) -> list[int]:
-        return self.tokens[end : end + n]
 
 
 # ---------------------------------------------------------------- what to propose

@@ -24,7 +24,7 @@ import speculation
 from cli import UserError
 from engine import Engine, StepFunctions
 from load import load_model
-from speculative import LookupDraft
+from retrieval import RetrievalDraft
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def test_what_a_step_costs(python, tiny, tmp_path):
 
 def test_what_speculation_gains(tiny_model):
     """Every draft sees every prompt once, after a warm-up that does not count, and finds the tokens of plain steps."""
-    prompts, drafts = random_prompts([9, 14, 11]), {"lookup": (LookupDraft(), 3), "auto": (LookupDraft(), None)}
+    prompts, drafts = random_prompts([9, 14, 11]), {"lookup": (RetrievalDraft(), 3), "auto": (RetrievalDraft(), None)}
     plain, lookup, auto = speculation.compare(tiny_model("llama-mha"), StepFunctions(), drafts, prompts, 24)
     assert [row["draft"] for row in (plain, lookup, auto)] == ["plain", "lookup", "auto"]
     for row in (plain, lookup, auto):

@@ -18,8 +18,9 @@ from linear import Quantization
 from load import compiled_steps, load_model, warm_up
 from quantize import quantize_checkpoint
 from report import compile_counts
+from retrieval import RetrievalDraft
 from sampling import SamplingParams
-from speculative import LookupDraft, Speculation
+from speculative import Speculation
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 96
@@ -460,7 +461,7 @@ def test_tokens_beyond_the_end_of_a_request_have_no_logprobs(models):
     """Speculation may find more tokens than the request asked for."""
     model, prompt = models(), [5, 6, 7, 8] * 5
     said = tokens_of(model, Request(prompt, GREEDY, 30))
-    draft = LookupDraft([prompt + said] * 2)
+    draft = RetrievalDraft([prompt + said] * 2)
     for n in range(1, 12):
         request = Request(prompt, GREEDY, n, logprobs=0)
         generate(Engine(model, 1, LENGTH, speculation=Speculation([draft], 7, automatic=False)), [request])

@@ -22,17 +22,14 @@ from load import compiled_steps, install_kernels, load_model, warm_up
 from medusa import GROUPSIZE, MedusaDraft, MedusaHeads, output_vectors
 from quantize import quantize_checkpoint
 from report import compile_counts
+from retrieval import RetrievalDraft
 from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
-    Batch,
-    BigramIndex,
     Controller,
-    LookupDraft,
     ModelDraft,
     Report,
     Speculation,
-    StaticIndex,
     width_of,
 )
 
@@ -48,7 +45,7 @@ def make_drafts(kinds: str, tiny, name: str) -> list:
 
 def make_draft(kind: str, tiny, name: str):
     if kind.startswith("lookup"):
-        return LookupDraft([[*range(3, 131)] * 2] if kind == "lookup in a text" else [])
+        return RetrievalDraft([[*range(3, 131)] * 2] if kind == "lookup in a text" else [])
     if kind == "medusa":
         return MedusaDraft(install_kernels(random_heads(load_model(tiny(name)[2], dtype=torch.float32))))
     draft = load_model(tiny("llama-mha" if kind == "another model" else name)[2], dtype=torch.float32, kernels="torch")
@@ -441,59 +438,6 @@ def test_planted_bugs_break_the_distribution(name):
     assert p_value(three_tokens(module, how), how) < 1e-6
 
 
-# ---------------------------------------------------------------- lookup
-
-
-@pytest.mark.parametrize(
-    "text, most, expected",
-    [
-        ([5, 6, 7, 8, 5, 6], 2, [7, 8]),
-        ([5, 6, 7, 8, 5, 6], 9, [7, 8, 5, 6, 7, 8, 5, 6, 7]),  # the match overlaps its own continuation
-        ([9, 9, 9], 4, [9, 9, 9, 9]),
-        ([1, 2, 3, 4, 2, 3, 7, 1, 2, 3], 3, [4, 2, 3]),  # the longest match, not the latest
-        ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal matches, the latest
-        ([1, 2, 3, 4], 3, []),
-        ([1, 2, 1, 2, 1], 0, []),
-        ([4], 3, []),
-    ],
-)
-def test_lookup_in_the_text_so_far(text, most, expected):
-    whole, grown = BigramIndex(text), BigramIndex([])
-    for token in text:
-        grown.tokens.append(token)
-        found = grown.match(grown.tokens, most)
-    assert whole.match(text, most)[1] == found[1] == expected
-
-
-def test_lookup_in_another_text():
-    index = StaticIndex([1, 2, 3, 4, 5, 6, 2, 3, 9])
-    assert index.match([7, 7, 2, 3], 5) == (2, [9])  # nothing follows the end of the text
-    assert index.match([1, 2, 3], 5) == (3, [4, 5, 6, 2, 3])
-    assert index.match([6, 2], 5) == (2, [3, 9]) and index.match([3, 9], 5) == (0, [])  # nothing follows
-    for n in range(4):
-        assert StaticIndex([5] * n).match([5, 5], 2) == ((2, [5]) if n == 3 else (0, []))
-    chance = torch.Generator().manual_seed(5)
-    for _ in range(50):  # the same as an index that grows with the text
-        text, tail = (torch.randint(4, (n,), generator=chance).tolist() for n in (60, 9))
-        best, following = BigramIndex(text).match(tail, 3)
-        assert StaticIndex(text).match(tail, 3) in [(best, following[:n]) for n in range(4)]
-
-
-def test_proposals_of_lookup():
-    """Only for rows that are decoding, never beyond the cache, and None if no row has a proposal."""
-    lookup = LookupDraft([[1, 2, 3, 4, 5, 6]])
-    lookup.begin(SimpleNamespace(length=12, model=SimpleNamespace(config=SimpleNamespace(n_token=None, vocab_size=99))))
-    rows = [SimpleNamespace(index=i) for i in range(4)]
-    for row, tokens in zip(rows, ([8, 1, 2, 3], [8, 8], [2, 3, 9, 2], [5] * 11)):
-        lookup.add(row.index, tokens)
-    lookup.accepted(2, [3])
-    found = lookup.propose(Batch([rows[i] for i in (3, 0, 1, 2)], torch.zeros(3, 5, dtype=torch.int64)), 3)
-    assert found.p_draft is None and found.lengths.tolist() == [1, 3, 0, 3, 0]
-    tokens = [line[:n] for line, n in zip(found.drafted.tolist(), found.lengths.tolist())]
-    assert tokens == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equal matches, the row's own text"
-    assert lookup.propose(Batch(rows[1:2], torch.zeros(3, 1, dtype=torch.int64)), 3) is None
-
-
 # ---------------------------------------------------------------- how many tokens to propose
 
 
@@ -549,7 +493,9 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
     """However bad the draft, and the first draft that has a proposal is the one."""
     bad = make_drafts("lookup, another model", tiny, "llama-gqa-biased")
     speculation = Speculation(bad, 4, automatic=False)
-    generate(Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation), [Request([5, 6, 7], GREEDY, 40)])
+    generate(
+        Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation), [Request([5, 6, 7], GREEDY, 40)]
+    )
     assert speculation.report.plain_steps == 0 and speculation.report.judged[0] == speculation.report.steps
 
 
@@ -582,7 +528,7 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     sampled. The tokens are those of eager steps. (test_rows_come_and_go tests draft models with padding rows.)"""
     torch._dynamo.reset()
     model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
-    everything = LookupDraft(random_prompts([40_000]))  # contains most pairs of tokens
+    everything = RetrievalDraft(random_prompts([40_000]))  # contains most pairs of tokens
     speculation = Speculation(everything if kind == "lookup" else make_draft(kind, tiny, name), k)
     engine = Engine(model, rows, LENGTH, compiled_steps(True, False), 9, speculation)
     for drawn in (False, True):
@@ -683,7 +629,7 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
     if format != "bf16":
         directory = tmp_path / "q"
         quantize_checkpoint(default_checkpoint, directory, Quantization(format, 32, "int8"))
-    model, drafts = load_model(directory), [LookupDraft()]
+    model, drafts = load_model(directory), [RetrievalDraft()]
     if format != "int4":
         four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
         drafts += [ModelDraft(four, True), ModelDraft(copy.deepcopy(four), False)]

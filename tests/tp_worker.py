@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from engine import Engine, Request, generate
 from load import compiled_steps, load_model
+from retrieval import RetrievalDraft
 from sampling import SamplingParams
-from speculative import LookupDraft, ModelDraft, Speculation
+from speculative import ModelDraft, Speculation
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths
@@ -76,9 +77,9 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
     if not compiled:
         note("alone", GREEDY, NEW, prompts=PROMPTS[:1])
     drafts = [ModelDraft(draft, False)] if draft else []
-    for one in [*drafts, LookupDraft()] if draft or not compiled else ():
+    for one in [*drafts, RetrievalDraft()] if draft or not compiled else ():
         kind = type(one).__name__
-        note(f"greedy, {kind}", GREEDY, NEW, Speculation([one], 3, isinstance(one, LookupDraft)))
+        note(f"greedy, {kind}", GREEDY, NEW, Speculation([one], 3, isinstance(one, RetrievalDraft)))
         note(f"drawn, {kind}", DRAWN, NEW, Speculation([one], 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
     if not compiled:

@@ -83,7 +83,9 @@ def places_of(batch: list, heads: int) -> Tensor:
 def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
     n = len(heads.weights)
     sequences, held_out = split_held_out(heads.teacher.sequences)
-    batches = [places for batch in make_batches(sequences, BATCH_TOKENS, epochs, seed) if len(places := places_of(batch, n))]
+    batches = [
+        places for batch in make_batches(sequences, BATCH_TOKENS, epochs, seed) if len(places := places_of(batch, n))
+    ]
     test_places = places_of(held_out, n)[:REPORT_PLACES]
     if not batches or not len(test_places):
         raise UserError("the text is too short: no answer is longer than the number of heads")

@@ -1,0 +1,205 @@
+"""A draft without a model: it finds earlier occurrences of the newest tokens, and proposes what followed them.
+
+It searches the row's own tokens, prompt included (prompt lookup), and other texts, if there are any (retrieval). The
+longest match wins. If it occurs at several places, the tokens that followed there are counted as votes. The share of
+the votes and the length of the match give the probability that a proposed token is accepted. Both ideas are those of
+SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them takes microseconds.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import torch
+
+from speculative import MAX_K, Proposal
+
+MAX_PLACES = 32  # occurrences of the last two tokens that are compared
+MAX_MATCH = 16  # tokens that are compared at each place; at least two have to match
+
+# RowIndex and TextIndex have `tokens`, and a function ends(tail), which finds the last two tokens of `tail`: it returns
+# up to MAX_PLACES positions of tokens that follow them.
+
+
+class RowIndex:
+    """An index of a growing text: a hash chain for each pair of neighbouring tokens, as in zlib."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens: list[int] = []
+        self.latest: dict[int, int] = {}  # pair -> its latest end
+        self.previous = array("i")  # end -> the end before it of the same pair, or 0
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]):
+        for token in tokens:
+            end = len(self.tokens)
+            pair = self.tokens[-1] << 32 | self.tokens[-2] if end > 1 else -1
+            self.previous.append(self.latest.get(pair, 0))
+            self.latest[pair] = end
+            self.tokens.append(token)
+
+    def ends(self, tail: list[int]) -> list[int]:
+        found, end = [], self.latest.get(tail[-1] << 32 | tail[-2], 0)  # the latest one comes first
+        while end and len(found) < MAX_PLACES:
+            found.append(end)
+            end = self.previous[end]
+        return found
+
+
+class TextIndex:
+    """An index of a text that does not grow: its positions, sorted by the MAX_MATCH tokens before them, nearest first.
+
+    So the positions with the longest match are neighbours. Text and index take 16 bytes per token.
+    """
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = array("i", tokens)
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        pairs = ids[1:-1] << 32 | ids[:-2]  # before the positions from 2 on
+        keys = pairs
+        for size in (2, 4, 8):  # prefix doubling: two ranks by `size` tokens make a key of twice as many
+            rank = keys.unique(return_inverse=True)[1]
+            keys = rank * len(tokens)
+            keys[size:] += rank[:-size] + 1
+        order = keys.argsort(stable=True)
+        self.pairs, self.sorted_ends = array("q", pairs[order].tolist()), array("i", (order + 2).tolist())
+
+    def ends(self, tail: list[int]) -> list[int]:
+        """Those with the longest match, and their neighbours."""
+        pair = tail[-1] << 32 | tail[-2]
+        low = bisect_left(self.pairs, pair)
+        high = bisect_right(self.pairs, pair, low)
+        if high - low > MAX_PLACES:
+            before = lambda end: self.tokens[max(0, end - MAX_MATCH) : end][::-1]  # noqa: E731
+            middle = bisect_left(self.sorted_ends, array("i", tail[: -MAX_MATCH - 1 : -1]), low, high, key=before)
+            low, high = max(low, middle - MAX_PLACES // 2), min(high, middle + MAX_PLACES // 2)
+        return self.sorted_ends[low:high].tolist()
+
+
+# After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
+# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts.
+DISCOUNTS = [1.0, 1.0, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
+
+
+@dataclass
+class Match:
+    length: int  # how many tokens match
+    tokens: list[int]  # what followed them
+    shares: list[float]  # the discounted share of the votes of each of these tokens
+
+
+def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
+    """Find the longest match with the end of `tail`, of at least two tokens, and choose n tokens that follow.
+
+    The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
+    somewhere, they are repeated, which continues a loop.
+    """
+    text, length, ends = index.tokens, 2, index.ends(tail) if n > 0 and len(tail) > 1 else []
+    if not ends:
+        return Match(0, [], [])
+    for token in tail[-3 : -MAX_MATCH - 1 : -1]:
+        longer = [end for end in ends if end > length and text[end - length - 1] == token]
+        if not longer:
+            break
+        ends, length = longer, length + 1
+    following = (tuple(text[end : end + n]) for end in ends)
+    voters = Counter(tokens if len(tokens) == n else (tokens * n)[:n] for tokens in following)
+    tokens, shares = [], []
+    while len(voters) > 1:
+        i, votes = len(tokens), {}
+        for voter, places in voters.items():
+            votes[voter[i]] = votes.get(voter[i], 0) + places
+        token = max(votes, key=votes.get)  # of equal ones, the first
+        tokens.append(token)
+        shares.append((votes[token] - DISCOUNTS[length + i]) / sum(votes.values()))
+        voters = {voter: places for voter, places in voters.items() if voter[i] == token}
+    [(voter, places)] = voters.items()
+    tokens += voter[len(tokens) :]
+    shares += [1 - discount / places for discount in DISCOUNTS[length + len(shares) : length + n]]
+    return Match(length, tokens, shares)
+
+
+PRIOR_TOKENS = 8.0  # at the beginning, so many tokens are assumed to have been accepted as expected
+DECAY = 0.99  # of the counts, for each token that is judged
+
+
+class Calibration:
+    """Learns how many tokens of a text are accepted, relative to the sum of their shares of the votes.
+
+    Bucket b has the counts of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token.
+    """
+
+    def __init__(self):
+        self.accepted, self.expected = [PRIOR_TOKENS] * 6, [PRIOR_TOKENS] * 6
+
+    def chances(self, match: Match) -> list[float]:
+        """For each token of the match, the probability that it is accepted if those before it are."""
+        rate = [accepted / expected for accepted, expected in zip(self.accepted, self.expected)]
+        return [min(0.99, rate[n.bit_length()] * share) for n, share in enumerate(match.shares, match.length)]
+
+    def update(self, match: Match, new_tokens: list[int]):
+        """Judge the match by the tokens that came, up to the first difference."""
+        for i, (token, new) in enumerate(zip(match.tokens, new_tokens)):
+            bucket = (match.length + i).bit_length()
+            self.accepted[bucket] = DECAY * self.accepted[bucket] + (token == new)
+            self.expected[bucket] = DECAY * self.expected[bucket] + match.shares[i]
+            if token != new:
+                break
+
+
+class RetrievalDraft:
+    """Proposes, for each row, from that text in which the most tokens are expected to be accepted."""
+
+    is_free = True
+
+    def __init__(self, texts: list[list[int]] = ()):
+        self.texts = [TextIndex(tokens) for tokens in texts]
+        self.calibrations = [Calibration() for _ in range(1 + len(texts))]  # of the rows' own tokens, and of each text
+        self.rows: dict[int, RowIndex] = {}
+        self.matches: dict[int, list[Match]] = {}  # row -> the last match in each text
+
+    def begin(self, engine):
+        config = engine.model.config
+        self.length, self.vocab_size = engine.length, config.n_token or config.vocab_size
+
+    def add(self, row: int, tokens: list[int]):
+        self.rows[row] = RowIndex(tokens)
+
+    def remove(self, row: int):
+        self.rows.pop(row, None)
+        self.matches.pop(row, None)
+
+    def accepted(self, row: int, tokens: list[int]):
+        """The tokens also judge the matches that were not proposed, or only in part."""
+        for calibration, match in zip(self.calibrations, self.matches.pop(row, ())):
+            calibration.update(match, tokens)
+        self.rows[row].extend(tokens)
+
+    def propose(self, batch, k: int) -> Proposal | None:
+        found = [self.propose_row(row.index, k) for row in batch.rows]
+        if not any(tokens for tokens, _ in found):
+            return None
+        found += [([], [])] * (batch.inputs.shape[1] - len(found))
+        drafted = batch.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens, _ in found])
+        lengths = batch.inputs.new_tensor([len(tokens) for tokens, _ in found])
+        chances = torch.tensor([values + [0.0] * (k - len(values)) for _, values in found], device=lengths.device)
+        return Proposal(drafted, lengths, chances=chances)
+
+    def propose_row(self, row: int, k: int) -> tuple[list[int], list[float]]:
+        """Up to k tokens within the cache row, and for each the probability that it is accepted."""
+        tail = self.rows[row].tokens
+        n = min(k, self.length - len(tail))
+        self.matches[row] = [find_match(index, tail, n) for index in (self.rows[row], *self.texts)]
+        found = [(match.tokens, one.chances(match)) for one, match in zip(self.calibrations, self.matches[row])]
+        tokens, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)))  # the mean number of accepted tokens
+        n = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), n)  # ids that only pad the table
+        return tokens[:n], chances[:n]
+
+    def lengths(self, k: int) -> list[int]:
+        return list(range(1, k + 1))
+
+    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
+        return 0.0, 0.0

@@ -44,8 +44,8 @@ LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
 def install(model: nn.Module, exact_activations: bool = False) -> bool:
     """Load the kernels, pack the model's quantized weights for them one layer at a time, and run its blocks as one
-    operation where that is supported. Where the kernels cannot run, change nothing and return False. Of a module that is
-    no Transformer, only the weights are packed."""
+    operation where that is supported. Where the kernels cannot run, change nothing and return False. Of a module that
+    is no Transformer, only the weights are packed."""
     if model.device.type != "cpu" or not load_kernels():
         return False
     layers = {name: module for name, module in model.named_modules() if type(module) in PACKED}

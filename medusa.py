@@ -79,8 +79,10 @@ def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
 
 @torch.no_grad()
 def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
-    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,), in any format, also
-    of a split model: each logit of a unit vector is one element of an output vector."""
+    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
+
+    Each logit of a unit vector is one element of an output vector: this is true in any format, and of a split model.
+    """
     unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
     columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each
     return torch.cat(columns).T.float().contiguous()
@@ -100,7 +102,7 @@ def fingerprint(model: Transformer) -> str:
 
 
 def save_heads(path: Path, weights: Tensor, vocabulary: Tensor, model: Transformer, name: str):
-    """Write heads with weights (n,D,2D), for the model of this name, to a file. It replaces an existing file at once."""
+    """Write heads with weights (n,D,2D), for the model of this name, to a file, which appears when it is complete."""
     packed = [pack_int8(w, GROUPSIZE) for w in weights.float()]
     tensors = {key: torch.stack([parts[key] for parts in packed]) for key in ("weight", "scales")}
     tensors["vocabulary"] = vocabulary.to(torch.int32)

@@ -145,8 +145,7 @@ class Proposal:
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-    # (B,k) float32: the estimated probability that each token is accepted if those before it are, 0 for padding. None if
-    # it is unknown.
+    # (B,k) float32: the estimated probability that each token is accepted if those before it are (padding: 0), or None
     chances: Tensor | None = None
 
     def cut(self, k: int) -> "Proposal":

@@ -349,7 +349,7 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
         p_draft = None if deterministic else torch.stack(probs, 1)
-        found, n, logprobs, _ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
+        found, n, logprobs, *_ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
         expected = MODEL.logits.log_softmax(-1)[before, found]
         for i in range(3):

@@ -1,0 +1,229 @@
+"""Medusa heads: their file, the vectors they borrow from the model, and the tokens they propose.
+
+test_speculative.py tests that the tokens with heads are those of plain decoding, test_training.py how heads are trained.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from test_engine import GREEDY
+from test_generate import main
+from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, V, count, p_value, random_heads, settings_of
+
+import medusa
+from cli import UserError
+from engine import Engine, Request, generate
+from kernels import unpack_int8
+from linear import Quantization, quantize_model
+from load import install_kernels, load_model
+from medusa import FORMAT, MedusaDraft, draw_tokens, fingerprint, output_vectors, read_heads, save_heads
+from sampling import Sampling
+from speculative import Speculation, verify
+
+ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
+
+
+def write_heads(path, model, n=3, W=50, name="the model"):
+    D = model.config.dim
+    weights = 0.1 * torch.randn(n, D, 2 * D, generator=torch.Generator().manual_seed(1))
+    save_heads(path, weights, torch.arange(3, 3 + 2 * W, 2), model, name)
+    return weights
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_heads_come_back_from_their_file(tiny, tmp_path):
+    model = load_model(tiny("qwen3-gqa")[2], dtype=torch.float32)
+    weights = write_heads(tmp_path / "heads.safetensors", model)
+    heads = read_heads(tmp_path / "heads.safetensors", model, "it")
+    assert heads.vocabulary.tolist() == list(range(3, 103, 2)) and len(heads.blocks) == 3
+    for layer, weight in zip(heads.blocks, weights):
+        again = unpack_int8(layer.weight, layer.scales, layer.groupsize)
+        assert (again - weight).abs().max() <= weight.abs().max() / 127
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def damage(key, value):
+    def change(tensors, about):
+        tensors[key] = value(tensors[key])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda tensors, about: about.update(format="other"), "is not a file of Medusa heads"),
+        (lambda tensors, about: tensors.pop("scales"), "is not a file of Medusa heads"),
+        (
+            lambda tensors, about: about.update(fingerprint="0"),
+            "holds heads for the model, which is another model than it",
+        ),
+        (
+            damage("weight", lambda w: w[:, :, 1:].contiguous()),
+            r"weight is \(3, 50, 99\), but .* should be \(3, 50, 100\)",
+        ),
+        (damage("weight", lambda w: w[0]), "weight is .*, but for this model it should be"),
+        (damage("weight", lambda w: w[:0]), "weight is .*, but for this model it should be"),
+        (damage("weight", lambda w: w.float()), "is damaged"),
+        (damage("scales", lambda s: s * float("nan")), "is damaged"),
+        (damage("scales", lambda s: s[:2]), "scales is .*, but for this model it should be"),
+        (damage("vocabulary", lambda v: v + 100), "is damaged"),
+        (damage("vocabulary", lambda v: v - 10), "is damaged"),
+        (damage("vocabulary", lambda v: v * 0), "is damaged"),
+        (damage("vocabulary", lambda v: v[:0]), "vocabulary is"),
+        (damage("vocabulary", lambda v: v[:, None]), "vocabulary is"),
+        (damage("vocabulary", lambda v: v.float()), "is damaged"),
+    ],
+)
+def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
+    model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
+    write_heads(path, model)
+    tensors, about = load_file(path), {"format": FORMAT, "model": "the model", "fingerprint": fingerprint(model)}
+    change(tensors, about)
+    save_file(tensors, path, about)
+    with pytest.raises(UserError, match=said):
+        read_heads(path, model, "it")
+
+
+def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypatch):
+    ours, path = tiny("mistral-gqa")[2], tmp_path / "heads.safetensors"
+    write_heads(path, load_model(ours, dtype=torch.float32))
+    path.write_bytes(path.read_bytes()[:-9])
+    for name, said in (
+        ("", "holds heads for SmolLM2"),
+        (f":{path}", "is truncated"),
+        (":nowhere", "nowhere is missing"),
+    ):
+        with pytest.raises((UserError, SystemExit)) as end:
+            main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", "--draft", "medusa" + name)
+        assert said in str(end.value) + capsys.readouterr().err
+
+
+def test_a_fingerprint_is_that_of_the_model_in_every_format(tiny):
+    directory = tiny("qwen2-gqa")[2]
+    model = load_model(directory, dtype=torch.float32)
+    for other in (torch.bfloat16, torch.float16):
+        assert fingerprint(load_model(directory, dtype=other)) == fingerprint(model)
+    four = quantize_model(
+        load_model(directory, dtype=torch.bfloat16, kernels="torch"), Quantization("int4", 32, "int8")
+    )
+    assert fingerprint(install_kernels(four)) == fingerprint(model)
+    assert fingerprint(load_model(tiny("qwen2-sliding")[2])) != fingerprint(model)
+    model.norm.weight[3] += 0.1
+    assert fingerprint(model) != fingerprint(four)
+
+
+# ---------------------------------------------------------------- the tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3-gqa", "llama-mha", "bloom-3"])
+def test_output_vectors_are_rows_of_the_output_matrix(tiny, name):
+    model, ids = load_model(tiny(name)[2], dtype=torch.float32), torch.tensor([5, 99, 17, 0, 4])
+    matrix = model.embedding.weight if model.output is None else model.output.weight
+    assert torch.equal(output_vectors(model, ids), matrix[ids])
+    model = quantize_model(
+        load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), Quantization("int8", 32, "int8")
+    )
+    layer = model.embedding if model.output is None else model.output
+    expected = unpack_int8(layer.weight, layer.scales, layer.groupsize)[ids]
+    assert (output_vectors(install_kernels(model), ids) - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_heads_compute_what_their_file_describes(tiny, kernels):
+    """The greedy tokens, and the states of each head, against a plain calculation."""
+    model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
+    heads = random_heads(model, n=3, size=0.3)
+    weights = [unpack_int8(layer.weight, layer.scales, layer.groupsize) for layer in heads.blocks]
+    vectors = unpack_int8(heads.output.weight, heads.output.scales, heads.output.groupsize)
+    heads = install_kernels(heads, kernels)
+    hidden = torch.randn(7, model.config.dim, generator=torch.Generator().manual_seed(8))
+    inputs = torch.tensor([[9, 8, 7], [3, 4, 5], [6, 0, 2]])
+    drafted = draw_tokens(model, heads, hidden, inputs, Sampling.make(7, 131), 3, False)
+    state, token = hidden[inputs[2]], inputs[0]
+    for i, weight in enumerate(weights):
+        e = model.embedding(token[:, None])[:, 0]
+        x = torch.cat([F.rms_norm(y, y.shape[-1:]) for y in (state, e)], -1)
+        expected = state + F.silu(x @ weight.T)
+        state, logits = heads(i, state, e)
+        assert (state - expected).abs().max() < ROUNDING * expected.abs().max()
+        wanted = expected @ vectors.T
+        assert (logits - wanted).abs().max() < ROUNDING * wanted.abs().max()
+        token = drafted[:, i]
+        assert torch.equal(heads.vocabulary[logits.argmax(-1)], token)
+
+
+class TableHeads:
+    """Heads whose logits depend only on the token before, and that do not know all tokens."""
+
+    vocabulary = torch.tensor([i for i in range(V) if i % 4 != 1])
+
+    def __call__(self, i, state, embedded):
+        return state, DRAFT.logits[embedded.long()][:, self.vocabulary]
+
+
+def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, float]:
+    """(ROWS,3): three sampled tokens of each row after token 0, with proposals of two tokens; the share accepted."""
+    model = SimpleNamespace(embedding=lambda tokens: tokens[..., None].float().squeeze(-1)[..., None][:, :, 0])
+    settings, judged, kept = settings_of(ROWS, how), 0, 0
+    texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
+    while len(rows := (last < 3).nonzero()[:, 0]):
+        inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
+        drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2, True)
+        found, n, *_ = verify(MODEL, inputs, drafted, torch.full((len(rows),), 2), None, settings)
+        if accepts_all:
+            found[:, :2], n = drafted, n.clamp(min=3)
+        for i in range(3):
+            new = i < n
+            texts[rows[new], last[rows[new]] + 1 + i] = found[new, i]
+            count(settings, rows[new], found[new, i])
+        last[rows] += n
+        judged, kept = judged + 2 * len(rows), kept + int((n - 1).sum())
+    return texts[:, 1:4], kept / judged
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=repr)
+def test_sampled_tokens_have_the_distribution_of_the_model(how):
+    tokens, share = three_tokens(how)
+    assert p_value(tokens, how) > 0.001 and 0.1 < share < 0.9
+
+
+def test_a_planted_bug_breaks_the_distribution():
+    how = {"temperature": 1.7, "top_k": 4}
+    assert p_value(three_tokens(how, accepts_all=True)[0], how) < 1e-6
+
+
+def test_the_noise_of_the_target_makes_samples_agree(tiny, tiny_model, monkeypatch):
+    """Heads that give the target's own distribution propose what it samples: they share its noise."""
+    model = tiny_model("qwen3-gqa")
+    heads = random_heads(model, n=1, size=0.0)  # the state stays that of the token before
+    hidden = torch.randn(5, model.config.dim, generator=torch.Generator().manual_seed(2))
+    settings, rows = Sampling.make(5, 131), torch.arange(5)
+    settings.temperature.fill_(1.0)
+    agree = 0
+    for seed in range(40):
+        settings.seed.copy_(rows + 5 * seed)
+        inputs = torch.stack([rows + 9, rows + 3, rows])
+        drafted = draw_tokens(model, heads, hidden, inputs, settings, 1, True)
+        logits = torch.full((5, 1, 131), float("-inf"))
+        logits[:, 0, heads.vocabulary] = model.head(hidden)[:, heads.vocabulary]
+        agree += (medusa.sample(logits, rows, rows + 4, rows[:, None][:, :0], settings)[0] == drafted).sum()
+    assert agree > 0.95 * 200
+
+
+def test_rows_without_a_hidden_state_wait(tiny, tiny_model):
+    """The first step of a request is plain, and proposals stay within the cache row."""
+    model = tiny_model("mistral-gqa")
+    draft = MedusaDraft(random_heads(model, n=3))
+    speculation = Speculation([draft], 3, automatic=False)
+    engine = Engine(model, 2, 20, speculation=speculation)
+    generate(engine, [Request([5, 6, 7], GREEDY, 9)])
+    assert speculation.report.plain_steps == 1 and not draft.ready
+    assert draft.lengths(8) == [1, 3] and draft.lengths(2) == [1, 2] and draft.lengths(1) == [1]
+    generate(engine, [Request([5, 6, 7, 8], GREEDY, 99) for _ in range(3)])  # to the end of the rows
+    assert max(len(row.tokens) for row in engine.rows) == 20

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from cli import UserError, first_line, print_status, progress_bar
-from model import Transformer
 
-HELD_OUT = 0.02  # the fraction of the sequences that is not trained on
+HELD_OUT = 50  # one sequence of so many is not trained on
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
 REPORTS = 20  # times that a run reports how good the draft is
@@ -43,11 +42,11 @@ def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
 
 
 def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences to train on, and the last 2 % of them (at least one), which show how good a draft is."""
-    n = max(1, round(HELD_OUT * len(sequences)))
-    if len(sequences) <= n:
+    """The sequences to train on, and every fiftieth, on which one sees how good a draft is. Not the last ones: the
+    sequences of a text are sorted by length in groups."""
+    if len(sequences) < 2:
         raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
-    return sequences[:-n], sequences[-n:]
+    return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 
 def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
@@ -73,12 +72,6 @@ def new_token_positions(batch: list[Sequence]) -> list[int]:
 
 
 # ---------------------------------------------------------------- the loss
-
-
-@torch.no_grad()
-def head_matrix(model: Transformer) -> Tensor:
-    """The output head of a model in any format as a matrix (V,D), so that its logits are hidden @ matrix.T."""
-    return model.head(torch.eye(model.config.dim, dtype=model.norm.weight.dtype)).t().contiguous()
 
 
 def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | None = None):

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from common import (
     Sequence,
     Trainer,
-    head_matrix,
     kl_divergence,
     likely_tokens,
     make_batches,

@@ -196,7 +196,7 @@ def test_a_draft_begins_with_the_best_approximation_of_the_head():
         error = (embedding @ embedding.T - head @ head.T).norm() / (head @ head.T).norm()
         least = (singular[width:] ** 4).sum().sqrt() / (singular**4).sum().sqrt()
         torch.testing.assert_close(error, least, rtol=0.01, atol=SAME)
-        scale = (hidden @ torch.linalg.lstsq(head, embedding).solution).square().mean(0).sqrt()
+        scale = distill.FIRST_SCALE * (hidden @ torch.linalg.lstsq(head, embedding).solution).square().mean(0).sqrt()
         n = min(width, 64)
         torch.testing.assert_close(draft.norm.weight.detach()[:n], scale[:n], rtol=0.01, atol=SAME)
 

@@ -38,10 +38,11 @@ from medusa import output_vectors
 from model import Attention, Block, Config, Transformer, rope_frequencies, rope_table, rotate
 from tokenizer import Tokenizer
 
-BATCH_TOKENS = 4096
-LEARNING_RATE = 2e-3
+BATCH_TOKENS = 2048
+LEARNING_RATE = 5e-3
 LIKELY, OTHERS = 8192, 2048  # tokens that have logits in each step, and others that are drawn anew for every step
 SAMPLE = 4096  # hidden states of the target from which the scale of the draft's is taken
+FIRST_SCALE = 0.2  # of the first logits, which are wrong, so that they should not be as clear-cut as the target's
 CHECKED = 32  # held-out sequences in the reports during training
 
 # ---------------------------------------------------------------- the draft model
@@ -61,7 +62,7 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
     head (V,D) and hidden (n,D) are the target's. With the eigenvectors v (D,width) of head^T head that have the largest
     eigenvalues, head @ v is the embedding. The logits head @ hidden are nearly (head @ v) @ (v^T hidden), so the final
-    norm gives the draft's states the scale of v^T hidden.
+    norm gives the draft's states the scale of v^T hidden, times FIRST_SCALE.
     """
     generator = torch.Generator().manual_seed(seed)
     head, hidden = head.float(), hidden.float()
@@ -69,7 +70,7 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
     draft, D = ck.empty_model(config), min(config.dim, head.shape[1])
     weights = {"embedding.weight": torch.zeros(config.vocab_size, config.dim), "norm.weight": torch.ones(config.dim)}
     weights["embedding.weight"][:, :D] = head @ v[:, :D]
-    weights["norm.weight"][:D] = (hidden @ v[:, :D]).square().mean(0).sqrt()
+    weights["norm.weight"][:D] = FIRST_SCALE * (hidden @ v[:, :D]).square().mean(0).sqrt()
     for name, parameter in draft.named_parameters():
         if name.endswith("_norm.weight"):
             weights[name] = torch.ones(parameter.shape)

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from conftest import ROOT, tiny_chat_llama
 from test_harness import TEMPLATE
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-sys.path.insert(0, str(ROOT / "training"))
+sys.path.append(str(ROOT / "training"))
 
 import common
 import distill
@@ -23,7 +24,7 @@ from teacher import TeacherText
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
 from convert_hf_checkpoint import convert, hf_source
-from engine import Engine
+from engine import Engine, StepFunctions
 from linear import Quantization
 from load import load_model
 from model import Config
@@ -50,7 +51,9 @@ def write_text(chat_checkpoint):
     model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 6)
 
     def write(path, tokens):
-        self_text.write_samples(Engine(model, 8, 1600), prompts, path, tokens)
+        steps = self_text.RecordedSteps()
+        engine = Engine(model, 8, 1600, StepFunctions(steps.prefill, steps.decode))
+        self_text.write_samples(engine, steps, prompts, path, tokens)
         return {sample["index"]: sample for sample in self_text.read_samples(path)}
 
     return write
@@ -202,7 +205,7 @@ def test_a_draft_begins_with_the_best_approximation_of_the_head():
 
 
 def made_up_teacher(seed=0, sequences=160) -> tuple[TeacherText, torch.Tensor]:
-    """A target whose next token depends on the latest token alone, with its head: a table of hidden states."""
+    """A target whose next token depends on the latest token alone, and its head. Each token has its hidden state."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(V, D, generator=generator)
     head = (torch.randn(V, D, generator=generator) * 0.5).bfloat16()
@@ -211,7 +214,8 @@ def made_up_teacher(seed=0, sequences=160) -> tuple[TeacherText, torch.Tensor]:
     for _ in range(23):
         rows.append(torch.multinomial(probs[rows[-1][:, 0]], 1, generator=generator))
     tokens = torch.cat(rows, 1).flatten()
-    return TeacherText(tokens, table[tokens].bfloat16(), sequences_of([24] * sequences)), head
+    row = torch.arange(len(tokens))
+    return TeacherText(tokens, sequences_of([24] * sequences), table[tokens].bfloat16(), row), head
 
 
 class Run:
@@ -261,7 +265,7 @@ def test_a_draft_learns_from_its_teacher(tmp_path, short_batches):
     assert before[1] < 0.15 and after[0] > 0.8 and after[1] > 0.8, (before, after)
     assert run.calls > 10
 
-    shifted = TeacherText(text.tokens, text.hidden.roll(1, 0), text.sequences)
+    shifted = replace(text, row=text.row - 1)
     wrong = Run(shifted, head, tmp_path / "wrong", epochs=12).train()
     wrong.task.text = text
     assert wrong.numbers()[1] < 0.3 and wrong.numbers()[0] < 0.4, wrong.numbers()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cli import UserError, first_line, print_status, progress_bar
+from tokenizer import ChatTemplate, Tokenizer
 
 HELD_OUT = 50  # one sequence of so many is not trained on
 WARM_UP = 100  # steps in which the learning rate rises
@@ -41,9 +42,15 @@ def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
     return torch.tensor(sorted({*order[counts[order] > 0].tolist(), *always}))
 
 
+def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end an answer of the checkpoint in a directory."""
+    has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()
+    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
+
+
 def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences to train on, and every fiftieth, on which one sees how good a draft is. Not the last ones: the
-    sequences of a text are sorted by length in groups."""
+    """The sequences to train on, and every fiftieth, which show how good a draft is. Not the last ones: long answers
+    are finished last."""
     if len(sequences) < 2:
         raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
     return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]

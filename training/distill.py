@@ -24,6 +24,7 @@ from common import (
     likely_tokens,
     make_batches,
     new_token_positions,
+    special_tokens,
     split_held_out,
 )
 from teacher import TeacherText, read_teacher_text
@@ -150,7 +151,8 @@ class Distillation:
         self.draft, self.head, self.text, self.seed = draft, head, text, seed
         sequences, self.held_out = split_held_out(text.sequences)
         self.batches = make_batches(sequences, BATCH_TOKENS, epochs, seed)
-        self.likely = likely_tokens(text.tokens, LIKELY, special)
+        answers = torch.cat([text.tokens[first_new:end] for _, first_new, end in text.sequences])
+        self.likely = likely_tokens(answers, LIKELY, special)
         is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
         is_other[self.likely] = False
         self.others = is_other.nonzero()[:, 0]
@@ -175,7 +177,7 @@ class Distillation:
         """The hidden states of draft (g,D) and target (g,D') where the draft has to guess."""
         with torch.autocast("cpu", torch.bfloat16):
             x = draft_states(self.draft, batch)
-        return x.index_select(0, batch.guesses), self.text.hidden[batch.indices]
+        return x.index_select(0, batch.guesses), self.text.states(batch.indices)
 
     @torch.no_grad()
     def report(self, sequences: list[Sequence] | None = None) -> str:
@@ -227,14 +229,13 @@ def main():
     source = ensure_checkpoint(args.checkpoint_path).resolve()
     out = args.out or source.with_name(f"{source.name}-draft")
     target = load_model(source)
+    text = read_teacher_text(args.text, target.config.dim)
     config = draft_config(target.config, args.layers, args.width)
     megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
-    text = read_teacher_text(args.text, target)
-    head = output_vectors(target, torch.arange(target.config.vocab_size)).to(torch.bfloat16)
+    head = output_vectors(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
     del target
-    tokenizer = Tokenizer(source)
-    special = {i for i in (tokenizer.bos_id, *tokenizer.eos_ids) if i is not None}
+    special = special_tokens(source, Tokenizer(source))
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)
     task = Distillation(draft, head, text, special, args.epochs, args.seed)

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "training"))
 import common
 import distill
 import self_text
-from teacher import TeacherText
+from teacher import TeacherText, read_teacher_text
 
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
@@ -81,6 +81,26 @@ def test_text_is_the_same_after_an_interruption(tmp_path, write_text):
     both = whole.keys() & resumed.keys()
     assert len(both) > 0.7 * len(whole) and all(whole[i] == resumed[i] for i in both)
     assert len({tuple(sample["new"]) for sample in whole.values()}) > 0.5 * len(whole)
+
+
+def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, write_text):
+    """A greedy token is the likeliest by its state, also behind the place where a second run went on with the text."""
+    path = tmp_path / "text.jsonl"
+    write_text(path, 60)
+    samples = write_text(path, 150)
+    model = load_model(chat_checkpoint, dtype=torch.float32)
+    text = read_teacher_text(path, model.config.dim)
+    assert len(text.sequences) == len(samples) and len(text.hidden) == sum(len(s["new"]) for s in samples.values())
+    same = n = 0
+    for sequence, (index, sample) in zip(text.sequences, samples.items()):
+        assert text.tokens[sequence[0] : sequence[2]].tolist() == sample["prompt"] + sample["new"]
+        if index // 2 % 2:  # a greedy one
+            states = text.states(torch.tensor(common.new_token_positions([sequence]))).float()
+            same += (model.head(states[None])[0].argmax(-1) == torch.tensor(sample["new"])).sum()
+            n += len(states)
+    assert n > 40 and same > 0.9 * n  # two tokens may be equally likely in bfloat16
+    with pytest.raises(UserError, match=r"text.states does not hold \d+ states of 37 numbers"):
+        read_teacher_text(path, 37)
 
 
 def test_likely_tokens():
@@ -258,7 +278,7 @@ def short_batches(monkeypatch):
 def test_a_draft_learns_from_its_teacher(tmp_path, short_batches):
     """And not from targets that belong to the tokens before."""
     text, head = made_up_teacher()
-    run = Run(text, head, tmp_path / "state", epochs=12)
+    run = Run(text, head, tmp_path / "state", epochs=8)
     before = run.numbers()
     after = run.train().numbers()
     assert sum(run.losses[-10:]) < 0.2 * sum(run.losses[:10])
@@ -266,7 +286,7 @@ def test_a_draft_learns_from_its_teacher(tmp_path, short_batches):
     assert run.calls > 10
 
     shifted = replace(text, row=text.row - 1)
-    wrong = Run(shifted, head, tmp_path / "wrong", epochs=12).train()
+    wrong = Run(shifted, head, tmp_path / "wrong", epochs=8).train()
     wrong.task.text = text
     assert wrong.numbers()[1] < 0.3 and wrong.numbers()[0] < 0.4, wrong.numbers()
 

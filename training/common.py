@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from cli import UserError, first_line, print_status, progress_bar
-from model import Transformer
+from tokenizer import ChatTemplate, Tokenizer
 
-HELD_OUT = 0.02  # the fraction of the sequences that is not trained on
+HELD_OUT = 50  # one sequence of so many is not trained on
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
 REPORTS = 20  # times that a run reports how good the draft is
@@ -42,12 +42,18 @@ def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
     return torch.tensor(sorted({*order[counts[order] > 0].tolist(), *always}))
 
 
+def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end an answer of the checkpoint in a directory."""
+    has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()
+    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
+
+
 def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences to train on, and the last 2 % of them (at least one), which show how good a draft is."""
-    n = max(1, round(HELD_OUT * len(sequences)))
-    if len(sequences) <= n:
+    """The sequences to train on, and every fiftieth, which show how good a draft is. Not the last ones: long answers
+    are finished last."""
+    if len(sequences) < 2:
         raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
-    return sequences[:-n], sequences[-n:]
+    return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 
 def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
@@ -73,12 +79,6 @@ def new_token_positions(batch: list[Sequence]) -> list[int]:
 
 
 # ---------------------------------------------------------------- the loss
-
-
-@torch.no_grad()
-def head_matrix(model: Transformer) -> Tensor:
-    """The output head of a model in any format as a matrix (V,D), so that its logits are hidden @ matrix.T."""
-    return model.head(torch.eye(model.config.dim, dtype=model.norm.weight.dtype)).t().contiguous()
 
 
 def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | None = None):

@@ -1,0 +1,255 @@
+"""Trains a small draft model for a target model, on the target's own text and probabilities: `python distill.py`.
+
+Read up from `main`. The draft is a Llama of a few narrow layers. Its tied embedding begins as the best approximation of
+the target's output head in so few columns. It then learns to give the target's probabilities of each next token
+(distillation, arXiv:1503.02531), because a proposed token is accepted with the probability sum min(p_target, p_draft).
+
+A step computes only the logits of the tokens that the target often says, and of random others, which stand for all
+others: a token that is never trained would soon be too likely.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.nn.functional as F
+from common import (
+    Sequence,
+    Trainer,
+    kl_divergence,
+    likely_tokens,
+    make_batches,
+    new_token_positions,
+    special_tokens,
+    split_held_out,
+)
+from teacher import TeacherText, read_teacher_text
+from torch import Tensor
+
+import checkpoint as ck
+from cli import ArgumentParser, keep_freed_memory, number, print_status, run_command
+from convert_hf_checkpoint import ensure_checkpoint
+from linear import Quantization
+from load import load_model
+from medusa import output_vectors
+from model import Attention, Block, Config, Transformer, rope_frequencies, rope_table, rotate
+from tokenizer import Tokenizer
+
+BATCH_TOKENS = 2048
+LEARNING_RATE = 5e-3
+LIKELY, OTHERS = 8192, 2048  # tokens that have logits in each step, and others that are drawn anew for every step
+SAMPLE = 4096  # hidden states of the target from which the scale of the draft's is taken
+FIRST_SCALE = 0.2  # of the first logits, which are wrong, so that they should not be as clear-cut as the target's
+CHECKED = 32  # held-out sequences in the reports during training
+
+# ---------------------------------------------------------------- the draft model
+
+
+def draft_config(target: Config, layers: int, width: int) -> Config:
+    """A Llama of this size for the target's tokens and context."""
+    head_dim = 64 if width % 64 == 0 else 32
+    heads = width // head_dim
+    hidden_dim = -(-width * 8 // (3 * 64)) * 64
+    sizes = (layers, heads, heads, head_dim, width, hidden_dim, target.vocab_size, target.max_seq_length)
+    return Config(*sizes, norm_eps=1e-5, rope_base=target.rope_base, tied_embeddings=True, n_token=target.n_token)
+
+
+def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transformer:
+    """A draft with random blocks, in float32 and with gradients.
+
+    head (V,D) and hidden (n,D) are the target's. With the eigenvectors v (D,width) of head^T head that have the largest
+    eigenvalues, head @ v is the embedding. The logits head @ hidden are nearly (head @ v) @ (v^T hidden), so the final
+    norm gives the draft's states the scale of v^T hidden, times FIRST_SCALE.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head, hidden = head.float(), hidden.float()
+    v = torch.linalg.eigh(head.t() @ head).eigenvectors.flip(1)  # (D,D), descending
+    draft, D = ck.empty_model(config), min(config.dim, head.shape[1])
+    weights = {"embedding.weight": torch.zeros(config.vocab_size, config.dim), "norm.weight": torch.ones(config.dim)}
+    weights["embedding.weight"][:, :D] = head @ v[:, :D]
+    weights["norm.weight"][:D] = FIRST_SCALE * (hidden @ v[:, :D]).square().mean(0).sqrt()
+    for name, parameter in draft.named_parameters():
+        if name.endswith("_norm.weight"):
+            weights[name] = torch.ones(parameter.shape)
+        elif name not in weights:
+            into_residual = name.endswith(("out.weight", "down.weight"))
+            scale = (parameter.shape[1] * (2 * config.n_layer if into_residual else 1)) ** -0.5
+            weights[name] = torch.randn(parameter.shape, generator=generator) * scale
+    draft.load_state_dict(weights, assign=True)
+    return draft.requires_grad_()
+
+
+@dataclass
+class Batch:
+    """B sequences of at most L tokens, one after the other; n tokens in all, after g of which the draft has to guess.
+
+    There is no padding but in the attention, where the tokens are places of B rows of L."""
+
+    B: int
+    L: int
+    tokens: Tensor  # (n,)
+    input_pos: Tensor  # (n,)
+    places: Tensor  # (n,) from 0 to B L - 1
+    guesses: Tensor  # (g,) indices into `tokens`: the last token of the prompt and all new tokens but the last
+    indices: Tensor  # (g,) of the same tokens in the whole text
+
+
+def make_batch(tokens: Tensor, sequences: list[Sequence]) -> Batch:
+    sequences = sorted(sequences)
+    B, L = len(sequences), max(end - start for start, _, end in sequences)
+    input_pos = [torch.arange(end - start) for start, _, end in sequences]
+    places = torch.cat([row * L + positions for row, positions in enumerate(input_pos)])
+    indices = torch.cat([start + positions for (start, _, _), positions in zip(sequences, input_pos)])  # ascending
+    guesses = torch.tensor(new_token_positions(sequences))
+    return Batch(B, L, tokens[indices], torch.cat(input_pos), places, torch.searchsorted(indices, guesses), guesses)
+
+
+def draft_states(draft: Transformer, batch: Batch) -> Tensor:
+    """The normalized last hidden states (n,D) of a batch. model.py's own forward is for inference: its operations have
+    no gradients, and it reads keys and values from caches."""
+    freqs = rope_frequencies(draft.config)
+    rope = rope_table(freqs, None, batch.input_pos[None])
+    x = F.embedding(batch.tokens, draft.embedding.weight)  # (n,D)
+    for block in draft.blocks:
+        x = x + attend(block.attention, normalize(block.attention_norm, x), rope, batch)
+        x = x + feed_forward(block, normalize(block.mlp_norm, x))
+    return normalize(draft.norm, x)
+
+
+def normalize(norm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+def feed_forward(block: Block, x: Tensor) -> Tensor:
+    gate, up = F.linear(x, block.mlp.gate_up.weight).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, block.mlp.down.weight)
+
+
+def attend(layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    """Causal attention of x (n,D) within each sequence."""
+    H, E = layer.config.n_head, layer.config.head_dim
+    qk, v = F.linear(x, layer.qkv.weight).view(1, -1, 3 * H, E).split([2 * H, H], dim=2)
+    qkv = torch.cat([rotate(qk, rope), v], 2)[0]  # (n,3H,E)
+    rows = qkv.new_zeros(batch.B * batch.L, 3 * H, E).index_copy(0, batch.places, qkv)
+    q, k, v = rows.view(batch.B, batch.L, 3, H, E).permute(2, 0, 3, 1, 4)  # (B,H,L,E) each
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # padding is after the tokens, so none attends to it
+    y = y.transpose(1, 2).reshape(batch.B * batch.L, H * E)
+    return F.linear(y.index_select(0, batch.places), layer.out.weight)
+
+
+# ---------------------------------------------------------------- training
+
+
+class Distillation:
+    """The loss of each step, and how good the draft is on sequences that it does not learn from."""
+
+    def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
+        self.draft, self.head, self.text, self.seed = draft, head, text, seed
+        sequences, self.held_out = split_held_out(text.sequences)
+        self.batches = make_batches(sequences, BATCH_TOKENS, epochs, seed)
+        answers = torch.cat([text.tokens[first_new:end] for _, first_new, end in text.sequences])
+        self.likely = likely_tokens(answers, LIKELY, special)
+        is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
+        is_other[self.likely] = False
+        self.others = is_other.nonzero()[:, 0]
+
+    def some_tokens(self, step: int) -> tuple[Tensor, Tensor]:
+        """The tokens (m,) that have logits in a step, and what is added to their logits (m,), so that the other tokens
+        that were drawn stand for all others."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        others = self.others[torch.randperm(len(self.others), generator=generator)[:OTHERS]].sort().values
+        weight = len(self.others) / max(1, len(others))
+        bias = torch.cat([torch.zeros(len(self.likely)), torch.full((len(others),), weight).log()])
+        return torch.cat([self.likely, others]), bias
+
+    def loss(self, step: int) -> Tensor:
+        batch = make_batch(self.text.tokens, self.batches[step])
+        ids, bias = self.some_tokens(step)
+        x, hidden = self.states(batch)
+        matrix = F.embedding(ids, self.draft.embedding.weight)
+        return kl_divergence(x, matrix, hidden, self.head[ids], bias)
+
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The hidden states of draft (g,D) and target (g,D') where the draft has to guess."""
+        with torch.autocast("cpu", torch.bfloat16):
+            x = draft_states(self.draft, batch)
+        return x.index_select(0, batch.guesses), self.text.states(batch.indices)
+
+    @torch.no_grad()
+    def report(self, sequences: list[Sequence] | None = None) -> str:
+        """The mean over held-out text of sum min(p_target, p_draft), the probability that a proposed token is accepted
+        at temperature 1, and how often both models have the same likeliest token."""
+        V = self.draft.config.n_token or self.draft.config.vocab_size
+        matrix, head = self.draft.embedding.weight[:V].to(torch.bfloat16), self.head[:V].to(torch.bfloat16)
+        accepted, agreed, n = 0.0, 0, 0
+        for sequence in self.held_out[:CHECKED] if sequences is None else sequences:
+            x, hidden = self.states(make_batch(self.text.tokens, [sequence]))
+            p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)
+            p_target = (hidden.to(torch.bfloat16) @ head.t()).float().softmax(-1)  # (g,V)
+            agreed += (p_draft.argmax(-1) == p_target.argmax(-1)).sum().item()
+            accepted += torch.minimum(p_draft, p_target).sum().item()
+            n += len(x)
+        return f"on held-out text {accepted / n:.3f} accepted, {agreed / n:.3f} equal when greedy"
+
+
+def write_draft(draft: Transformer, source: Path, out: Path):
+    """Write a checkpoint in bfloat16 with the tokenizer of the directory `source`."""
+    with ck.Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
+        for name, tensor in draft.state_dict().items():
+            writer.add(name, tensor.to(torch.bfloat16))
+        writer.add_config(draft.config)
+        ck.copy_tokenizer(source, writer)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parse_arguments():
+    positive = number(int, "at least 1", lambda n: n >= 1)
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--checkpoint_path", help="the target, as for generate.py (default: SmolLM2-135M-Instruct)")
+    add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of self_text.py (self_text.jsonl)")
+    add("--out", type=Path, help="the directory to write (beside the target, NAME-draft)")
+    add("--layers", type=positive, default=3, help="of the draft (3)")
+    multiple = number(int, "a positive multiple of 32", lambda n: n > 0 and n % 32 == 0)
+    add("--width", type=multiple, default=192, help="of the draft's hidden states (192)")
+    add("--epochs", type=positive, default=3, help="how often every sequence is learned from (3)")
+    add("--seed", type=number(int, "at least 0", lambda n: n >= 0), default=0)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_arguments()
+    keep_freed_memory()
+    source = ensure_checkpoint(args.checkpoint_path).resolve()
+    out = args.out or source.with_name(f"{source.name}-draft")
+    target = load_model(source)
+    text = read_teacher_text(args.text, target.config.dim)
+    config = draft_config(target.config, args.layers, args.width)
+    megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
+    print_status(f"the draft will have {megabytes:.1f} MB in int8")
+    head = output_vectors(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
+    del target
+    special = special_tokens(source, Tokenizer(source))
+    sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
+    draft = new_draft(config, head, sample, args.seed)
+    task = Distillation(draft, head, text, special, args.epochs, args.seed)
+    state = out.with_name(f"{out.name}.state")
+    settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
+    settings |= {"checkpoint_path": str(source), "text": f"{len(text.tokens)} tokens with sum {text.tokens.sum()}"}
+    Trainer(draft, len(task.batches), LEARNING_RATE, state, settings).run(task.loss, task.report)
+    print_status(task.report(task.held_out))
+    write_draft(draft, source, out)
+    state.unlink(missing_ok=True)
+    print_status(f"to quantize it: python quantize.py --mode int8 --checkpoint_path {out}")
+    print_status(f"to use it: python generate.py --checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32")
+    print(out)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,6 +1,6 @@
 """Medusa heads: their file, the vectors they borrow from the model, and the tokens they propose.
 
-test_speculative.py tests that the tokens with heads are those of plain decoding, test_training.py how heads are trained.
+test_speculative.py tests that the tokens with heads are those of plain decoding, test_training.py the training.
 """
 
 from types import SimpleNamespace

@@ -5,8 +5,8 @@
     python generate.py --draft medusa:heads.safetensors --prompt "Hello"
 
 At each place of the text, head i gets the state of the head before it and the i-th next token of the text, and learns
-the target's own distribution of the token after that (distillation), over the draft vocabulary. Only the heads' matrices
-are trained. A run that is stopped goes on where it ended.
+the target's own distribution of the token after that (distillation), over the draft vocabulary. Only the matrices of
+the heads are trained. A run that is stopped goes on where it ended.
 """
 
 import sys

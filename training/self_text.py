@@ -18,7 +18,6 @@ import pydoc_data.topics
 import random
 import re
 import sys
-import warnings
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -73,7 +72,7 @@ class Seeds:
 
 
 class Prompts:
-    """Makes the request of each index: first, for every second one, a request for a question, then one for an answer."""
+    """Makes the request of each index. For every second index, there is a request for the question before it."""
 
     def __init__(self, directory: Path, seed: int, max_new_tokens: int):
         self.tokenizer, self.seeds, self.seed, self.max_new_tokens = Tokenizer(directory), Seeds(), seed, max_new_tokens

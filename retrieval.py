@@ -97,7 +97,7 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
     somewhere, they are repeated, which continues a loop.
     """
-    text, length, ends = index.tokens, 2, index.ends(tail) if n > 0 and len(tail) > 1 else []
+    text, length, ends = index.tokens, 2, index.ends(tail) if len(tail) > 1 else []
     if not ends:
         return Match(0, [], [])
     for token in tail[-3 : -MAX_MATCH - 1 : -1]:

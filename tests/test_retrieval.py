@@ -28,7 +28,7 @@ def all_ends(text: list[int], tail: list[int]) -> list[int]:
 def check(match: Match, text: list[int], ends: list[int], tail: list[int], n: int):
     """Check a match of a search that has compared these ends."""
     lengths = [match_length(text, end, tail) for end in ends]
-    if not ends or n < 1:
+    if not ends:
         return check_empty(match)
     assert match.length == max(lengths) and len(match.tokens) == len(match.shares) == n
     voters = [(text[end : end + n] * n)[:n] for end, length in zip(ends, lengths) if length == match.length]
@@ -104,6 +104,16 @@ def test_matches_in_a_text_that_does_not_grow():
         assert match.length == longest
         assert match.tokens in [(text[end : end + n] * n)[:n] for end in best]
     assert long > 20
+
+
+def test_the_longest_of_many_long_matches():
+    """Hundreds of places have the same eight tokens before them; the eight before those tell them apart."""
+    rng, end = random.Random(5), [1, 2, 3, 4, 5, 6, 7, 8]
+    beginnings = [[rng.randrange(2) for _ in range(8)] for _ in range(300)]
+    index = TextIndex([token for i, some in enumerate(beginnings) for token in (*some, *end, 100 + i)])
+    for some in beginnings:
+        found = find(index, some + end, 1)
+        assert found.length == MAX_MATCH and beginnings[found.tokens[0] - 100] == some
 
 
 def test_ids_of_any_size():
@@ -241,6 +251,14 @@ def test_the_more_promising_text_answers():
     tokens, chances = propose(draft, [0], 2)[0]
     assert tokens == [22, 23] and chances[0] > first[1][0] + 0.1
     assert draft.calibrations[0].chances(draft.matches[0][0])[0] < first[1][0] - 0.1
+
+
+def test_more_tokens_are_better_than_a_likelier_first_token():
+    draft = make_draft([[9, 8, 1, 2, 21, 22, 23, 24]])
+    draft.add(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 9, 8, 1, 2])
+    tokens, chances = propose(draft, [0], 4)[0]
+    own, other = draft.matches[0]
+    assert tokens == other.tokens == [21, 22, 23, 24] and own.tokens[0] == 3 and own.shares[0] > chances[0]
 
 
 def test_a_match_is_judged_once():

@@ -17,7 +17,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 
 import torch
 import torch.nn.functional as F
-from common import Trainer, kl_divergence, likely_tokens, make_batches, new_token_positions, split_held_out
+from common import (
+    Trainer,
+    kl_divergence,
+    likely_tokens,
+    make_batches,
+    new_token_positions,
+    special_tokens,
+    split_held_out,
+)
 from teacher import TeacherText, read_teacher_text
 from torch import Tensor, nn
 
@@ -25,7 +33,7 @@ from cli import ArgumentParser, UserError, keep_freed_memory, number, print_stat
 from convert_hf_checkpoint import ensure_checkpoint
 from load import load_model
 from medusa import block_input, output_vectors, save_heads
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 PEAK = 1e-3  # learning rate
@@ -98,12 +106,6 @@ def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHe
     settings = {"heads": n, "epochs": epochs, "seed": seed, "tokens": len(heads.teacher.tokens), "shift": heads.shift}
     Trainer(heads, len(batches), PEAK, state, settings).run(lambda step: heads.loss(batches[step]), report)
     return heads
-
-
-def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end an answer."""
-    has_template = (directory / "chat_template.jinja").exists()
-    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
 
 
 def main():

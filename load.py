@@ -308,20 +308,47 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, te
     kinds = args.draft or []
     if not (kinds or args.draft_checkpoint_path):
         return None
-    from speculative import AUTO_K, ModelDraft, Speculation
+    from draft_model import ModelDraft
+    from speculative import AUTO_K, Speculation
 
     drafts = []  # the cheapest first
     if any("lookup" in kind.partition(":")[0] for kind in kinds):
         from retrieval import RetrievalDraft
 
         drafts.append(RetrievalDraft(texts))
-    if heads := next((kind for kind in kinds if kind.startswith("medusa")), None):
-        drafts.append(load_heads(args, heads.partition(":")[2], checkpoint, model))
+    heads = next((kind for kind in kinds if kind.startswith("medusa")), None)
+    file = read_heads_file(heads, checkpoint, model)
+    if heads is not None:
+        from medusa import MedusaDraft, make_heads
+
+        drafts.append(MedusaDraft(install_kernels(make_heads(file, model), args.kernels, args.exact_activations)))
     if "int4-self" in kinds or args.draft_checkpoint_path:
-        shares_caches = "int4-self" in kinds
-        drafts.append(ModelDraft(load_draft(args, checkpoint, model, ranks, shares_caches), shares_caches))
+        draft, shares_caches = load_draft(args, checkpoint, model, ranks, "int4-self" in kinds), "int4-self" in kinds
+        vocabulary = None
+        if file is not None:
+            from draft_model import DraftVocabulary, output_vectors
+
+            vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
+            vocabulary = install_kernels(
+                DraftVocabulary(file.vocabulary, vectors), args.kernels, args.exact_activations
+            )
+        drafts.append(ModelDraft(draft, shares_caches, vocabulary))
     automatic = args.speculate_k in (None, "auto")
     return Speculation(drafts, AUTO_K if automatic else args.speculate_k, automatic)
+
+
+def read_heads_file(kind: str | None, checkpoint: Checkpoint, model: Transformer):
+    """The file of --draft medusa:FILE. Without a name, and without --draft medusa, the file of the default model, whose
+    vocabulary makes draft models faster, too; None if it is not for this model and was not asked for."""
+    from medusa import read_heads
+
+    name = (kind or "").partition(":")[2]
+    try:
+        return read_heads(Path(os.path.expanduser(name)) if name else DEFAULT_HEADS, model, checkpoint.directory.name)
+    except UserError:
+        if kind is not None:
+            raise
+        return None
 
 
 def read_lookup_texts(args, checkpoint: Checkpoint) -> list[list[int]]:
@@ -339,15 +366,6 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
         raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
     return ids
-
-
-def load_heads(args, name: str, checkpoint: Checkpoint, model: Transformer):
-    """The draft with the heads in a file; without a name, with the heads of the default model in this repository."""
-    from medusa import MedusaDraft, read_heads
-
-    path = Path(os.path.expanduser(name)) if name else DEFAULT_HEADS
-    heads = read_heads(path, model, checkpoint.directory.name)
-    return MedusaDraft(install_kernels(heads, args.kernels, args.exact_activations))
 
 
 def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks, is_int4_self: bool) -> Transformer:

@@ -9,7 +9,7 @@ The target's hidden state at a token gives the next token, x1. The heads go on f
 So a head is a residual block of one matrix (D, 2D), and sees the tokens that were proposed before its own, as in Hydra
 (arXiv:2402.05109). The draft vocabulary holds the few thousand tokens that the target says most: its whole output
 matrix would cost more than the heads gain. The output vectors are the target's own, so the file of the heads holds only
-the blocks, in 8 bits. training/medusa.py trains the heads.
+the matrices, in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
 
 The proposal is a chain, not a tree. A row that samples at random proposes with its own noise, that of the target, for
 each token. The same noise picks the same token from distributions that are similar, and the target accepts a token if
@@ -20,6 +20,7 @@ Read down: MedusaHeads; their file; MedusaDraft, the draft for speculative.Specu
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,13 @@ from torch import Tensor, nn
 
 from checkpoint import safetensors_header
 from cli import UserError
-from linear import Int8Linear, pack_int8
+from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
+from linear import pack_int8
 from model import Transformer
 from sampling import Sampling, sample
 from speculative import Batch, Proposal
 
 FORMAT = "fastpath medusa heads 1"  # in the file's metadata
-GROUPSIZE = 32  # columns that share a scale
-UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
 
 # ---------------------------------------------------------------- the heads
 
@@ -47,45 +47,23 @@ def block_input(state: Tensor, embedded: Tensor) -> Tensor:
 
 
 class MedusaHeads(nn.Module):
-    """The heads with the output vectors of their vocabulary, all in int8.
+    """The heads, in int8, and the vocabulary that they propose from.
 
-    weight (n,D,2D) int8 and scales (n,D,2D/32) float16 are the blocks; vocabulary (W,) int64 are the token ids of the
-    draft vocabulary, output (W,D) their output vectors.
+    weight (n,D,2D) int8 and scales (n,D,2D/32) float16 are the matrices of n heads.
     """
 
-    def __init__(self, weight: Tensor, scales: Tensor, vocabulary: Tensor, output: Tensor):
+    def __init__(self, weight: Tensor, scales: Tensor, vocabulary: DraftVocabulary):
         super().__init__()
-        self.blocks = nn.ModuleList(int8_layer({"weight": w, "scales": s}) for w, s in zip(weight, scales, strict=True))
-        self.output = int8_layer(pack_int8(output, GROUPSIZE))
-        self.register_buffer("vocabulary", vocabulary)
+        layers = [int8_layer({"weight": w, "scales": s}) for w, s in zip(weight, scales, strict=True)]
+        self.blocks, self.vocabulary = nn.ModuleList(layers), vocabulary
 
     @property
     def device(self) -> torch.device:
         return self.vocabulary.device
 
-    def forward(self, i: int, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The state (B,D) after head i and the logits (B,W), from the state (B,D) before and an embedding (B,D)."""
-        state = state + F.silu(self.blocks[i](block_input(state, embedded)))
-        return state, self.output(state)
-
-
-def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
-    N, K = packed["weight"].shape
-    with torch.device("meta"):
-        layer = Int8Linear(K, N, False, GROUPSIZE)
-    layer.load_state_dict(packed, assign=True)
-    return layer
-
-
-@torch.no_grad()
-def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
-    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
-
-    Each logit of a unit vector is one element of an output vector: this is true in any format, and of a split model.
-    """
-    unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
-    columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each
-    return torch.cat(columns).T.float().contiguous()
+    def forward(self, i: int, state: Tensor, embedded: Tensor) -> Tensor:
+        """The state (B,D) after head i, from the state (B,D) before it and the embedding (B,D) of the newest token."""
+        return state + F.silu(self.blocks[i](block_input(state, embedded)))
 
 
 # ---------------------------------------------------------------- the file
@@ -101,18 +79,28 @@ def fingerprint(model: Transformer) -> str:
     return digest.hexdigest()
 
 
-def save_heads(path: Path, weights: Tensor, vocabulary: Tensor, model: Transformer, name: str):
+class HeadsFile(NamedTuple):
+    """What a file of heads holds."""
+
+    weight: Tensor  # (n,D,2D) int8
+    scales: Tensor  # (n,D,2D/32) float16
+    vocabulary: Tensor  # (W,) int64: the tokens that the model says most, the most frequent first
+    tokens: int  # the heads propose from so many of these; a draft model may use all
+
+
+def save_heads(path: Path, weights: Tensor, vocabulary: Tensor, tokens: int, model: Transformer, name: str):
     """Write heads with weights (n,D,2D), for the model of this name, to a file, which appears when it is complete."""
     packed = [pack_int8(w, GROUPSIZE) for w in weights.float()]
     tensors = {key: torch.stack([parts[key] for parts in packed]) for key in ("weight", "scales")}
     tensors["vocabulary"] = vocabulary.to(torch.int32)
+    about = {"format": FORMAT, "model": name, "fingerprint": fingerprint(model), "tokens": str(tokens)}
     temporary = path.with_name(path.name + ".partial")
-    save_file(tensors, temporary, {"format": FORMAT, "model": name, "fingerprint": fingerprint(model)})
+    save_file(tensors, temporary, about)
     temporary.replace(path)
 
 
-def read_heads(path: Path, model: Transformer, name: str) -> MedusaHeads:
-    """The heads in a file, on the model's device. UserError if they are not heads of this model, called `name`."""
+def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
+    """Read a file of heads. UserError if it does not hold heads for this model, which is called `name`."""
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
@@ -129,10 +117,16 @@ def read_heads(path: Path, model: Transformer, name: str) -> MedusaHeads:
         if tensors[key].shape != shape or 0 in shape:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
     right = (weight.dtype, scales.dtype) == (torch.int8, torch.float16) and bool(scales.isfinite().all())
-    if not right or len(vocabulary.unique()) < len(vocabulary) or not 0 <= vocabulary.min() <= vocabulary.max() < V:
+    right = right and len(vocabulary.unique()) == len(vocabulary) and 0 <= vocabulary.min() <= vocabulary.max() < V
+    tokens = about.get("tokens", "")
+    if not right or not tokens.isdecimal() or not 1 <= int(tokens) <= len(vocabulary):
         raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
-    tensors = [tensor.to(model.device) for tensor in (weight, scales, vocabulary)]
-    return MedusaHeads(*tensors, output_vectors(model, tensors[2]))
+    return HeadsFile(*(tensor.to(model.device) for tensor in (weight, scales, vocabulary)), int(tokens))
+
+
+def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
+    ids = file.vocabulary[: file.tokens]
+    return MedusaHeads(file.weight, file.scales, DraftVocabulary(ids, output_vectors(model, ids)))
 
 
 # ---------------------------------------------------------------- the draft
@@ -198,13 +192,11 @@ def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampl
     token, position, rows = inputs.unbind(0)
     state, drafted = hidden[rows], []  # (B,D)
     for i in range(k):
-        state, logits = draft(i, state, model.embedding(token[:, None])[:, 0])  # (B,D), (B,W)
-        if random:  # with the noise of the ids in the target's vocabulary
-            logits = logits.new_full((len(logits), 1, sampling.counts.shape[1]), float("-inf")).index_copy(
-                2, draft.vocabulary, logits[:, None]
-            )
+        state = draft(i, state, model.embedding(token[:, None])[:, 0])
+        if random:
+            logits = draft.vocabulary.logits(state, sampling.counts.shape[1])[:, None]  # (B,1,V)
             token = sample(logits, rows, position + 1 + i, rows[:, None][:, :0], sampling)[0][:, 0].clamp(min=0)
         else:
-            token = draft.vocabulary[logits.argmax(-1)]
+            token = draft.vocabulary.likeliest(state)
         drafted.append(token)
     return torch.stack(drafted, 1)

@@ -4,9 +4,9 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than a pass over one token, because both are bound by reading the weights. The target model accepts a prefix of each
 proposal and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; what a draft is, and ModelDraft; Controller, which decides who
-proposes how many tokens; Speculation, whose `step` the engine calls. Knows models and sampling, nothing of text. Two
-other drafts have files of their own: retrieval.py and medusa.py.
+Read down: verify and accept, on which exactness depends; what a draft is; Controller, which decides who proposes how
+many tokens; Speculation, whose `step` the engine calls. The drafts have files of their own: draft_model.py (another
+model), retrieval.py (earlier text), medusa.py (trained heads). Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -23,7 +23,6 @@ token, and v that of the target's pass over k + 1 tokens, both relative to a pla
 and v while it runs.
 """
 
-import os
 import time
 from dataclasses import dataclass, field
 
@@ -32,15 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import exponential_noise
-from model import Transformer
-from report import kv_bytes, synchronize, weight_bytes
+from report import synchronize
 from sampling import Sampling, probabilities, sample
 
 MAX_K = 15  # the verifying pass then has 16 tokens per row, and is still memory-bound
 AUTO_K = 7  # the largest k that --speculate_k auto uses
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
-CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
-DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
 # ---------------------------------------------------------------- verification
@@ -164,147 +160,9 @@ class Proposal:
         return self.chances.cumprod(1).sum(0).cumsum(0).tolist()
 
 
-class ModelDraft:
-    """A draft model with the target's vocabulary.
-
-    It is either a smaller model with its own KV caches, or, with `shares_caches`, the target model in fewer bits. In
-    the second case it uses the target's KV caches: it need not read prompts, and the verifying pass overwrites the keys
-    and values that it has written.
-    """
-
-    is_free = False
-
-    def __init__(self, draft: Transformer, shares_caches: bool):
-        self.draft, self.shares_caches = draft, shares_caches
-        self.weight_bytes = weight_bytes(draft, 1)
-        self.cached: list[list[int]] = []  # if it has its own caches: the tokens whose K/V each cache row holds
-        self.drafted_in_cache: dict[int, int] = {}  # cache row -> number of tokens of its last proposal in the cache
-
-    def begin(self, engine):
-        self.engine, self.sampling = engine, engine.sampling
-        self.next_token = engine.steps.compile(next_token)
-        if self.shares_caches:
-            return share_caches(engine.model, self.draft)
-        self.draft.setup_caches(len(engine.rows), engine.length)
-        self.cached = [[] for _ in engine.rows]
-
-    def add(self, row: int, tokens: list[int]):
-        if not self.shares_caches:
-            # Reuse a prefix, but at most the one that the engine has reused: it reuses nothing after Engine.clear.
-            reused = tokens[: self.engine.rows[row].request.cached_tokens]
-            self.cached[row] = os.path.commonprefix([self.cached[row], reused])
-
-    def remove(self, row: int):
-        self.drafted_in_cache.pop(row, None)
-
-    def accepted(self, row: int, tokens: list[int]):
-        if not self.shares_caches:
-            self.cached[row] = self.cached[row] + tokens[:-1][: self.drafted_in_cache.pop(row, 0)]
-
-    def propose(self, batch, k: int) -> Proposal | None:
-        """Propose up to k tokens for each row, one pass of the draft for each token.
-
-        If the draft has its own caches, its first pass always reads the last two tokens: it has not read the newest
-        one, and if the target accepted the whole last proposal, it has not read the one before either. If it has,
-        reading that token again writes the same K/V.
-        """
-        token, position, rows = batch.inputs.unbind(0)
-        tokens, input_pos = token[:, None], position[:, None]  # (B,1)
-        is_ready = position >= 0
-        if not self.shares_caches:
-            self.catch_up(batch.rows)
-            behind = [len(self.cached[row.index]) < len(row.tokens) - 1 for row in batch.rows]
-            behind += [True] * (len(token) - len(behind))
-            is_ready = ~torch.tensor(behind, device=token.device)
-            before = [row.tokens[-1] for row in batch.rows] + [0] * (len(token) - len(batch.rows))
-            tokens = torch.stack([torch.tensor(before, device=token.device), token], 1)  # (B,2)
-            tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # the target's table may have more padding ids
-            input_pos = torch.where(is_ready[:, None], torch.stack([position - 1, position], 1), -1)
-        lengths = torch.where(is_ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # within the cache row
-        drafted, p_draft = self._draw(tokens, input_pos, rows, lengths, k, batch.random)
-        if not self.shares_caches:
-            for row, length in zip(batch.rows, lengths.tolist()):
-                if length:
-                    n = len(self.cached[row.index])
-                    self.cached[row.index] = self.cached[row.index] + [*row.tokens, row.request.new_tokens[-1]][n:]
-                    self.drafted_in_cache[row.index] = length - 1
-        if self.engine.model.split is not None:
-            drafted = self.engine.model.split.broadcast(drafted)
-        return Proposal(drafted, lengths, p_draft)
-
-    def _draw(self, tokens: Tensor, input_pos: Tensor, rows: Tensor, lengths: Tensor, k: int, random: bool):
-        """Draw k tokens (B,k) that follow tokens (B,S). Also returns, if random, their distributions (B,k,V)."""
-        V = self.engine.model.config.n_token or self.engine.model.config.vocab_size
-        position = input_pos[:, -1]
-        drafted, probs = [], []
-        for i in range(k):
-            new, p = self.next_token(self.draft, tokens, input_pos, rows, self.sampling, V, random)
-            drafted.append(new.clone())  # a CUDA graph reuses its outputs
-            probs.append(p.clone() if random else None)
-            tokens = drafted[-1][:, None]  # (B,1)
-            input_pos = torch.where(i + 1 < lengths, position + 1 + i, -1)[:, None]
-        return torch.stack(drafted, 1), torch.stack(probs, 1) if random else None
-
-    def catch_up(self, rows: list):
-        """Prefill the draft: read a chunk of every row in which more than the last two tokens are missing in its cache.
-
-        The time counts as prefill, although the engine measures it as a part of a decode step.
-        """
-        behind = [row for row in rows if len(self.cached[row.index]) < len(row.tokens) - 1]
-        chunks = [row.tokens[len(self.cached[row.index]) :][:CATCH_UP_TOKENS] for row in behind]
-        if not behind:
-            return
-        start = time.perf_counter()
-        width, device = max(map(len, chunks)), self.draft.device
-        tokens, input_pos = torch.zeros(len(behind), width, dtype=torch.int64), torch.full((len(behind), width), -1)
-        for i, (row, chunk) in enumerate(zip(behind, chunks)):
-            cached = self.cached[row.index]
-            tokens[i, : len(chunk)] = torch.tensor(chunk).clamp(max=self.draft.config.vocab_size - 1)
-            input_pos[i, : len(chunk)] = torch.arange(len(cached), len(cached) + len(chunk))
-            self.cached[row.index] = cached + chunk
-        index = torch.tensor([row.index for row in behind], device=device)
-        self.draft(tokens.to(device), input_pos.to(device), index)
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        self.engine.timing.prefill_s += seconds
-        self.engine.timing.decode_s -= seconds
-
-    def lengths(self, k: int) -> list[int]:
-        return list(range(1, k + 1))
-
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
-        return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
-
-
-def share_caches(model: Transformer, draft: Transformer):
-    """Let the draft use the KV caches, RoPE tables and ALiBi slopes of the target model."""
-    for name in ("rope_cos", "rope_sin"):
-        draft.register_buffer(name, getattr(model, name), persistent=False)
-    for block, target_block in zip(draft.blocks, model.blocks):
-        for name in ("k_cache", "v_cache", "slopes"):
-            block.attention.register_buffer(name, getattr(target_block.attention, name), persistent=False)
-
-
-def next_token(draft, tokens: Tensor, input_pos: Tensor, rows: Tensor, sampling: Sampling, V: int, random: bool):
-    """Draw the draft's next token (B,) after tokens (B,S) at positions (B,S) of cache rows (B,).
-
-    V is the size of the target's vocabulary, to which the token belongs. Also returns the distribution (B,V) that the
-    token was drawn from, or None if not random.
-    """
-    logits = draft(tokens, input_pos, rows)[:, None, : draft.config.n_token]
-    logits = logits[..., :V]  # (B,1,V), or narrower if the draft has fewer ids
-    sampling = sampling._replace(seed=sampling.seed ^ DRAFT_SEED)
-    arguments = (logits, rows, input_pos[:, -1] + 1, tokens[:, :0], sampling)
-    token = sample(*arguments)[0][:, 0].clamp(min=0)
-    if not random:
-        return token, None
-    probs = probabilities(*arguments)[:, 0]
-    return token, F.pad(probs, (0, V - probs.shape[1]))
-
-
 # ---------------------------------------------------------------- what to propose
 
-OPTIMISM = 1.005  # in each step, whatever was not measured is assumed to have become faster by this factor
+OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
 
 
@@ -319,34 +177,28 @@ def width_of(k: int) -> int:
 
 
 class Seconds:
-    """Estimated seconds of work of several sizes, such as passes over 1, 2, 4 ... tokens per row.
+    """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
 
-    Only what is chosen is measured, and times change. So what is not measured is assumed to become faster with every
-    step (OPTIMISM), until it is chosen and measured again. Trying something useless again costs about 1 % of the time.
-    A size that was never measured is assumed to take as long as a similar one.
+    A size that was never measured is assumed to take as long as a smaller one, or if `proportional`, as long per token
+    as a larger one. That is too little, so sensible sizes are tried. Of the sizes that were measured, the others are
+    assumed to become faster (OPTIMISM) whenever one is measured again: times change.
     """
 
     def __init__(self, proportional: bool):
         self.measured: dict[int, float] = {}
-        self.proportional = proportional  # whether a size without measurement is estimated in proportion to the size
+        self.proportional = proportional
 
     def add(self, size: int, seconds: float):
         """A running minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
         before = self.measured.get(size)
+        self.measured = {other: old / OPTIMISM for other, old in self.measured.items()}
         self.measured[size] = seconds if before is None else min(seconds, 1.125 * before)
-
-    def age(self, measured: int | None = None):
-        """A step has ended, which measured this size, or none."""
-        for size in self.measured:
-            if size != measured:
-                self.measured[size] /= OPTIMISM
 
     def of(self, size: int) -> float:
         if size in self.measured or not self.measured:
-            return max(1e-9, self.measured.get(size, 0.0))
-        if not self.proportional:  # at least the next smaller size's time
+            return self.measured.get(size, 0.0)
+        if not self.proportional:
             return self.measured[max((other for other in self.measured if other < size), default=min(self.measured))]
-        # Larger sizes give estimates that are too small if a part of the time is fixed: then this size is tried.
         other = min((other for other in self.measured if other > size), default=max(self.measured))
         return self.measured[other] * size / other
 
@@ -373,26 +225,38 @@ class Controller:
     A step with k proposed tokens takes the draft's time for k tokens and the time of a pass over k + 1 tokens. It
     yields one token per row and those that are accepted. How many that will be is known from the proposal, if the draft
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
+
+    Plain steps, and each draft of the second kind, are measured only when they are chosen, and texts change. So the
+    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs about 1 % of
+    the time, and more if the draft is slow.
     """
 
     def __init__(self, drafts: int):
-        self.pass_s = Seconds(proportional=False)  # by width
+        self.plain_s = Seconds(proportional=False)
+        self.pass_s = Seconds(proportional=False)  # of passes over proposals, by width
         self.draft_s = [Seconds(proportional=True) for _ in range(drafts)]  # by number of tokens
         self.acceptance = [Acceptance() for _ in range(drafts)]
+        self.plain_bonus, self.bonus = 1.0, [1.0] * drafts  # the assumed speedup since each was chosen
         self.steps = 0
 
-    def choose(self, rows: int, options: list[tuple[list[int], Tensor | None]]) -> tuple[int, int]:
+    def choose(self, rows: int, options: list[tuple[list[int], list[float] | None]]) -> tuple[int, int]:
         """The draft to use and the number of tokens to propose for `rows` rows; 0 tokens mean a plain step.
 
         options: for each draft, the numbers of tokens that it can propose, and if it has proposed already, how many of
         the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
         """
-        best, choice = rows / self.pass_s.of(1), (0, 0)
-        for draft, (lengths, gains) in enumerate(options if self.steps >= FIRST_PLAIN_STEPS else ()):
+        if self.steps < FIRST_PLAIN_STEPS:
+            return 0, 0
+        plain_s = self.plain_s.of(1)
+        best, choice = rows / plain_s * self.plain_bonus, (0, 0)
+        for draft, (lengths, gains) in enumerate(options):
             a = self.acceptance[draft].rate
             for k in reversed(lengths):
-                new_tokens = rows + float(gains[k - 1]) if gains is not None else rows * expected_tokens(a, k)
-                rate = new_tokens / (self.draft_s[draft].of(k) * (gains is None) + self.pass_s.of(width_of(k)))
+                seconds = self.pass_s.of(width_of(k)) or plain_s
+                if gains is not None:
+                    rate = (rows + gains[k - 1]) / seconds
+                else:
+                    rate = rows * expected_tokens(a, k) / (seconds + self.draft_s[draft].of(k)) * self.bonus[draft]
                 if rate > best:
                     best, choice = rate, (draft, k)
         return choice
@@ -401,13 +265,16 @@ class Controller:
         """Update the estimates with a step: what was chosen, the seconds of draft and target, and how many tokens each
         row accepted."""
         self.steps += 1
+        self.plain_bonus *= OPTIMISM
+        self.bonus = [bonus * OPTIMISM for bonus in self.bonus]
+        if k == 0:
+            self.plain_s.add(1, target_s)
+            self.plain_bonus = 1.0
+            return
         self.pass_s.add(width_of(k), target_s)
-        self.pass_s.age(width_of(k))
-        if k:
-            self.draft_s[draft].add(k, draft_s)
-            self.acceptance[draft].add(accepted, k)
-        for i, seconds in enumerate(self.draft_s):
-            seconds.age(k if i == draft else None)
+        self.draft_s[draft].add(k, draft_s)
+        self.acceptance[draft].add(accepted, k)
+        self.bonus[draft] = 1.0
 
 
 # ---------------------------------------------------------------- a step

@@ -7,6 +7,7 @@ ratios over the prompts. predicted_over_plain is what the formula in speculative
 v. same_text counts the prompts whose tokens equal those of plain decoding: with our kernels, these are all prompts.
 """
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ import measure
 from measure import FORMATS, ROOT, column, quantized
 
 from cli import keep_freed_memory, print_status, run_command
+from draft_model import DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
 from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
-from medusa import MedusaDraft, read_heads
+from medusa import MedusaDraft, make_heads, read_heads
 from report import Timing
 from retrieval import RetrievalDraft
-from speculative import AUTO_K, ModelDraft, Report, Speculation, expected_tokens
+from speculative import AUTO_K, Report, Speculation, expected_tokens
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -108,38 +110,48 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 # ---------------------------------------------------------------- all models
 
 
-def make_drafts(model, name: str, four, distilled: Path | None) -> dict:
+def make_drafts(model, name: str, four, distilled: Path | None, answers: list[int]) -> dict:
     """The drafts to compare for a model, as `compare` takes them. four: the model in 4 bits, or None."""
+    file = read_heads(DEFAULT_HEADS, model, name)
 
     def heads():
-        return MedusaDraft(install_kernels(read_heads(DEFAULT_HEADS, model, name)))
+        return MedusaDraft(install_kernels(make_heads(file, model)))
+
+    def draft_model(draft, shares_caches):
+        vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
+        return ModelDraft(draft, shares_caches, install_kernels(DraftVocabulary(file.vocabulary, vectors)))
 
     drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
+    if answers:
+        drafts["lookup, auto"] = [RetrievalDraft([answers])], None
     drafts |= {"medusa, 3": ([heads()], 3), "medusa, auto": ([heads()], None)}
-    drafts["prompt-lookup + medusa, auto"] = ([RetrievalDraft(), heads()], None)
-    if four is not None:
-        drafts["int4-self, auto"] = ([ModelDraft(four, shares_caches=True)], None)
-        drafts["all, auto"] = ([RetrievalDraft(), heads(), ModelDraft(four, shares_caches=True)], None)
     if distilled is not None:
-        drafts["distilled, 3"] = ([ModelDraft(load_model(distilled), shares_caches=False)], 3)
-        drafts["distilled, auto"] = ([ModelDraft(load_model(distilled), shares_caches=False)], None)
-    return drafts
+        drafts["distilled, 3"] = [draft_model(load_model(distilled), False)], 3
+        drafts["distilled, auto"] = [draft_model(load_model(distilled), False)], None
+    best = [RetrievalDraft([answers] if answers else []), heads()]
+    if four is not None:
+        drafts["int4-self, auto"] = [draft_model(four, True)], None
+        best.append(draft_model(four, True))
+    return drafts | {"all, auto": (best, None)}
 
 
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
     parser.add_argument("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
+    parser.add_argument("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
     keep_freed_memory()
     directory = quantized(args.checkpoint_path, "bf16")
     steps, template, rows = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
+    lines = args.answers.read_text().splitlines() if args.answers else []
+    answers = [token for line in lines for token in json.loads(line)["new"]]
     four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
     for format in FORMATS:
         model = load_model(quantized(args.checkpoint_path, format))
         for kind in texts:
             print_status(f"{format}, {kind} prompts")
-            drafts = make_drafts(model, directory.name, four if format != "int4" else None, args.distilled)
+            drafts = make_drafts(model, directory.name, four if format != "int4" else None, args.distilled, answers)
             chats = [[{"role": "user", "content": text}] for text in texts[kind][: args.prompts]]
             compared = compare(model, steps, drafts, [template.encode(chat) for chat in chats], args.new_tokens)
             rows += [{"target": format, "prompts": kind} | row for row in compared]

@@ -166,7 +166,8 @@ def test_what_a_step_costs(python, tiny, tmp_path):
 
 def test_what_speculation_gains(tiny_model):
     """Every draft sees every prompt once, after a warm-up that does not count, and finds the tokens of plain steps."""
-    prompts, drafts = random_prompts([9, 14, 11]), {"lookup": (RetrievalDraft(), 3), "auto": (RetrievalDraft(), None)}
+    prompts, drafts = random_prompts([9, 14, 11]), {"lookup": ([RetrievalDraft()], 3)}
+    drafts["auto"] = [RetrievalDraft()], None
     plain, lookup, auto = speculation.compare(tiny_model("llama-mha"), StepFunctions(), drafts, prompts, 24)
     assert [row["draft"] for row in (plain, lookup, auto)] == ["plain", "lookup", "auto"]
     for row in (plain, lookup, auto):

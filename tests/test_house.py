@@ -10,12 +10,24 @@ from conftest import ROOT
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = ["cli", "threads", "kernels", "model", "sampling", "linear", "kernels_cpu", "kernels_triton", "checkpoint"]
 ORDER += ["tokenizer", "gguf_file", "hf_directory", "convert_hf_checkpoint", "tp", "report", "speculative"]
-ORDER += ["retrieval", "medusa", "engine", "load", "chat", "generate", "api", "metrics", "http_server", "serve"]
+ORDER += [
+    "draft_model",
+    "retrieval",
+    "medusa",
+    "engine",
+    "load",
+    "chat",
+    "generate",
+    "api",
+    "metrics",
+    "http_server",
+    "serve",
+]
 ORDER += ["quantize", "harness", "evaluate"]
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them
 LONGEST = {"generate": 300, "engine": 350, "kernels_triton": 1000}  # lines; every other file 600
 SERVER = "api metrics http_server serve"
-OPTIONAL = ["chat", "speculative", "retrieval", "medusa", "tp", "kernels_cpu", "kernels_triton", SERVER]
+OPTIONAL = ["chat", "speculative", "draft_model", "retrieval", "medusa", "tp", "kernels_cpu", "kernels_triton", SERVER]
 OPTIONAL += ["harness evaluate"]
 
 FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}

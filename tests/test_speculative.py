@@ -14,12 +14,14 @@ from conftest import ROOT, random_prompts
 from test_engine import GREEDY, random_requests, run_randomly
 from test_generate import ids, main, run
 
+import draft_model
 import speculative
 from cli import UserError
+from draft_model import GROUPSIZE, DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, pack_int8, quantize_model
 from load import compiled_steps, install_kernels, load_model, warm_up
-from medusa import GROUPSIZE, MedusaDraft, MedusaHeads, output_vectors
+from medusa import MedusaDraft, MedusaHeads
 from quantize import quantize_checkpoint
 from report import compile_counts
 from retrieval import RetrievalDraft
@@ -27,7 +29,6 @@ from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
     Controller,
-    ModelDraft,
     Report,
     Speculation,
     width_of,
@@ -53,21 +54,28 @@ def make_draft(kind: str, tiny, name: str):
         torch.manual_seed(1)
         for weight in draft.state_dict().values():
             weight += 0.05 * weight.std() * torch.randn_like(weight)
+    vocabulary = install_kernels(some_tokens(draft)) if kind in ("int4-self", "another model") else None
     if kind == "int4-self":
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
-    return ModelDraft(install_kernels(draft), kind == "int4-self")
+    return ModelDraft(install_kernels(draft), kind == "int4-self", vocabulary)
 
 
 def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
     """Heads that change the hidden state a little. Models with random weights often repeat a token, which these heads
     then propose."""
-    D, V = model.config.dim, model.config.n_token or model.config.vocab_size
+    D = model.config.dim
     chance = torch.Generator().manual_seed(3)
     weights = size * torch.randn(n, D, 2 * D, generator=chance)
     packed = [pack_int8(w, GROUPSIZE) for w in weights]
-    vocabulary = torch.randperm(V, generator=chance)[: V * 3 // 4]
     parts = (torch.stack([part[key] for part in packed]) for key in ("weight", "scales"))
-    return MedusaHeads(*parts, vocabulary, output_vectors(model, vocabulary))
+    return MedusaHeads(*parts, some_tokens(model))
+
+
+def some_tokens(model) -> DraftVocabulary:
+    """Three quarters of a model's tokens."""
+    V = model.config.n_token or model.config.vocab_size
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(4))[: V * 3 // 4]
+    return DraftVocabulary(ids, output_vectors(model, ids))
 
 
 def results(engine, requests: list[Request]) -> list[tuple]:
@@ -131,7 +139,7 @@ def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
     plain engine, or if a draft model samples, alone in an engine with the same draft."""
     name = "llama-gqa-biased"
     model = tiny_model(name)
-    monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 9)
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 9)
     for seed in range(2):
         steps = StepFunctions(fixed_shapes=seed == 1)  # True: as for compiled steps, with rows of padding
         engine = Engine(model, 4, LENGTH, steps, 7, Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
@@ -260,7 +268,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
     alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
     speculation, propose, lengths = Speculation([draft], 3, automatic=False), draft.propose, []
-    monkeypatch.setattr(speculative, "CATCH_UP_TOKENS", 8)
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
 
     def watched(batch, k):
         found = propose(batch, k)
@@ -315,6 +323,7 @@ class Table:
 
 
 MODEL, DRAFT = Table(0.0), Table(1.2)
+OURS = SimpleNamespace(verify=speculative.verify, next_token=draft_model.next_token)
 
 
 def settings_of(rows: int, how: dict) -> Sampling:
@@ -393,7 +402,7 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
 
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
 def test_tokens_have_the_distribution_of_the_model(how):
-    assert p_value(three_tokens(speculative, how), how) > 0.001
+    assert p_value(three_tokens(OURS, how), how) > 0.001
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
@@ -405,7 +414,7 @@ def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
         token = sample(MODEL.logits[token][:, None], rows, position, rows[:, None][:, :0], settings)[0][:, 0]
         count(settings, rows, token)
         plain.append(token)
-    tokens = three_tokens(speculative, how, deterministic=True)
+    tokens = three_tokens(OURS, how, deterministic=True)
     assert torch.equal(tokens, torch.stack(plain, 1))
     assert p_value(tokens, how) > 0.001
 
@@ -427,12 +436,12 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_break_the_distribution(name):
-    source = (ROOT / "speculative.py").read_text()
+    module = ModuleType("mutant")
+    sys.modules["mutant"] = module  # dataclasses look up their module there
+    source = "".join((ROOT / file).read_text() for file in ("speculative.py", "draft_model.py"))
     for old, new in MUTANTS[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    module = ModuleType("mutant")
-    sys.modules["mutant"] = module  # dataclasses look up their module there
     exec(source, module.__dict__)
     how = {"temperature": 1.7, "top_k": 4}
     assert p_value(three_tokens(module, how), how) < 1e-6
@@ -573,14 +582,15 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
     [
         (["--speculate_k", "3"], "--speculate_k needs something that proposes"),
         (["--speculate_k", "16", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not 16"),
-        (["--draft", "guess"], "'guess' is none of prompt-lookup, lookup:FILE, int4-self"),
+        (["--draft", "guess"], "'guess' is none of prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self"),
         (["--speculate_k", "x", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not x"),
         (["--draft", "lookup:"], "'lookup:' is none of"),
         (["--draft_checkpoint_path", ""], "--draft_checkpoint_path is empty"),
         (["--draft", "prompt-lookup", "--roofline", "40"], "--roofline generates nothing"),
         (["--draft_tp", "--draft", "int4-self"], "--draft_tp is about the model of --draft_checkpoint_path"),
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
-        (["--draft", "prompt-lookup", "--draft_checkpoint_path", "{}"], "are two drafts; give one of them"),
+        (["--draft", "medusa", "--draft", "int4-self", "--draft", "int4-self"], "--draft int4-self is given twice"),
+        (["--draft", "medusa:"], "'medusa:' is none of"),
         (["--draft", "int4-self", "--draft_checkpoint_path", "{other}"], "is another model"),
         (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already; a draft should be smaller"),
         (["--draft_checkpoint_path", "nowhere"], "nowhere"),

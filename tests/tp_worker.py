@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
+from draft_model import ModelDraft
 from engine import Engine, Request, generate
 from load import compiled_steps, load_model
 from retrieval import RetrievalDraft
 from sampling import SamplingParams
-from speculative import ModelDraft, Speculation
+from speculative import Speculation
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths

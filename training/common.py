@@ -35,11 +35,11 @@ Sequence = tuple[int, int, int]  # start, first_new, end: indices into the token
 
 
 def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
-    """The ids of the n most frequent tokens of a text and those of `always`, ascending, without the ids that the text
-    does not have. Of ids that are equally frequent, the smallest count as more frequent."""
+    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer, if the text has
+    fewer. Of ids that are equally frequent, the smallest count as more frequent."""
     counts = torch.bincount(tokens)
     order = counts.argsort(descending=True, stable=True)[:n]
-    return torch.tensor(sorted({*order[counts[order] > 0].tolist(), *always}))
+    return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
 
 
 def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:

@@ -31,12 +31,14 @@ from torch import Tensor, nn
 
 from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
+from draft_model import output_vectors
 from load import load_model
-from medusa import block_input, output_vectors, save_heads
+from medusa import block_input, save_heads
 from tokenizer import Tokenizer
 
-BATCH_TOKENS = 4096
-PEAK = 1e-3  # learning rate
+BATCH_TOKENS = 1024
+PEAK = 3e-3  # learning rate
+MODEL_TOKENS = 16384  # tokens that draft models propose from, which compute the logits of a whole vocabulary otherwise
 REPORT_PLACES = 8192  # held-out places on which the accuracy is measured
 
 
@@ -46,11 +48,11 @@ class TrainedHeads(nn.Module):
     shift: how many tokens too late the targets are; not 0 only to test that such heads learn nothing.
     """
 
-    def __init__(self, heads: int, teacher: TeacherText, vocabulary: Tensor, embedding, matrix: Tensor, shift: int = 0):
+    def __init__(self, heads: int, teacher: TeacherText, embedding, matrix: Tensor, shift: int = 0):
         super().__init__()
         D = matrix.shape[1]
         self.weights = nn.Parameter(torch.zeros(heads, D, 2 * D))  # at first, each state is the one before
-        self.teacher, self.vocabulary, self.embedding, self.shift = teacher, vocabulary, embedding, shift
+        self.teacher, self.embedding, self.shift = teacher, embedding, shift
         self.matrix = matrix.to(torch.bfloat16)  # (W,D), the output vectors of the draft vocabulary
 
     def states(self, places: Tensor):
@@ -115,7 +117,7 @@ def main():
     parser.add_argument("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
     parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
     parser.add_argument("--heads", type=positive, default=4, help="tokens that the heads can propose")
-    parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads can propose from")
+    parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads propose from")
     parser.add_argument("--epochs", type=positive, default=1, help="how often the text is read")
     parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,12 +128,13 @@ def main():
     model, tokenizer = load_model(directory), Tokenizer(directory)
     teacher = read_teacher_text(args.text, model.config.dim, args.tokens)
     answers = torch.cat([teacher.tokens[first_new:end] for _, first_new, end in teacher.sequences])
-    vocabulary = likely_tokens(answers, args.vocabulary, special_tokens(directory, tokenizer))
-    covered = torch.isin(answers, vocabulary).float().mean()
-    print_status(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.2%} of the text")
-    heads = TrainedHeads(args.heads, teacher, vocabulary, model.embedding, output_vectors(model, vocabulary))
+    vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory, tokenizer))
+    for n in (args.vocabulary, len(vocabulary)):
+        covered = torch.isin(answers, vocabulary[:n]).float().mean()
+        print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
+    heads = TrainedHeads(args.heads, teacher, model.embedding, output_vectors(model, vocabulary[: args.vocabulary]))
     train(heads, args.epochs, args.seed, args.out.with_suffix(".state"))
-    save_heads(args.out, heads.weights.detach(), vocabulary, model, directory.name)
+    save_heads(args.out, heads.weights.detach(), vocabulary, len(heads.matrix), model, directory.name)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
 
 

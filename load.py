@@ -305,48 +305,49 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
 
 def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]):
     """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
-    kinds = args.draft or []
-    if not (kinds or args.draft_checkpoint_path):
+    if not (args.draft or args.draft_checkpoint_path):
         return None
-    from draft_model import ModelDraft
     from speculative import AUTO_K, Speculation
 
-    drafts = []  # the cheapest first
-    if any("lookup" in kind.partition(":")[0] for kind in kinds):
-        from retrieval import RetrievalDraft
-
-        drafts.append(RetrievalDraft(texts))
-    heads = next((kind for kind in kinds if kind.startswith("medusa")), None)
-    file = read_heads_file(heads, checkpoint, model)
-    if heads is not None:
-        from medusa import MedusaDraft, make_heads
-
-        drafts.append(MedusaDraft(install_kernels(make_heads(file, model), args.kernels, args.exact_activations)))
-    if "int4-self" in kinds or args.draft_checkpoint_path:
-        draft, shares_caches = load_draft(args, checkpoint, model, ranks, "int4-self" in kinds), "int4-self" in kinds
-        vocabulary = None
-        if file is not None:
-            from draft_model import DraftVocabulary, output_vectors
-
-            vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
-            vocabulary = install_kernels(
-                DraftVocabulary(file.vocabulary, vectors), args.kernels, args.exact_activations
-            )
-        drafts.append(ModelDraft(draft, shares_caches, vocabulary))
-    automatic = args.speculate_k in (None, "auto")
+    drafts, automatic = make_drafts(args, checkpoint, model, ranks, texts), args.speculate_k in (None, "auto")
     return Speculation(drafts, AUTO_K if automatic else args.speculate_k, automatic)
 
 
-def read_heads_file(kind: str | None, checkpoint: Checkpoint, model: Transformer):
-    """The file of --draft medusa:FILE. Without a name, and without --draft medusa, the file of the default model, whose
-    vocabulary makes draft models faster, too; None if it is not for this model and was not asked for."""
+def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]) -> list:
+    """The drafts that the arguments ask for, the cheapest first."""
+    from draft_model import DraftVocabulary, ModelDraft, output_vectors
+    from medusa import MedusaDraft, make_heads
+    from retrieval import RetrievalDraft
+
+    def with_kernels(module):
+        return install_kernels(module, args.kernels, args.exact_activations)
+
+    kinds, drafts = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}, []
+    file = read_heads_file(kinds, checkpoint, model)
+    if kinds.keys() & {"prompt-lookup", "lookup"}:
+        drafts.append(RetrievalDraft(texts))
+    if "medusa" in kinds:
+        drafts.append(MedusaDraft(with_kernels(make_heads(file, model))))
+    if "int4-self" in kinds or args.draft_checkpoint_path:
+        shares_caches, vocabulary = "int4-self" in kinds, None
+        draft = load_draft(args, checkpoint, model, ranks, shares_caches)
+        if file is not None:
+            vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
+            vocabulary = with_kernels(DraftVocabulary(file.vocabulary, vectors))
+        drafts.append(ModelDraft(draft, shares_caches, vocabulary))
+    return drafts
+
+
+def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer):
+    """The file of --draft medusa:FILE, by default that of the default model. Its vocabulary makes draft models faster,
+    too; so without --draft medusa, the file is read as well, if it is one for this model. Otherwise returns None."""
     from medusa import read_heads
 
-    name = (kind or "").partition(":")[2]
+    path = Path(os.path.expanduser(kinds["medusa"])) if kinds.get("medusa") else DEFAULT_HEADS
     try:
-        return read_heads(Path(os.path.expanduser(name)) if name else DEFAULT_HEADS, model, checkpoint.directory.name)
+        return read_heads(path, model, checkpoint.directory.name)
     except UserError:
-        if kind is not None:
+        if "medusa" in kinds:
             raise
         return None
 

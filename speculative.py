@@ -176,6 +176,11 @@ def width_of(k: int) -> int:
     return next(width for width in WIDTHS if width > k)
 
 
+def running_minimum(estimate: float, seconds: float) -> float:
+    """A minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
+    return min(seconds, 1.125 * estimate) if estimate else seconds
+
+
 class Seconds:
     """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
 
@@ -189,10 +194,8 @@ class Seconds:
         self.proportional = proportional
 
     def add(self, size: int, seconds: float):
-        """A running minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
-        before = self.measured.get(size)
-        self.measured = {other: old / OPTIMISM for other, old in self.measured.items()}
-        self.measured[size] = seconds if before is None else min(seconds, 1.125 * before)
+        estimate = running_minimum(self.measured.get(size, 0.0), seconds)
+        self.measured = {other: old / OPTIMISM for other, old in self.measured.items()} | {size: estimate}
 
     def of(self, size: int) -> float:
         if size in self.measured or not self.measured:
@@ -227,12 +230,12 @@ class Controller:
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
     Plain steps, and each draft of the second kind, are measured only when they are chosen, and texts change. So the
-    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs about 1 % of
-    the time, and more if the draft is slow.
+    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs about 1 %
+    of the time, and more if the draft is slow.
     """
 
     def __init__(self, drafts: int):
-        self.plain_s = Seconds(proportional=False)
+        self.plain_s = 0.0  # of a plain step
         self.pass_s = Seconds(proportional=False)  # of passes over proposals, by width
         self.draft_s = [Seconds(proportional=True) for _ in range(drafts)]  # by number of tokens
         self.acceptance = [Acceptance() for _ in range(drafts)]
@@ -247,12 +250,11 @@ class Controller:
         """
         if self.steps < FIRST_PLAIN_STEPS:
             return 0, 0
-        plain_s = self.plain_s.of(1)
-        best, choice = rows / plain_s * self.plain_bonus, (0, 0)
+        best, choice = rows / self.plain_s * self.plain_bonus, (0, 0)
         for draft, (lengths, gains) in enumerate(options):
             a = self.acceptance[draft].rate
             for k in reversed(lengths):
-                seconds = self.pass_s.of(width_of(k)) or plain_s
+                seconds = self.pass_s.of(width_of(k)) or self.plain_s
                 if gains is not None:
                     rate = (rows + gains[k - 1]) / seconds
                 else:
@@ -268,7 +270,7 @@ class Controller:
         self.plain_bonus *= OPTIMISM
         self.bonus = [bonus * OPTIMISM for bonus in self.bonus]
         if k == 0:
-            self.plain_s.add(1, target_s)
+            self.plain_s = running_minimum(self.plain_s, target_s)
             self.plain_bonus = 1.0
             return
         self.pass_s.add(width_of(k), target_s)

@@ -1,7 +1,7 @@
 """A draft model: a small model with the target's vocabulary, or the target itself in fewer bits, proposes tokens.
 
-Read down: ModelDraft, the draft for speculative.Speculation; next_token, one of its steps; DraftVocabulary, with which
-it computes the logits of fewer tokens. Knows nothing of text.
+Read down: DraftVocabulary, with which a draft computes the logits of few tokens only; ModelDraft, the draft for
+speculative.Speculation; next_token, one of its steps. Knows nothing of text.
 """
 
 import os
@@ -23,6 +23,64 @@ GROUPSIZE = 32  # columns of a draft vocabulary that share a scale
 UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
 
 
+# ---------------------------------------------------------------- a draft vocabulary
+
+
+class DraftVocabulary(nn.Module):
+    """The output head for some tokens only, in int8 (arXiv:2502.14856).
+
+    A model says a few thousand tokens nearly always, and reading the output vectors of all others takes a large part of
+    a draft's time. Tokens outside are never proposed; they come from the target's own pass.
+
+    ids (W,) int64: the tokens; vectors (W,D): their output vectors.
+    """
+
+    def __init__(self, ids: Tensor, vectors: Tensor):
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self.output = int8_layer(pack_int8(vectors, GROUPSIZE))
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    def logits(self, x: Tensor, V: int) -> Tensor:
+        """The logits (B,V) of hidden states x (B,D), -inf for the tokens that are not in the vocabulary."""
+        logits = self.output(x)  # (B,W)
+        return logits.new_full((len(x), V), float("-inf")).index_copy(1, self.ids, logits)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """The token (B,) with the largest logit."""
+        return self.ids[self.output(x).argmax(-1)]
+
+
+def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
+    """The layer with weights of linear.pack_int8 in groups of GROUPSIZE columns."""
+    N, K = packed["weight"].shape
+    with torch.device("meta"):
+        layer = Int8Linear(K, N, False, GROUPSIZE)
+    layer.load_state_dict(packed, assign=True)
+    return layer
+
+
+@torch.no_grad()
+def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
+    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
+
+    Each logit of a unit vector is one element of an output vector: this is true in any format, and of a split model.
+    """
+    unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
+    columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each
+    return torch.cat(columns).T.float().contiguous()
+
+
+# ---------------------------------------------------------------- the draft
+
+
+def state_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in module.state_dict().values())
+
+
 class ModelDraft:
     """A draft model with the target's vocabulary.
 
@@ -33,9 +91,12 @@ class ModelDraft:
 
     is_free = False
 
-    def __init__(self, draft: Transformer, shares_caches: bool):
-        self.draft, self.shares_caches = draft, shares_caches
+    def __init__(self, draft: Transformer, shares_caches: bool, vocabulary: DraftVocabulary | None = None):
+        self.draft, self.shares_caches, self.vocabulary = draft, shares_caches, vocabulary
         self.weight_bytes = weight_bytes(draft, 1)
+        if vocabulary is not None:
+            head = draft.embedding if draft.output is None else draft.output
+            self.weight_bytes += state_bytes(vocabulary) - state_bytes(head)
         self.cached: list[list[int]] = []  # if it has its own caches: the tokens whose K/V each cache row holds
         self.drafted_in_cache: dict[int, int] = {}  # cache row -> number of tokens of its last proposal in the cache
 
@@ -161,54 +222,3 @@ def next_token(draft, tokens, input_pos, rows, sampling: Sampling, V: int, rando
         return token, None
     probs = probabilities(*arguments)[:, 0]
     return token, F.pad(probs, (0, V - probs.shape[1]))
-
-
-# ---------------------------------------------------------------- a draft vocabulary
-
-
-class DraftVocabulary(nn.Module):
-    """The output head for some tokens only, in int8 (arXiv:2502.14856).
-
-    A model says a few thousand tokens nearly always, and reading the output vectors of all others takes a large part of
-    a draft's time. Tokens outside are never proposed; they come from the target's own pass.
-
-    ids (W,) int64: the tokens; vectors (W,D): their output vectors.
-    """
-
-    def __init__(self, ids: Tensor, vectors: Tensor):
-        super().__init__()
-        self.register_buffer("ids", ids)
-        self.output = int8_layer(pack_int8(vectors, GROUPSIZE))
-
-    @property
-    def device(self) -> torch.device:
-        return self.ids.device
-
-    def logits(self, x: Tensor, V: int) -> Tensor:
-        """The logits (B,V) of hidden states x (B,D), -inf for the tokens that are not in the vocabulary."""
-        logits = self.output(x)  # (B,W)
-        return logits.new_full((len(x), V), float("-inf")).index_copy(1, self.ids, logits)
-
-    def likeliest(self, x: Tensor) -> Tensor:
-        """The token (B,) with the largest logit."""
-        return self.ids[self.output(x).argmax(-1)]
-
-
-def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
-    """The layer with weights of linear.pack_int8 in groups of GROUPSIZE columns."""
-    N, K = packed["weight"].shape
-    with torch.device("meta"):
-        layer = Int8Linear(K, N, False, GROUPSIZE)
-    layer.load_state_dict(packed, assign=True)
-    return layer
-
-
-@torch.no_grad()
-def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
-    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
-
-    Each logit of a unit vector is one element of an output vector: this is true in any format, and of a split model.
-    """
-    unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
-    columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each
-    return torch.cat(columns).T.float().contiguous()

@@ -251,7 +251,7 @@ def compile_per_shape(function: Callable) -> Callable:
 
 def guards_on_arguments(guards) -> list[bool]:
     """Which guards a graph keeps: all but those on the models and on torch's global state (the number of threads)."""
-    on_model = re.compile(r"(L\['(model|draft)'\]|(model|draft)\b)")
+    on_model = re.compile(r"(L\['(model|draft|vocabulary)'\]|(model|draft|vocabulary)\b)")
     return [guard.guard_type != "GLOBAL_STATE" and on_model.match(guard.name) is None for guard in guards]
 
 

@@ -35,7 +35,7 @@ Sequence = tuple[int, int, int]  # start, first_new, end: indices into the token
 
 
 def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
-    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer if the text has
+    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer if it has
     fewer. Of ids that are equally frequent, the smallest count as more frequent."""
     counts = torch.bincount(tokens)
     order = counts.argsort(descending=True, stable=True)[:n]

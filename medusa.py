@@ -116,7 +116,8 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     for key, shape in shapes.items():
         if tensors[key].shape != shape or 0 in shape:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
-    right = (weight.dtype, scales.dtype) == (torch.int8, torch.float16) and bool(scales.isfinite().all())
+    dtypes = tuple(tensors[key].dtype for key in shapes)
+    right = dtypes == (torch.int8, torch.float16, torch.int32) and bool(scales.isfinite().all())
     right = right and len(vocabulary.unique()) == len(vocabulary) and 0 <= vocabulary.min() <= vocabulary.max() < V
     tokens = about.get("tokens", "")
     if not right or not tokens.isdecimal() or not 1 <= int(tokens) <= len(vocabulary):

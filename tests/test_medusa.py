@@ -11,25 +11,26 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from test_engine import GREEDY
 from test_generate import main
-from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, V, count, p_value, random_heads, settings_of
+from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, random_heads, settings_of
 
 import medusa
 from cli import UserError
+from draft_model import output_vectors
 from engine import Engine, Request, generate
 from kernels import unpack_int8
 from linear import Quantization, quantize_model
 from load import install_kernels, load_model
-from medusa import FORMAT, MedusaDraft, draw_tokens, fingerprint, output_vectors, read_heads, save_heads
+from medusa import FORMAT, MedusaDraft, draw_tokens, fingerprint, make_heads, read_heads, save_heads
 from sampling import Sampling
 from speculative import Speculation, verify
 
 ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
 
 
-def write_heads(path, model, n=3, W=50, name="the model"):
+def write_heads(path, model) -> torch.Tensor:
     D = model.config.dim
-    weights = 0.1 * torch.randn(n, D, 2 * D, generator=torch.Generator().manual_seed(1))
-    save_heads(path, weights, torch.arange(3, 3 + 2 * W, 2), model, name)
+    weights = 0.1 * torch.randn(3, D, 2 * D, generator=torch.Generator().manual_seed(1))
+    save_heads(path, weights, torch.arange(101, 2, -2), 40, model, "the model")
     return weights
 
 
@@ -39,8 +40,10 @@ def write_heads(path, model, n=3, W=50, name="the model"):
 def test_heads_come_back_from_their_file(tiny, tmp_path):
     model = load_model(tiny("qwen3-gqa")[2], dtype=torch.float32)
     weights = write_heads(tmp_path / "heads.safetensors", model)
-    heads = read_heads(tmp_path / "heads.safetensors", model, "it")
-    assert heads.vocabulary.tolist() == list(range(3, 103, 2)) and len(heads.blocks) == 3
+    file = read_heads(tmp_path / "heads.safetensors", model, "it")
+    heads = make_heads(file, model)
+    assert file.vocabulary.tolist() == list(range(101, 2, -2)) and len(heads.blocks) == 3
+    assert heads.vocabulary.ids.tolist() == list(range(101, 22, -2))
     for layer, weight in zip(heads.blocks, weights):
         again = unpack_int8(layer.weight, layer.scales, layer.groupsize)
         assert (again - weight).abs().max() <= weight.abs().max() / 127
@@ -63,6 +66,9 @@ def damage(key, value):
             lambda tensors, about: about.update(fingerprint="0"),
             "holds heads for the model, which is another model than it",
         ),
+        (lambda tensors, about: about.update(tokens="0"), "is damaged"),
+        (lambda tensors, about: about.update(tokens="51"), "is damaged"),
+        (lambda tensors, about: about.pop("tokens"), "is damaged"),
         (
             damage("weight", lambda w: w[:, :, 1:].contiguous()),
             r"weight is \(3, 50, 99\), but .* should be \(3, 50, 100\)",
@@ -84,6 +90,7 @@ def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
     tensors, about = load_file(path), {"format": FORMAT, "model": "the model", "fingerprint": fingerprint(model)}
+    about["tokens"] = "40"
     change(tensors, about)
     save_file(tensors, path, about)
     with pytest.raises(UserError, match=said):
@@ -107,8 +114,7 @@ def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypat
 def test_a_fingerprint_is_that_of_the_model_in_every_format(tiny):
     directory = tiny("qwen2-gqa")[2]
     model = load_model(directory, dtype=torch.float32)
-    for other in (torch.bfloat16, torch.float16):
-        assert fingerprint(load_model(directory, dtype=other)) == fingerprint(model)
+    assert fingerprint(load_model(directory, dtype=torch.bfloat16)) == fingerprint(model)
     four = quantize_model(
         load_model(directory, dtype=torch.bfloat16, kernels="torch"), Quantization("int4", 32, "int8")
     )
@@ -140,7 +146,8 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     heads = random_heads(model, n=3, size=0.3)
     weights = [unpack_int8(layer.weight, layer.scales, layer.groupsize) for layer in heads.blocks]
-    vectors = unpack_int8(heads.output.weight, heads.output.scales, heads.output.groupsize)
+    ids, layer = heads.vocabulary.ids, heads.vocabulary.output
+    vectors = unpack_int8(layer.weight, layer.scales, layer.groupsize)
     heads = install_kernels(heads, kernels)
     hidden = torch.randn(7, model.config.dim, generator=torch.Generator().manual_seed(8))
     inputs = torch.tensor([[9, 8, 7], [3, 4, 5], [6, 0, 2]])
@@ -150,26 +157,33 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
         e = model.embedding(token[:, None])[:, 0]
         x = torch.cat([F.rms_norm(y, y.shape[-1:]) for y in (state, e)], -1)
         expected = state + F.silu(x @ weight.T)
-        state, logits = heads(i, state, e)
+        state = heads(i, state, e)
         assert (state - expected).abs().max() < ROUNDING * expected.abs().max()
-        wanted = expected @ vectors.T
-        assert (logits - wanted).abs().max() < ROUNDING * wanted.abs().max()
+        wanted, logits = expected @ vectors.T, heads.vocabulary.logits(state, 131)
+        assert (logits[:, ids] - wanted).abs().max() < ROUNDING * wanted.abs().max()
+        assert logits.isinf().sum() == 3 * (131 - len(ids))
         token = drafted[:, i]
-        assert torch.equal(heads.vocabulary[logits.argmax(-1)], token)
+        assert torch.equal(logits.argmax(-1), token)
 
 
 class TableHeads:
-    """Heads whose logits depend only on the token before, and that do not know all tokens."""
+    """Heads whose logits depend only on the token before, and that do not know all tokens. Their state is the token."""
 
-    vocabulary = torch.tensor([i for i in range(V) if i % 4 != 1])
+    def __init__(self):
+        self.vocabulary = SimpleNamespace(logits=self.logits)
 
     def __call__(self, i, state, embedded):
-        return state, DRAFT.logits[embedded.long()][:, self.vocabulary]
+        return embedded
+
+    def logits(self, state, V):
+        logits = DRAFT.logits[state.long()[:, 0]].clone()
+        logits[:, 1::4] = float("-inf")
+        return logits
 
 
 def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, float]:
     """(ROWS,3): three sampled tokens of each row after token 0, with proposals of two tokens; the share accepted."""
-    model = SimpleNamespace(embedding=lambda tokens: tokens[..., None].float().squeeze(-1)[..., None][:, :, 0])
+    model = SimpleNamespace(embedding=lambda tokens: tokens[..., None].float())
     settings, judged, kept = settings_of(ROWS, how), 0, 0
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     while len(rows := (last < 3).nonzero()[:, 0]):
@@ -211,7 +225,7 @@ def test_the_noise_of_the_target_makes_samples_agree(tiny, tiny_model, monkeypat
         inputs = torch.stack([rows + 9, rows + 3, rows])
         drafted = draw_tokens(model, heads, hidden, inputs, settings, 1, True)
         logits = torch.full((5, 1, 131), float("-inf"))
-        logits[:, 0, heads.vocabulary] = model.head(hidden)[:, heads.vocabulary]
+        logits[:, 0, heads.vocabulary.ids] = model.head(hidden)[:, heads.vocabulary.ids]
         agree += (medusa.sample(logits, rows, rows + 4, rows[:, None][:, :0], settings)[0] == drafted).sum()
     assert agree > 0.95 * 200
 

@@ -1,15 +1,17 @@
-"""Medusa heads (arXiv:2401.10774): small layers on the target model's last hidden state that guess the next tokens.
+"""Medusa heads (arXiv:2401.10774): a small layer on the target model's last hidden state that guesses the next tokens.
 
-The target's hidden state at a token gives the next token, x1. The heads go on from there, one for each further token:
+The target's hidden state at a token gives the next token, x_1. The heads go on from there, one for each further token:
 
-    state_0 = the hidden state that x1 was sampled from
-    state_i = state_(i-1) + silu(W_i [norm(state_(i-1)), norm(embedding of x_i)])
-    logits of x_(i+1) = state_i times the output vectors of the draft vocabulary
+    state_0     = the hidden state that x_1 was sampled from
+    gate, up    = W [norm(state_(i-1)), norm(embedding of x_i)]
+    state_i     = state_(i-1) + V (silu(gate) * up)
+    the logits of x_(i+1) are the products of state_i with the output vectors of the draft vocabulary
 
-So a head is a residual block of one matrix (D, 2D), and sees the tokens that were proposed before its own, as in Hydra
-(arXiv:2402.05109). The draft vocabulary holds the few thousand tokens that the target says most: its whole output
-matrix would cost more than the heads gain. The output vectors are the target's own, so the file of the heads holds only
-the matrices, in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
+So a head is a residual block, and sees the tokens that were proposed before its own, as in Hydra (arXiv:2402.05109).
+All heads share the matrices W and V, as in ReDrafter (arXiv:2403.09919): in a file of the same size, one larger block
+that learns from every place was right more often than blocks of their own. The draft vocabulary holds the few thousand
+tokens that the target says most: its whole output matrix would cost more than the heads gain. The output vectors are
+the target's own, so a file holds W and V in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
 
 The proposal is a chain, not a tree. A row that samples at random proposes with its own noise, that of the target, for
 each token. The same noise picks the same token from distributions that are similar, and the target accepts a token if
@@ -37,6 +39,9 @@ from sampling import Sampling, sample
 from speculative import Batch, Proposal
 
 FORMAT = "fastpath medusa heads 1"  # in the file's metadata
+PARTS = {"weight": torch.int8, "scales": torch.float16}
+DTYPES = {f"{key}.{part}": dtype for key in ("gate_up", "down") for part, dtype in PARTS.items()}
+DTYPES["vocabulary"] = torch.int32
 
 # ---------------------------------------------------------------- the heads
 
@@ -47,23 +52,21 @@ def block_input(state: Tensor, embedded: Tensor) -> Tensor:
 
 
 class MedusaHeads(nn.Module):
-    """The heads, in int8, and the vocabulary that they propose from.
+    """n heads, in int8, and the vocabulary that they propose from. packed: as in HeadsFile."""
 
-    weight (n,D,2D) int8 and scales (n,D,2D/32) float16 are the matrices of n heads.
-    """
-
-    def __init__(self, weight: Tensor, scales: Tensor, vocabulary: DraftVocabulary):
+    def __init__(self, packed: dict[str, dict[str, Tensor]], n: int, vocabulary: DraftVocabulary):
         super().__init__()
-        layers = [int8_layer({"weight": w, "scales": s}) for w, s in zip(weight, scales, strict=True)]
-        self.blocks, self.vocabulary = nn.ModuleList(layers), vocabulary
+        self.gate_up, self.down = int8_layer(packed["gate_up"]), int8_layer(packed["down"])
+        self.n, self.vocabulary = n, vocabulary
 
     @property
     def device(self) -> torch.device:
         return self.vocabulary.device
 
-    def forward(self, i: int, state: Tensor, embedded: Tensor) -> Tensor:
-        """The state (B,D) after head i, from the state (B,D) before it and the embedding (B,D) of the newest token."""
-        return state + F.silu(self.blocks[i](block_input(state, embedded)))
+    def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The next state (B,D), from the state (B,D) before it and the embedding (B,D) of the newest token."""
+        gate, up = self.gate_up(block_input(state, embedded)).chunk(2, -1)  # (B,F) each
+        return state + self.down(F.silu(gate) * up)
 
 
 # ---------------------------------------------------------------- the file
@@ -82,20 +85,23 @@ def fingerprint(model: Transformer) -> str:
 class HeadsFile(NamedTuple):
     """What a file of heads holds."""
 
-    weight: Tensor  # (n,D,2D) int8
-    scales: Tensor  # (n,D,2D/32) float16
+    packed: dict[
+        str, dict[str, Tensor]
+    ]  # W and V as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
     vocabulary: Tensor  # (W,) int64: the tokens that the model says most, the most frequent first
-    tokens: int  # the heads propose from so many of these; a draft model may use all
+    heads: int  # so many tokens were proposed in training
+    tokens: int  # the heads propose from the first so many of the vocabulary; a draft model may use all
 
 
-def save_heads(path: Path, weights: Tensor, vocabulary: Tensor, tokens: int, model: Transformer, name: str):
-    """Write heads with weights (n,D,2D), for the model of this name, to a file, which appears when it is complete."""
-    packed = [pack_int8(w, GROUPSIZE) for w in weights.float()]
-    tensors = {key: torch.stack([parts[key] for parts in packed]) for key in ("weight", "scales")}
+def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads: int, tokens: int, model, name: str):
+    """Write heads for the model of this name to a file, which appears when it is complete. The other arguments are
+    those of HeadsFile, but the weights are not packed yet."""
+    packed = {key: pack_int8(weight.float(), GROUPSIZE) for key, weight in weights.items()}
+    tensors = {f"{key}.{part}": tensor for key, parts in packed.items() for part, tensor in parts.items()}
     tensors["vocabulary"] = vocabulary.to(torch.int32)
-    about = {"format": FORMAT, "model": name, "fingerprint": fingerprint(model), "tokens": str(tokens)}
+    about = {"format": FORMAT, "model": name, "fingerprint": fingerprint(model)}
     temporary = path.with_name(path.name + ".partial")
-    save_file(tensors, temporary, about)
+    save_file(tensors, temporary, about | {"heads": str(heads), "tokens": str(tokens)})
     temporary.replace(path)
 
 
@@ -105,29 +111,34 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         about = file.metadata() or {}
-        if about.get("format") != FORMAT or header.keys() != {"weight", "scales", "vocabulary"}:
+        if about.get("format") != FORMAT or header.keys() != DTYPES.keys():
             raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
         if about.get("fingerprint") != fingerprint(model):
             raise UserError(f"{path} holds heads for {about.get('model')}, which is another model than {name}")
-        tensors = {key: file.get_tensor(key) for key in header}
-    weight, scales, vocabulary = tensors["weight"], tensors["scales"], tensors["vocabulary"].long()
-    shapes = {"weight": (len(weight), D, 2 * D), "scales": (len(weight), D, -(-2 * D // GROUPSIZE))}
-    shapes["vocabulary"] = (len(vocabulary),)
+        tensors = {key: file.get_tensor(key) for key in DTYPES}
+    hidden, count = tensors["gate_up.weight"].shape[0] // 2, tensors["vocabulary"].shape[0]
+    shapes = {"gate_up.weight": (2 * hidden, 2 * D), "gate_up.scales": (2 * hidden, groups(2 * D))}
+    shapes |= {"down.weight": (D, hidden), "down.scales": (D, groups(hidden)), "vocabulary": (count,)}
     for key, shape in shapes.items():
         if tensors[key].shape != shape or 0 in shape:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
-    dtypes = tuple(tensors[key].dtype for key in shapes)
-    right = dtypes == (torch.int8, torch.float16, torch.int32) and bool(scales.isfinite().all())
-    right = right and len(vocabulary.unique()) == len(vocabulary) and 0 <= vocabulary.min() <= vocabulary.max() < V
-    tokens = about.get("tokens", "")
-    if not right or not tokens.isdecimal() or not 1 <= int(tokens) <= len(vocabulary):
+    numbers = [int(text) if text.isdecimal() else 0 for text in (about.get("heads", ""), about.get("tokens", ""))]
+    right = all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items()) and all(numbers)
+    right = right and all(tensors[key].isfinite().all() for key in DTYPES) and numbers[1] <= count
+    vocabulary = tensors["vocabulary"].long()
+    if not right or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
         raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
-    return HeadsFile(*(tensor.to(model.device) for tensor in (weight, scales, vocabulary)), int(tokens))
+    packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
+    return HeadsFile(packed, vocabulary.to(model.device), *numbers)
+
+
+def groups(columns: int) -> int:
+    return -(-columns // GROUPSIZE)
 
 
 def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
     ids = file.vocabulary[: file.tokens]
-    return MedusaHeads(file.weight, file.scales, DraftVocabulary(ids, output_vectors(model, ids)))
+    return MedusaHeads(file.packed, file.heads, DraftVocabulary(ids, output_vectors(model, ids)))
 
 
 # ---------------------------------------------------------------- the draft
@@ -169,7 +180,7 @@ class MedusaDraft:
         is_ready = [row.index in self.ready for row in batch.rows]
         if not any(is_ready):
             return None
-        k = min(k, len(self.heads.blocks))
+        k = min(k, self.heads.n)
         drafted = self.draw(
             self.engine.model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random
         )
@@ -181,7 +192,7 @@ class MedusaDraft:
 
     def lengths(self, k: int) -> list[int]:
         """Those that fill a pass of the target: each needs a graph of its own if the steps are compiled."""
-        most = min(k, len(self.heads.blocks))
+        most = min(k, self.heads.n)
         return sorted({most} | {n for n in (1, 3, 7) if n < most})
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
@@ -193,7 +204,7 @@ def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampl
     token, position, rows = inputs.unbind(0)
     state, drafted = hidden[rows], []  # (B,D)
     for i in range(k):
-        state = draft(i, state, model.embedding(token[:, None])[:, 0])
+        state = draft(state, model.embedding(token[:, None])[:, 0])
         if random:
             logits = draft.vocabulary.logits(state, sampling.counts.shape[1])[:, None]  # (B,1,V)
             token = sample(logits, rows, position + 1 + i, rows[:, None][:, :0], sampling)[0][:, 0].clamp(min=0)

@@ -27,10 +27,10 @@ from speculative import Speculation, verify
 ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
 
 
-def write_heads(path, model) -> torch.Tensor:
-    D = model.config.dim
-    weights = 0.1 * torch.randn(3, D, 2 * D, generator=torch.Generator().manual_seed(1))
-    save_heads(path, weights, torch.arange(101, 2, -2), 40, model, "the model")
+def write_heads(path, model) -> dict[str, torch.Tensor]:
+    D, chance = model.config.dim, torch.Generator().manual_seed(1)
+    weights = {"gate_up": torch.randn(14, 2 * D, generator=chance), "down": torch.randn(D, 7, generator=chance)}
+    save_heads(path, weights, torch.arange(101, 2, -2), 3, 40, model, "the model")
     return weights
 
 
@@ -42,9 +42,9 @@ def test_heads_come_back_from_their_file(tiny, tmp_path):
     weights = write_heads(tmp_path / "heads.safetensors", model)
     file = read_heads(tmp_path / "heads.safetensors", model, "it")
     heads = make_heads(file, model)
-    assert file.vocabulary.tolist() == list(range(101, 2, -2)) and len(heads.blocks) == 3
+    assert file.vocabulary.tolist() == list(range(101, 2, -2)) and heads.n == file.heads == 3
     assert heads.vocabulary.ids.tolist() == list(range(101, 22, -2))
-    for layer, weight in zip(heads.blocks, weights):
+    for layer, weight in ((heads.gate_up, weights["gate_up"]), (heads.down, weights["down"])):
         again = unpack_int8(layer.weight, layer.scales, layer.groupsize)
         assert (again - weight).abs().max() <= weight.abs().max() / 127
     assert not list(tmp_path.glob("*.partial"))
@@ -61,7 +61,7 @@ def damage(key, value):
     "change, said",
     [
         (lambda tensors, about: about.update(format="other"), "is not a file of Medusa heads"),
-        (lambda tensors, about: tensors.pop("scales"), "is not a file of Medusa heads"),
+        (lambda tensors, about: tensors.pop("down.scales"), "is not a file of Medusa heads"),
         (
             lambda tensors, about: about.update(fingerprint="0"),
             "holds heads for the model, which is another model than it",
@@ -69,15 +69,17 @@ def damage(key, value):
         (lambda tensors, about: about.update(tokens="0"), "is damaged"),
         (lambda tensors, about: about.update(tokens="51"), "is damaged"),
         (lambda tensors, about: about.pop("tokens"), "is damaged"),
+        (lambda tensors, about: about.update(heads="x"), "is damaged"),
         (
-            damage("weight", lambda w: w[:, :, 1:].contiguous()),
-            r"weight is \(3, 50, 99\), but .* should be \(3, 50, 100\)",
+            damage("gate_up.weight", lambda w: w[:, 1:].contiguous()),
+            r"gate_up.weight is \(14, 99\), but for this model it should be \(14, 100\)",
         ),
-        (damage("weight", lambda w: w[0]), "weight is .*, but for this model it should be"),
-        (damage("weight", lambda w: w[:0]), "weight is .*, but for this model it should be"),
-        (damage("weight", lambda w: w.float()), "is damaged"),
-        (damage("scales", lambda s: s * float("nan")), "is damaged"),
-        (damage("scales", lambda s: s[:2]), "scales is .*, but for this model it should be"),
+        (damage("gate_up.weight", lambda w: w[0]), "gate_up.weight is .*, but for this model it should be"),
+        (damage("gate_up.weight", lambda w: w[:0]), "gate_up.weight is .*, but for this model it should be"),
+        (damage("gate_up.weight", lambda w: w[1:]), "gate_up.weight is .*, but for this model it should be"),
+        (damage("down.weight", lambda w: w.float()), "is damaged"),
+        (damage("down.scales", lambda s: s * float("nan")), "is damaged"),
+        (damage("down.scales", lambda s: s[:2]), "down.scales is .*, but for this model it should be"),
         (damage("vocabulary", lambda v: v + 100), "is damaged"),
         (damage("vocabulary", lambda v: v - 10), "is damaged"),
         (damage("vocabulary", lambda v: v * 0), "is damaged"),
@@ -145,7 +147,7 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
     """The greedy tokens, and the states of each head, against a plain calculation."""
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     heads = random_heads(model, n=3, size=0.3)
-    weights = [unpack_int8(layer.weight, layer.scales, layer.groupsize) for layer in heads.blocks]
+    W, V = (unpack_int8(layer.weight, layer.scales, layer.groupsize) for layer in (heads.gate_up, heads.down))
     ids, layer = heads.vocabulary.ids, heads.vocabulary.output
     vectors = unpack_int8(layer.weight, layer.scales, layer.groupsize)
     heads = install_kernels(heads, kernels)
@@ -153,11 +155,12 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
     inputs = torch.tensor([[9, 8, 7], [3, 4, 5], [6, 0, 2]])
     drafted = draw_tokens(model, heads, hidden, inputs, Sampling.make(7, 131), 3, False)
     state, token = hidden[inputs[2]], inputs[0]
-    for i, weight in enumerate(weights):
+    for i in range(3):
         e = model.embedding(token[:, None])[:, 0]
         x = torch.cat([F.rms_norm(y, y.shape[-1:]) for y in (state, e)], -1)
-        expected = state + F.silu(x @ weight.T)
-        state = heads(i, state, e)
+        gate, up = (x @ W.T).chunk(2, -1)
+        expected = state + (F.silu(gate) * up) @ V.T
+        state = heads(state, e)
         assert (state - expected).abs().max() < ROUNDING * expected.abs().max()
         wanted, logits = expected @ vectors.T, heads.vocabulary.logits(state, 131)
         assert (logits[:, ids] - wanted).abs().max() < ROUNDING * wanted.abs().max()
@@ -172,7 +175,7 @@ class TableHeads:
     def __init__(self):
         self.vocabulary = SimpleNamespace(logits=self.logits)
 
-    def __call__(self, i, state, embedded):
+    def __call__(self, state, embedded):
         return embedded
 
     def logits(self, state, V):

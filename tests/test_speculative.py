@@ -63,12 +63,13 @@ def make_draft(kind: str, tiny, name: str):
 def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
     """Heads that change the hidden state a little. Models with random weights often repeat a token, which these heads
     then propose."""
-    D = model.config.dim
+    D, F = model.config.dim, 21
     chance = torch.Generator().manual_seed(3)
-    weights = size * torch.randn(n, D, 2 * D, generator=chance)
-    packed = [pack_int8(w, GROUPSIZE) for w in weights]
-    parts = (torch.stack([part[key] for part in packed]) for key in ("weight", "scales"))
-    return MedusaHeads(*parts, some_tokens(model))
+    weights = {
+        "gate_up": torch.randn(2 * F, 2 * D, generator=chance),
+        "down": size * torch.randn(D, F, generator=chance),
+    }
+    return MedusaHeads({key: pack_int8(w, GROUPSIZE) for key, w in weights.items()}, n, some_tokens(model))
 
 
 def some_tokens(model) -> DraftVocabulary:

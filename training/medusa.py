@@ -5,8 +5,9 @@
     python generate.py --draft medusa:heads.safetensors --prompt "Hello"
 
 At each place of the text, head i gets the state of the head before it and the i-th next token of the text, and learns
-the target's own distribution of the token after that (distillation), over the draft vocabulary. Only the matrices of
-the heads are trained. A run that is stopped goes on where it ended.
+the target's own distribution of the token after that (distillation), over the draft vocabulary. It also learns the
+target's hidden state, as in EAGLE (arXiv:2401.15077), which says more than one token does. Only the matrices of the
+heads are trained. A run that is stopped goes on where it ended.
 """
 
 import sys
@@ -45,40 +46,46 @@ REPORT_PLACES = 8192  # held-out places on which the accuracy is measured
 class TrainedHeads(nn.Module):
     """The matrices of the heads, with gradients, and what they are trained against.
 
-    shift: how many tokens too late the targets are; not 0 only to test that such heads learn nothing.
+    embedding: the target's, a function of tokens (n,). matrix (W,D): the output vectors of the draft vocabulary. shift:
+    how many tokens too late the targets are; not 0 only to test that such heads learn nothing.
     """
 
-    def __init__(self, heads: int, teacher: TeacherText, embedding, matrix: Tensor, shift: int = 0):
+    def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0, shift: int = 0):
         super().__init__()
         D = matrix.shape[1]
-        self.weights = nn.Parameter(torch.zeros(heads, D, 2 * D))  # at first, each state is the one before
-        self.teacher, self.embedding, self.shift = teacher, embedding, shift
-        self.matrix = matrix.to(torch.bfloat16)  # (W,D), the output vectors of the draft vocabulary
+        hidden = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
+        first = torch.randn(2 * hidden, 2 * D, generator=torch.Generator().manual_seed(seed)) * (2 * D) ** -0.5
+        self.gate_up, self.down = nn.Parameter(first), nn.Parameter(torch.zeros(D, hidden))
+        self.n, self.teacher, self.embedding, self.shift = n, teacher, embedding, shift
+        self.matrix = matrix.to(torch.bfloat16)
 
     def states(self, places: Tensor):
         """Yields each head's states (n,D) at places (n,) of the text, and the places whose next token they predict."""
         state = self.teacher.states(places).float()
-        for i, weight in enumerate(self.weights, 1):
+        for i in range(1, self.n + 1):
             embedded = self.embedding(self.teacher.tokens[places + i])  # (n,D)
             x = block_input(state, embedded).to(torch.bfloat16)
-            state = state + F.silu((x @ weight.to(torch.bfloat16).t()).float())
+            gate, up = (x @ self.gate_up.to(torch.bfloat16).t()).chunk(2, -1)
+            state = state + ((F.silu(gate) * up) @ self.down.to(torch.bfloat16).t()).float()
             yield state, places + i
 
     def loss(self, places: Tensor) -> Tensor:
         losses = []
         for state, at in self.states(places):
-            teacher_states = self.teacher.states(at + self.shift)
-            losses.append(kl_divergence(state, self.matrix, teacher_states, self.matrix))
+            right = self.teacher.states(at + self.shift)
+            losses.append(
+                kl_divergence(state, self.matrix, right, self.matrix) + F.smooth_l1_loss(state, right.float())
+            )
         return torch.stack(losses).mean()
 
     @torch.no_grad()
     def accuracy(self, places: Tensor) -> tuple[list[float], list[float]]:
-        """For each head, the loss and how often its likeliest token is the target's likeliest of its vocabulary."""
+        """For each head, the KL divergence, and how often its likeliest token is the target's, of the vocabulary."""
         losses, hits = [], []
         for state, at in self.states(places):
-            teacher_states = self.teacher.states(at + self.shift)
-            losses.append(float(kl_divergence(state, self.matrix, teacher_states, self.matrix)))
-            pairs = zip(state.to(torch.bfloat16).split(1024), teacher_states.split(1024))
+            right = self.teacher.states(at + self.shift)
+            losses.append(float(kl_divergence(state, self.matrix, right, self.matrix)))
+            pairs = zip(state.to(torch.bfloat16).split(1024), right.split(1024))
             same = [(x @ self.matrix.t()).argmax(1) == (y @ self.matrix.t()).argmax(1) for x, y in pairs]
             hits.append(float(torch.cat(same).float().mean()))
         return losses, hits
@@ -91,7 +98,7 @@ def places_of(batch: list, heads: int) -> Tensor:
 
 
 def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
-    n = len(heads.weights)
+    n = heads.n
     sequences, held_out = split_held_out(heads.teacher.sequences)
     batches = [
         places for batch in make_batches(sequences, BATCH_TOKENS, epochs, seed) if len(places := places_of(batch, n))
@@ -116,14 +123,13 @@ def main():
     parser.add_argument("--checkpoint_path", help="as for generate.py; the heads then fit all formats of this model")
     parser.add_argument("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
     parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
-    parser.add_argument("--heads", type=positive, default=4, help="tokens that the heads can propose")
+    parser.add_argument("--heads", type=positive, default=3, help="tokens that the heads propose")
     parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads propose from")
-    parser.add_argument("--epochs", type=positive, default=1, help="how often the text is read")
+    parser.add_argument("--epochs", type=positive, default=3, help="how often the text is read")
     parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     keep_freed_memory()
-    torch.manual_seed(args.seed)
     directory = ensure_checkpoint(args.checkpoint_path)
     model, tokenizer = load_model(directory), Tokenizer(directory)
     teacher = read_teacher_text(args.text, model.config.dim, args.tokens)
@@ -132,9 +138,13 @@ def main():
     for n in (args.vocabulary, len(vocabulary)):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
-    heads = TrainedHeads(args.heads, teacher, model.embedding, output_vectors(model, vocabulary[: args.vocabulary]))
-    train(heads, args.epochs, args.seed, args.out.with_suffix(".state"))
-    save_heads(args.out, heads.weights.detach(), vocabulary, len(heads.matrix), model, directory.name)
+    vectors = output_vectors(model, vocabulary[: args.vocabulary])
+    heads = TrainedHeads(args.heads, teacher, model.embedding, vectors, args.seed)
+    state = args.out.with_suffix(".state")
+    train(heads, args.epochs, args.seed, state)
+    weights = {"gate_up": heads.gate_up.detach(), "down": heads.down.detach()}
+    save_heads(args.out, weights, vocabulary, heads.n, len(heads.matrix), model, directory.name)
+    state.unlink(missing_ok=True)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
 
 

@@ -21,6 +21,7 @@ Read down: MedusaHeads; their file; MedusaDraft, the draft for speculative.Specu
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from model import Transformer
 from sampling import Sampling, sample
 from speculative import Batch, Proposal
 
-FORMAT = "fastpath medusa heads 1"  # in the file's metadata
+FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
 DTYPES = {f"{key}.{part}": dtype for key in ("gate_up", "down") for part, dtype in PARTS.items()}
 DTYPES["vocabulary"] = torch.int32
@@ -99,9 +100,9 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
     packed = {key: pack_int8(weight.float(), GROUPSIZE) for key, weight in weights.items()}
     tensors = {f"{key}.{part}": tensor for key, parts in packed.items() for part, tensor in parts.items()}
     tensors["vocabulary"] = vocabulary.to(torch.int32)
-    about = {"format": FORMAT, "model": name, "fingerprint": fingerprint(model)}
+    about = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
     temporary = path.with_name(path.name + ".partial")
-    save_file(tensors, temporary, about | {"heads": str(heads), "tokens": str(tokens)})
+    save_file(tensors, temporary, {FORMAT: json.dumps(about)})  # one entry, because the library does not sort them
     temporary.replace(path)
 
 
@@ -110,8 +111,8 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
-        about = file.metadata() or {}
-        if about.get("format") != FORMAT or header.keys() != DTYPES.keys():
+        about = read_about(file.metadata() or {})
+        if about is None or header.keys() != DTYPES.keys():
             raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
         if about.get("fingerprint") != fingerprint(model):
             raise UserError(f"{path} holds heads for {about.get('model')}, which is another model than {name}")
@@ -122,14 +123,24 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     for key, shape in shapes.items():
         if tensors[key].shape != shape or 0 in shape:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
-    numbers = [int(text) if text.isdecimal() else 0 for text in (about.get("heads", ""), about.get("tokens", ""))]
-    right = all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items()) and all(numbers)
-    right = right and all(tensors[key].isfinite().all() for key in DTYPES) and numbers[1] <= count
+    numbers = [about.get("heads"), about.get("tokens")]
+    right = all(type(number) is int and number > 0 for number in numbers) and numbers[1] <= count
+    right = right and all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items())
+    right = right and all(tensor.isfinite().all() for tensor in tensors.values())
     vocabulary = tensors["vocabulary"].long()
     if not right or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
         raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
     packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
     return HeadsFile(packed, vocabulary.to(model.device), *numbers)
+
+
+def read_about(metadata: dict[str, str]) -> dict | None:
+    """What a file says of its heads, or None if it is no file of heads."""
+    try:
+        about = json.loads(metadata[FORMAT])
+    except (KeyError, ValueError):
+        return None
+    return about if isinstance(about, dict) else None
 
 
 def groups(columns: int) -> int:

@@ -3,6 +3,7 @@
 test_speculative.py tests that the tokens with heads are those of plain decoding, test_training.py the training.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -60,14 +61,13 @@ def damage(key, value):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda tensors, about: about.update(format="other"), "is not a file of Medusa heads"),
         (lambda tensors, about: tensors.pop("down.scales"), "is not a file of Medusa heads"),
         (
             lambda tensors, about: about.update(fingerprint="0"),
             "holds heads for the model, which is another model than it",
         ),
-        (lambda tensors, about: about.update(tokens="0"), "is damaged"),
-        (lambda tensors, about: about.update(tokens="51"), "is damaged"),
+        (lambda tensors, about: about.update(tokens=0), "is damaged"),
+        (lambda tensors, about: about.update(tokens=51), "is damaged"),
         (lambda tensors, about: about.pop("tokens"), "is damaged"),
         (lambda tensors, about: about.update(heads="x"), "is damaged"),
         (
@@ -91,11 +91,20 @@ def damage(key, value):
 def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
-    tensors, about = load_file(path), {"format": FORMAT, "model": "the model", "fingerprint": fingerprint(model)}
-    about["tokens"] = "40"
+    tensors, about = load_file(path), {"model": "the model", "fingerprint": fingerprint(model)}
+    about |= {"tokens": 40, "heads": 3}
     change(tensors, about)
-    save_file(tensors, path, about)
+    save_file(tensors, path, {FORMAT: json.dumps(about)})
     with pytest.raises(UserError, match=said):
+        read_heads(path, model, "it")
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}])
+def test_other_files_are_no_files_of_heads(tiny, tmp_path, metadata):
+    model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
+    write_heads(path, model)
+    save_file(load_file(path), path, metadata)
+    with pytest.raises(UserError, match="is not a file of Medusa heads"):
         read_heads(path, model, "it")
 
 

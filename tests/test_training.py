@@ -1,5 +1,6 @@
-"""The trainers of drafts: the text in the model's own words, the loop that can be stopped, and the distilled draft."""
+"""The trainers: the text in the model's own words, the loop that can be stopped, the distilled draft, the heads."""
 
+import importlib.util
 import os
 import random
 import signal
@@ -24,11 +25,14 @@ from teacher import TeacherText, read_teacher_text
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
 from convert_hf_checkpoint import convert, hf_source
-from engine import Engine, StepFunctions
+from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization
 from load import load_model
+from medusa import MedusaDraft, make_heads, read_heads
 from model import Config
 from quantize import quantize_checkpoint
+from sampling import SamplingParams
+from speculative import Speculation
 from tokenizer import Tokenizer
 
 V, D = 97, 40  # tokens and width of the made-up teacher
@@ -325,3 +329,87 @@ def test_one_command_makes_a_draft(tmp_path, monkeypatch, capfd, chat_checkpoint
     assert f"the draft will have {quantized / 1e6:.1f} MB in int8" in output.err
     size = weight_files(tmp_path / "int8")["embedding.weight"].stat().st_size
     assert quantized <= size < quantized + 300_000  # the header
+
+
+# ---------------------------------------------------------------- Medusa heads
+
+spec = importlib.util.spec_from_file_location("medusa_trainer", ROOT / "training" / "medusa.py")
+medusa_trainer = importlib.util.module_from_spec(spec)  # `medusa` is the file at the top level
+spec.loader.exec_module(medusa_trainer)
+
+
+def trained_heads(teacher: TeacherText, head: torch.Tensor, state: Path, epochs: int, shift: int = 0, interrupt=None):
+    """Heads for the made-up teacher, whose hidden states are the embeddings of its tokens."""
+    table = torch.zeros(V, D).index_copy(0, teacher.tokens, teacher.hidden.float())
+    heads = medusa_trainer.TrainedHeads(3, teacher, lambda tokens: table[tokens], head, shift=shift)
+    if interrupt is not None:
+        loss, calls = heads.loss, iter(range(1_000_000))
+
+        def interrupted(places):
+            if next(calls) == interrupt:
+                os.kill(os.getpid(), signal.SIGINT)
+            return loss(places)
+
+        heads.loss = interrupted
+    return medusa_trainer.train(heads, epochs, 0, state)
+
+
+@pytest.fixture
+def few_places(monkeypatch):
+    monkeypatch.setattr(medusa_trainer, "BATCH_TOKENS", 24 * 8)
+    monkeypatch.setattr(medusa_trainer, "PEAK", 0.01)
+
+
+def test_heads_learn_from_their_teacher(tmp_path, few_places, capfd):
+    """And score at chance if their targets are those of the token after."""
+    teacher, head = made_up_teacher()
+    _, held_out = common.split_held_out(teacher.sequences)
+    places = medusa_trainer.places_of(held_out, 3)
+    losses, hits = trained_heads(teacher, head, tmp_path / "state", 8).accuracy(places)
+    assert len(hits) == 3 and min(hits) > 0.6 and max(losses) < 0.6, (losses, hits)
+    assert "head 1: " in capfd.readouterr().err
+    shifted = trained_heads(teacher, head, tmp_path / "shifted", 8, shift=1)
+    shifted.shift = 0
+    losses, hits = shifted.accuracy(places)
+    likeliest = torch.cat([teacher.states(places + i).float() @ head.float().T for i in (1, 2, 3)]).argmax(1)
+    chance = likeliest.bincount().max() / len(likeliest)  # of always guessing the same token
+    assert max(hits) < chance + 0.1 and min(losses) > 1, (losses, hits, chance)
+
+
+def test_heads_see_only_places_where_all_of_them_have_a_target():
+    batch = [(0, 3, 9), (9, 12, 14), (14, 15, 18)]
+    assert medusa_trainer.places_of(batch, 2).tolist() == [2, 3, 4, 5, 14]
+    assert medusa_trainer.places_of(batch, 1).tolist() == [2, 3, 4, 5, 6, 11, 14, 15]
+
+
+def test_heads_are_the_same_after_an_interruption(tmp_path, few_places):
+    teacher, head = made_up_teacher(1, 60)
+    whole = trained_heads(teacher, head, tmp_path / "whole", 2)
+    with pytest.raises(KeyboardInterrupt):
+        trained_heads(teacher, head, tmp_path / "state", 2, interrupt=5)
+    resumed = trained_heads(teacher, head, tmp_path / "state", 2)
+    again = trained_heads(teacher, head, tmp_path / "again", 2)
+    for other in (resumed, again):
+        assert torch.equal(other.gate_up, whole.gate_up) and torch.equal(other.down, whole.down)
+
+
+def test_one_command_makes_heads(tmp_path, monkeypatch, capfd, chat_checkpoint, write_text):
+    """The same file each time, with which the program speaks."""
+    text, files = tmp_path / "text.jsonl", []
+    write_text(text, 150)
+    for name in ("a", "b"):
+        options = ["--checkpoint_path", chat_checkpoint, "--text", text, "--out", tmp_path / f"{name}.safetensors"]
+        options += ["--heads", 2, "--vocabulary", 50, "--epochs", 1]
+        monkeypatch.setattr(sys, "argv", ["medusa.py", *map(str, options)])
+        medusa_trainer.main()
+        files.append((tmp_path / f"{name}.safetensors").read_bytes())
+    assert files[0] == files[1] and "holds 2 heads" in capfd.readouterr().err
+    assert not list(tmp_path.glob("*.state"))
+    model = load_model(chat_checkpoint, dtype=torch.float32)
+    file = read_heads(tmp_path / "a.safetensors", model, "it")
+    assert (file.heads, file.tokens) == (2, 50) and len(file.vocabulary) >= 50
+    speculation = Speculation([MedusaDraft(make_heads(file, model))], 2, automatic=False)
+    requests = [Request([5, 6, 7], SamplingParams(temperature=0.0), 20) for _ in range(2)]
+    generate(Engine(model, 1, 64), requests[:1])
+    generate(Engine(model, 1, 64, speculation=speculation), requests[1:])
+    assert requests[0].new_tokens == requests[1].new_tokens and speculation.report.steps

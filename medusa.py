@@ -3,15 +3,15 @@
 The target's hidden state at a token gives the next token, x_1. The heads go on from there, one for each further token:
 
     state_0     = the hidden state that x_1 was sampled from
-    gate, up    = W [norm(state_(i-1)), norm(embedding of x_i)]
-    state_i     = state_(i-1) + V (silu(gate) * up)
+    gate, up    = W1 [norm(state_(i-1)), norm(embedding of x_i)]
+    state_i     = state_(i-1) + W2 (silu(gate) * up)
     the logits of x_(i+1) are the products of state_i with the output vectors of the draft vocabulary
 
 So a head is a residual block, and sees the tokens that were proposed before its own, as in Hydra (arXiv:2402.05109).
-All heads share the matrices W and V, as in ReDrafter (arXiv:2403.09919): in a file of the same size, one larger block
-that learns from every place was right more often than blocks of their own. The draft vocabulary holds the few thousand
+All heads share W1 and W2, as in ReDrafter (arXiv:2403.09919): in a file of the same size, one larger block that
+learns from every place was right more often than blocks of their own. The draft vocabulary holds the few thousand
 tokens that the target says most: its whole output matrix would cost more than the heads gain. The output vectors are
-the target's own, so a file holds W and V in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
+the target's own, so a file holds W1 and W2 in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
 
 The proposal is a chain, not a tree. A row that samples at random proposes with its own noise, that of the target, for
 each token. The same noise picks the same token from distributions that are similar, and the target accepts a token if
@@ -88,7 +88,7 @@ class HeadsFile(NamedTuple):
 
     packed: dict[
         str, dict[str, Tensor]
-    ]  # W and V as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
+    ]  # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
     vocabulary: Tensor  # (W,) int64: the tokens that the model says most, the most frequent first
     heads: int  # so many tokens were proposed in training
     tokens: int  # the heads propose from the first so many of the vocabulary; a draft model may use all
@@ -207,7 +207,7 @@ class MedusaDraft:
         return sorted({most} | {n for n in (1, 3, 7) if n < most})
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
-        return self.weight_bytes, 0.0
+        return k * self.weight_bytes, 0.0
 
 
 def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling, k: int, random: bool):

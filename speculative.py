@@ -164,6 +164,7 @@ class Proposal:
 
 OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
+FIRST = 0.8  # a first measurement counts less: its code and data had to be read into the caches
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -178,7 +179,7 @@ def width_of(k: int) -> int:
 
 def running_minimum(estimate: float, seconds: float) -> float:
     """A minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
-    return min(seconds, 1.125 * estimate) if estimate else seconds
+    return min(seconds, 1.125 * estimate) if estimate else FIRST * seconds
 
 
 class Seconds:

@@ -19,6 +19,7 @@ from speculative import Proposal
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
+AUTO_K = 7  # the largest number of tokens that is proposed if the number is not fixed
 GROUPSIZE = 32  # columns of a draft vocabulary that share a scale
 UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
 
@@ -190,7 +191,7 @@ class ModelDraft:
         self.engine.timing.decode_s -= seconds
 
     def lengths(self, k: int) -> list[int]:
-        return list(range(1, k + 1))
+        return list(range(1, min(k, AUTO_K) + 1))
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)

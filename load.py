@@ -307,10 +307,10 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, te
     """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
-    from speculative import AUTO_K, Speculation
+    from speculative import MAX_K, Speculation
 
     drafts, automatic = make_drafts(args, checkpoint, model, ranks, texts), args.speculate_k in (None, "auto")
-    return Speculation(drafts, AUTO_K if automatic else args.speculate_k, automatic)
+    return Speculation(drafts, MAX_K if automatic else args.speculate_k, automatic)
 
 
 def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]) -> list:

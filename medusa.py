@@ -11,7 +11,7 @@ So a head is a residual block, and sees the tokens that were proposed before its
 All heads share W1 and W2, as in ReDrafter (arXiv:2403.09919): in a file of the same size, one larger block that
 learns from every place was right more often than blocks of their own. The draft vocabulary holds the few thousand
 tokens that the target says most: its whole output matrix would cost more than the heads gain. The output vectors are
-the target's own, so a file holds W1 and W2 in 8 bits, and the ids of the vocabulary. training/medusa.py trains the heads.
+the target's own, so a file holds W1 and W2 in 8 bits, and the ids of the vocabulary (see training/medusa.py).
 
 The proposal is a chain, not a tree. A row that samples at random proposes with its own noise, that of the target, for
 each token. The same noise picks the same token from distributions that are similar, and the target accepts a token if

@@ -35,7 +35,6 @@ from report import synchronize
 from sampling import Sampling, probabilities, sample
 
 MAX_K = 15  # the verifying pass then has 16 tokens per row, and is still memory-bound
-AUTO_K = 7  # the largest k that --speculate_k auto uses
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
@@ -326,7 +325,7 @@ class Speculation:
     step may need, so that they are compiled.
     """
 
-    def __init__(self, drafts: list, k: int = AUTO_K, automatic: bool = True):
+    def __init__(self, drafts: list, k: int = MAX_K, automatic: bool = True):
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k, self.automatic = drafts, k, automatic
         self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
@@ -370,7 +369,7 @@ class Speculation:
     def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
         """The chosen draft's index, and its proposal, or None for a plain step."""
         if self.rehearsing or not self.automatic:
-            proposals = ((i, draft.propose(batch, self.k)) for i, draft in enumerate(self.drafts))
+            proposals = ((i, draft.propose(batch, self._most())) for i, draft in enumerate(self.drafts))
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
@@ -385,6 +384,10 @@ class Speculation:
             return index, None
         proposal = proposals[index] if index in proposals else self.drafts[index].propose(batch, k)
         return index, proposal and proposal.cut(k)
+
+    def _most(self) -> int:
+        """The largest number of tokens that any draft proposes."""
+        return max(k for draft in self.drafts for k in draft.lengths(self.k)) if self.automatic else self.k
 
     def _agree(self, choice: tuple[int, int]) -> tuple[int, int]:
         """Rank 0's choice: the other ranks have measured other times."""
@@ -426,12 +429,13 @@ class Speculation:
 
         The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
         """
-        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.lengths(self.k), self.k}]
+        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.lengths(self.k), self._most()}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
+        most = self._most()
         for width in WIDTHS:
             zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
-            if width == 1 or (width // 2 <= self.k and (not random or len(self.drafts) > 1)):
+            if width == 1 or (width // 2 <= most and (not random or len(self.drafts) > 1)):
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
-            if random and 1 < width // 2 + 1 <= self.k + 1:
+            if random and 1 < width // 2 + 1 <= most + 1:
                 p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))

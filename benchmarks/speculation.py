@@ -24,7 +24,7 @@ from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
 from medusa import MedusaDraft, make_heads, read_heads
 from report import Timing
 from retrieval import RetrievalDraft
-from speculative import AUTO_K, Report, Speculation, expected_tokens
+from speculative import MAX_K, Report, Speculation, expected_tokens
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -88,7 +88,7 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
     speculations, turns = {"plain": None}, {}
     for name, (some, k) in drafts.items():
-        speculations[name] = Speculation(some, k or AUTO_K, automatic=k is None)
+        speculations[name] = Speculation(some, k or MAX_K, automatic=k is None)
     for name, speculation in speculations.items():
         warm_up(engine, speculation, prompts[0], new_tokens)
         turns[name] = partial(run_prompt, engine, speculation, iter(prompts), new_tokens)

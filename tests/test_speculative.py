@@ -11,17 +11,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, random_prompts
+from random_heads import random_heads, some_tokens
 from test_engine import GREEDY, random_requests, run_randomly
 from test_generate import ids, main, run
 
 import draft_model
 import speculative
 from cli import UserError
-from draft_model import GROUPSIZE, DraftVocabulary, ModelDraft, output_vectors
+from draft_model import ModelDraft
 from engine import Engine, Request, StepFunctions, generate
-from linear import Quantization, pack_int8, quantize_model
+from linear import Quantization, quantize_model
 from load import compiled_steps, install_kernels, load_model, warm_up
-from medusa import MedusaDraft, MedusaHeads
+from medusa import MedusaDraft
 from quantize import quantize_checkpoint
 from report import compile_counts
 from retrieval import RetrievalDraft
@@ -58,25 +59,6 @@ def make_draft(kind: str, tiny, name: str):
     if kind == "int4-self":
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
     return ModelDraft(install_kernels(draft), kind == "int4-self", vocabulary)
-
-
-def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
-    """Heads that change the hidden state a little. Models with random weights often repeat a token, which these heads
-    then propose."""
-    D, F = model.config.dim, 21
-    chance = torch.Generator().manual_seed(3)
-    weights = {
-        "gate_up": torch.randn(2 * F, 2 * D, generator=chance),
-        "down": size * torch.randn(D, F, generator=chance),
-    }
-    return MedusaHeads({key: pack_int8(w, GROUPSIZE) for key, w in weights.items()}, n, some_tokens(model))
-
-
-def some_tokens(model) -> DraftVocabulary:
-    """Three quarters of a model's tokens."""
-    V = model.config.n_token or model.config.vocab_size
-    ids = torch.randperm(V, generator=torch.Generator().manual_seed(4))[: V * 3 // 4]
-    return DraftVocabulary(ids, output_vectors(model, ids))
 
 
 def results(engine, requests: list[Request]) -> list[tuple]:

@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from random_heads import random_heads
 
 from draft_model import ModelDraft
 from engine import Engine, Request, generate
 from load import compiled_steps, load_model
+from medusa import MedusaDraft
 from retrieval import RetrievalDraft
 from sampling import SamplingParams
 from speculative import Speculation
@@ -77,11 +79,13 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         note(name, params, n)
     if not compiled:
         note("alone", GREEDY, NEW, prompts=PROMPTS[:1])
-    drafts = [ModelDraft(draft, False)] if draft else []
-    for one in [*drafts, RetrievalDraft()] if draft or not compiled else ():
-        kind = type(one).__name__
-        note(f"greedy, {kind}", GREEDY, NEW, Speculation([one], 3, isinstance(one, RetrievalDraft)))
-        note(f"drawn, {kind}", DRAWN, NEW, Speculation([one], 2, False))
+    drafts = {"model": lambda: [ModelDraft(draft, False)]} if draft else {}
+    if draft or not compiled:
+        drafts["lookup"] = lambda: [RetrievalDraft()]
+        drafts["lookup and heads"] = lambda: [RetrievalDraft(), MedusaDraft(random_heads(model))]
+    for kind, make in drafts.items():
+        note(f"greedy, {kind}", GREEDY, NEW, Speculation(make(), 3, kind != "model"))
+        note(f"drawn, {kind}", DRAWN, NEW, Speculation(make(), 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
     if not compiled:
         model.setup_caches(3, LENGTH)

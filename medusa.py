@@ -37,7 +37,7 @@ from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
 from linear import pack_int8
 from model import Transformer
 from sampling import Sampling, sample
-from speculative import Batch, Proposal
+from speculative import Batch, Proposal, full_lengths
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
@@ -202,9 +202,7 @@ class MedusaDraft:
         return Proposal(drafted.clone(), torch.where(torch.tensor(is_ready, device=room.device), room, 0))
 
     def lengths(self, k: int) -> list[int]:
-        """Those that fill a pass of the target: each needs a graph of its own if the steps are compiled."""
-        most = min(k, self.heads.n)
-        return sorted({most} | {n for n in (1, 3, 7) if n < most})
+        return full_lengths(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, 0.0

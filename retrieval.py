@@ -15,7 +15,7 @@ from operator import mul
 
 import torch
 
-from speculative import MAX_K, Proposal
+from speculative import MAX_K, Proposal, full_lengths
 
 MAX_PLACES = 32  # occurrences of the last two tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place; at least two have to match
@@ -199,7 +199,7 @@ class RetrievalDraft:
         return tokens[:n], chances[:n]
 
     def lengths(self, k: int) -> list[int]:
-        return list(range(1, k + 1))
+        return full_lengths(k)
 
     def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
         return 0.0, 0.0

@@ -25,6 +25,8 @@ and v while it runs.
 
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +158,8 @@ class Proposal:
 
     def expected_accepted(self) -> list[float]:
         """How many of the first 1, 2, ... k tokens will probably be accepted, summed over the rows."""
-        return self.chances.cumprod(1).sum(0).cumsum(0).tolist()
+        rows = [accumulate(accumulate(chances, mul)) for chances in self.chances.tolist()]
+        return [sum(column) for column in zip(*rows)]
 
 
 # ---------------------------------------------------------------- what to propose
@@ -174,6 +177,11 @@ def expected_tokens(a: float, k: int) -> float:
 def width_of(k: int) -> int:
     """The tokens per row of the pass that verifies k proposed tokens: the next of WIDTHS."""
     return next(width for width in WIDTHS if width > k)
+
+
+def full_lengths(k: int) -> list[int]:
+    """The numbers of tokens up to k that fill one of WIDTHS, and k: a pass over fewer tokens would cost as much."""
+    return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
 
 def running_minimum(estimate: float, seconds: float) -> float:

@@ -192,9 +192,9 @@ def running_minimum(estimate: float, seconds: float) -> float:
 class Seconds:
     """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
 
-    A size that was never measured is assumed to take as long as a smaller one, or if `proportional`, as long per token
-    as a larger one. That is too little, so sensible sizes are tried. Of the sizes that were measured, the others are
-    assumed to become faster (OPTIMISM) whenever one is measured again: times change.
+    A size that was never measured is assumed to take as long as the next smaller one (0 if there is none), or if
+    `proportional`, as long per token as a larger one. That is too little, so sensible sizes are tried. Of the sizes
+    that were measured, the others are assumed to become faster (OPTIMISM) whenever one is measured: times change.
     """
 
     def __init__(self, proportional: bool):
@@ -209,7 +209,7 @@ class Seconds:
         if size in self.measured or not self.measured:
             return self.measured.get(size, 0.0)
         if not self.proportional:
-            return self.measured[max((other for other in self.measured if other < size), default=min(self.measured))]
+            return self.measured.get(max((other for other in self.measured if other < size), default=0), 0.0)
         other = min((other for other in self.measured if other > size), default=max(self.measured))
         return self.measured[other] * size / other
 

@@ -122,11 +122,8 @@ def make_drafts(model, name: str, four, distilled: Path | None, answers: list[in
         return ModelDraft(draft, shares_caches, install_kernels(DraftVocabulary(file.vocabulary, vectors)))
 
     drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
-    if answers:
-        drafts["lookup, auto"] = [RetrievalDraft([answers])], None
     drafts |= {"medusa, 3": ([heads()], 3), "medusa, auto": ([heads()], None)}
     if distilled is not None:
-        drafts["distilled, 3"] = [draft_model(load_model(distilled), False)], 3
         drafts["distilled, auto"] = [draft_model(load_model(distilled), False)], None
     best = [RetrievalDraft([answers] if answers else []), heads()]
     if four is not None:

@@ -215,14 +215,15 @@ def speculation_numbers():
     page = "docs/speculation.md"
     for cells, row in zip(table(page, "| model | prompts"), results("speculation", page)["rows"], strict=True):
         assert cells[:3] == [row["target"], row["prompts"], row["draft"]]
-        assert cells[10] == f"{row['same_text']} of {row['of']}"
+        assert cells[11] == f"{row['same_text']} of {row['of']}"
         yield cells[3], row["tokens_per_s"]
         yield cells[4], row["over_plain"]
         if row["draft"] != "plain":
             yield cells[5], row["predicted_over_plain"]
             yield cells[6].split(" of ")[0], row["mean_accepted_tokens"]
             yield cells[6].split(" of ")[1], row["mean_proposed_tokens"]
-            yield from zip(cells[7:10], (row["a"], row["c"], row["v"]))
+            yield from zip(cells[7].removesuffix(" %").split("/"), (100 * x for x in row["acceptance_by_place"]))
+            yield from zip(cells[8:11], (row["a"], row["c"], row["v"]))
 
 
 def bloom_numbers():

@@ -332,8 +332,8 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
         shares_caches, vocabulary = "int4-self" in kinds, None
         draft = load_draft(args, checkpoint, model, ranks, shares_caches)
         if file is not None:
-            vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
-            vocabulary = with_kernels(DraftVocabulary(file.vocabulary, vectors))
+            ids = file.vocabulary[file.vocabulary < draft.config.vocab_size]
+            vocabulary = with_kernels(DraftVocabulary(ids, output_vectors(model if shares_caches else draft, ids)))
         drafts.append(ModelDraft(draft, shares_caches, vocabulary))
     return drafts
 

@@ -74,7 +74,10 @@ class MedusaHeads(nn.Module):
 
 
 def fingerprint(model: Transformer) -> str:
-    """A hash that all formats of one model share: of its sizes, and of its norms, which are never quantized."""
+    """A hash that all formats of one model share: of its sizes, and of its norms, which are never quantized.
+
+    The norms are compared in bfloat16. (A model in float16 that was stored in float32 may have another hash.)
+    """
     config = model.config
     digest = hashlib.sha256(repr((config.n_layer, config.n_head, config.dim, config.vocab_size)).encode())
     for name, weight in sorted(model.state_dict().items()):
@@ -109,6 +112,8 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
 def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     """Read a file of heads. UserError if it does not hold heads for this model, which is called `name`."""
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
+    if path.exists() and not path.is_file():  # reading a pipe might never end
+        raise UserError(f"{path} is not a file")
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         about = read_about(file.metadata() or {})
@@ -117,7 +122,7 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
         if about.get("fingerprint") != fingerprint(model):
             raise UserError(f"{path} holds heads for {about.get('model')}, which is another model than {name}")
         tensors = {key: file.get_tensor(key) for key in DTYPES}
-    hidden, count = tensors["gate_up.weight"].shape[0] // 2, tensors["vocabulary"].shape[0]
+    hidden, count = tensors["down.weight"].numel() // D, tensors["vocabulary"].numel()
     shapes = {"gate_up.weight": (2 * hidden, 2 * D), "gate_up.scales": (2 * hidden, groups(2 * D))}
     shapes |= {"down.weight": (D, hidden), "down.scales": (D, groups(hidden)), "vocabulary": (count,)}
     for key, shape in shapes.items():
@@ -138,7 +143,7 @@ def read_about(metadata: dict[str, str]) -> dict | None:
     """What a file says of its heads, or None if it is no file of heads."""
     try:
         about = json.loads(metadata[FORMAT])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         return None
     return about if isinstance(about, dict) else None
 

@@ -85,6 +85,9 @@ def damage(key, value):
         (damage("vocabulary", lambda v: v - 10), "is damaged"),
         (damage("vocabulary", lambda v: v * 0), "is damaged"),
         (damage("vocabulary", lambda v: v[:0]), "vocabulary is"),
+        (damage("vocabulary", lambda v: v[0]), "vocabulary is"),
+        (damage("gate_up.weight", lambda w: w[0, 0]), "gate_up.weight is"),
+        (damage("down.weight", lambda w: w[0, 0]), "down.weight is"),
         (damage("vocabulary", lambda v: v[:, None]), "vocabulary is"),
         (damage("vocabulary", lambda v: v.float()), "is damaged"),
     ],
@@ -100,7 +103,9 @@ def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
         read_heads(path, model, "it")
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}])
+@pytest.mark.parametrize(
+    "metadata", [None, {}, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}, {FORMAT: "[" * 100_000}]
+)
 def test_other_files_are_no_files_of_heads(tiny, tmp_path, metadata):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)

@@ -65,9 +65,20 @@ def write_text(chat_checkpoint):
 
 def test_only_files_of_samples_are_read(tmp_path):
     path = tmp_path / "text.jsonl"
-    path.write_text("no JSON\n")
-    with pytest.raises(UserError, match=r"text.jsonl cannot be read as a file of self_text.py: .*"):
-        self_text.read_samples(path)
+    for text in (
+        "no JSON\n",
+        "1\n",
+        "notes",
+        '{"index": 1}\n',
+        '{"index": 1, "prompt": [3], "new": []}\n',
+        '{"a": 1}\n',
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"text.jsonl cannot be read as a file of self_text.py: .*"):
+            self_text.read_samples(path)
+        assert path.read_text() == text
+    path.write_text('{"ind')  # the first line, cut short
+    assert self_text.read_samples(path) == []
 
 
 def test_text_is_the_same_after_an_interruption(tmp_path, write_text):
@@ -93,7 +104,7 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
     write_text(path, 60)
     samples = write_text(path, 150)
     model = load_model(chat_checkpoint, dtype=torch.float32)
-    text = read_teacher_text(path, model.config.dim)
+    text = read_teacher_text(path, model)
     assert len(text.sequences) == len(samples) and len(text.hidden) == sum(len(s["new"]) for s in samples.values())
     same = n = 0
     for sequence, (index, sample) in zip(text.sequences, samples.items()):
@@ -103,8 +114,30 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
             same += (model.head(states[None])[0].argmax(-1) == torch.tensor(sample["new"])).sum()
             n += len(states)
     assert n > 40 and same > 0.9 * n  # two tokens may be equally likely in bfloat16
-    with pytest.raises(UserError, match=r"text.states does not hold \d+ states of 37 numbers"):
-        read_teacher_text(path, 37)
+    model.norm.weight[2] += 1  # now it is another model
+    with pytest.raises(UserError, match=r"text-\w{12}.states is missing or too short: .* is another model's"):
+        read_teacher_text(path, model)
+
+
+def test_one_process_writes_a_file(tmp_path, chat_checkpoint):
+    model = load_model(chat_checkpoint)
+    file = self_text.SampleFile(tmp_path / "text.jsonl", model)
+    with pytest.raises(UserError, match="another process writes"):
+        self_text.SampleFile(tmp_path / "text.jsonl", model)
+    file.close()
+    self_text.SampleFile(tmp_path / "text.jsonl", model).close()
+    with pytest.raises(UserError, match="should end in .jsonl"):
+        self_text.SampleFile(tmp_path / "text.states", model)
+
+
+def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
+    """They begin and end within one step of the engine."""
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 1)
+    steps = self_text.RecordedSteps()
+    engine = Engine(model, 4, 1600, StepFunctions(steps.prefill, steps.decode))
+    self_text.write_samples(engine, steps, prompts, tmp_path / "text.jsonl", 12)
+    samples = self_text.read_samples(tmp_path / "text.jsonl")
+    assert len(samples) >= 12 and all(len(sample["new"]) == 1 for sample in samples)
 
 
 def test_likely_tokens():

@@ -136,7 +136,10 @@ def load_state(path: Path) -> dict | None:
     if not path.exists():
         return None
     try:
-        return torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True)
+        if not isinstance(state, dict) or state.keys() != {"settings", "step", "parameters", "optimizer"}:
+            raise ValueError("it is no state of a run")
+        return state
     except Exception as error:  # torch raises errors of many types for a damaged file
         raise UserError(f"{path} cannot be read as the state of a training run: {first_line(error)}") from None
 

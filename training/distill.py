@@ -229,7 +229,7 @@ def main():
     source = ensure_checkpoint(args.checkpoint_path).resolve()
     out = args.out or source.with_name(f"{source.name}-draft")
     target = load_model(source)
-    text = read_teacher_text(args.text, target.config.dim)
+    text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
     megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")

@@ -112,7 +112,9 @@ def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHe
         parts = (f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in enumerate(zip(losses, hits), 1))
         return "held-out loss and accuracy of head " + "; ".join(parts)
 
-    settings = {"heads": n, "epochs": epochs, "seed": seed, "tokens": len(heads.teacher.tokens), "shift": heads.shift}
+    settings = {"heads": n, "epochs": epochs, "seed": seed, "shift": heads.shift, "vocabulary": len(heads.matrix)}
+    settings |= {"text": f"{len(heads.teacher.tokens)} tokens with sum {heads.teacher.tokens.sum()}"}
+    settings |= {"target": float(heads.matrix.float().sum())}
     Trainer(heads, len(batches), PEAK, state, settings).run(lambda step: heads.loss(batches[step]), report)
     return heads
 
@@ -127,15 +129,17 @@ def main():
     parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads propose from")
     parser.add_argument("--epochs", type=positive, default=3, help="how often the text is read")
     parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31), default=0)
     args = parser.parse_args()
+    if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out} should be a file in an existing directory, and end in .safetensors")
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)
     model, tokenizer = load_model(directory), Tokenizer(directory)
-    teacher = read_teacher_text(args.text, model.config.dim, args.tokens)
+    teacher = read_teacher_text(args.text, model, args.tokens)
     answers = torch.cat([teacher.tokens[first_new:end] for _, first_new, end in teacher.sequences])
     vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory, tokenizer))
-    for n in (args.vocabulary, len(vocabulary)):
+    for n in (min(args.vocabulary, len(vocabulary)), len(vocabulary)):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
     vectors = output_vectors(model, vocabulary[: args.vocabulary])

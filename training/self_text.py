@@ -11,6 +11,7 @@ computing them again would take as long as the text. A run that was stopped goes
 `index` is a function of the seed and the packages, not of time.
 """
 
+import fcntl
 import importlib.metadata
 import inspect
 import json
@@ -32,9 +33,12 @@ from cli import ArgumentParser, UserError, keep_freed_memory, number, progress_b
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model
+from medusa import fingerprint
+from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, Tokenizer
 
+FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
@@ -112,14 +116,19 @@ def read_samples(path: Path) -> list[dict]:
     """The samples of a file. A last line that is not complete, because a run was stopped, is left out."""
     try:
         text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if text and not FIRST_LINE.startswith(text[: len(FIRST_LINE)]):
+            raise ValueError("its first line is not that of a sample")
+        samples = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if not all(isinstance(s, dict) and s.keys() == {"index", "prompt", "new"} and s["new"] for s in samples):
+            raise ValueError("it holds lines that are no samples")
+        return samples
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a file of self_text.py: {error}") from None
 
 
-def states_path(path: Path) -> Path:
-    """The file of the hidden states that belongs to a file of samples."""
-    return path.with_suffix(".states")
+def states_path(path: Path, model: Transformer) -> Path:
+    """The file of the hidden states that a model has made for a file of samples. Its name holds the fingerprint."""
+    return path.with_name(f"{path.stem}-{fingerprint(model)[:12]}.states")
 
 
 class RecordedSteps:
@@ -145,13 +154,22 @@ class RecordedSteps:
 class SampleFile:
     """Appends samples to a file, and their hidden states (n,D) to the file beside it."""
 
-    def __init__(self, path: Path, dim: int):
+    def __init__(self, path: Path, model: Transformer):
+        if path.suffix != ".jsonl":
+            raise UserError(f"--out {path} should end in .jsonl")
         self.samples = read_samples(path) if path.exists() else []
         self.tokens = sum(len(sample["new"]) for sample in self.samples)
-        self.lines, self.states = path.open("ab"), states_path(path).open("ab")
-        size = 2 * dim * self.tokens  # bytes
+        states = states_path(path, model)
+        try:
+            self.lines, self.states = path.open("ab"), states.open("ab")
+            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            raise UserError(f"another process writes {path} at the moment") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error}") from None
+        size = 2 * model.config.dim * self.tokens  # bytes
         if self.states.tell() < size:
-            raise UserError(f"{states_path(path)} is shorter than {path} says; remove both")
+            raise UserError(f"{states} is shorter than {path} says, or {path} is another model's; remove both")
         self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
         self.states.truncate(size)
 
@@ -169,7 +187,7 @@ class SampleFile:
 
 def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
     """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
-    file = SampleFile(path, engine.model.config.dim)
+    file = SampleFile(path, engine.model)
     done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
     with closing(file), progress_bar(tokens, path.name) as bar:
         bar.update(file.tokens)
@@ -180,17 +198,17 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
                     indices[request] = index
                     engine.add(request)
                 index += 1
-            rows = {row.request: row.index for row in engine.rows}
-            for request in engine.step():
+            finished = engine.step()
+            for request, row in zip(finished, engine.released, strict=True):  # both in the order in which they ended
                 its_index, opening = indices.pop(request), openings.pop(request)
                 if opening is not None:
                     ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
                     answer = prompts.answer(its_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
                     indices[answer], openings[answer] = its_index, None
                     engine.add(answer)
-                elif request.finish_reason != "error" and request in rows:  # else the answer is empty
+                elif request.finish_reason != "error":
                     sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.add(sample, torch.stack(steps.states[rows[request]]))
+                    file.add(sample, torch.stack(steps.states[row]))
                     bar.update(len(request.new_tokens))
 
 
@@ -202,7 +220,7 @@ def main():
     parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
     parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
     parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31), default=0)
     args = parser.parse_args()
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)

@@ -12,6 +12,7 @@ from self_text import read_samples, states_path
 from torch import Tensor
 
 from cli import UserError
+from model import Transformer
 
 
 @dataclass
@@ -28,15 +29,15 @@ class TeacherText:
         return self.hidden[self.row[places]]
 
 
-def read_teacher_text(text: Path, dim: int, limit: int | None = None) -> TeacherText:
-    """The first samples of a file of self_text.py, up to about `limit` new tokens. dim: the model's width D.
+def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) -> TeacherText:
+    """The first samples of a file of self_text.py that this model has written, up to about `limit` new tokens.
 
     The states are mapped from their file, not read.
     """
     tokens, sequences, row, n = [], [], [], 0
     for sample in read_samples(text):
         prompt, new = sample["prompt"], sample["new"]
-        if sequences and limit is not None and n + len(new) > limit:
+        if len(sequences) > 1 and limit is not None and n + len(new) > limit:
             break
         first_new = len(tokens) + len(prompt)
         sequences.append((len(tokens), first_new, first_new + len(new)))
@@ -45,8 +46,10 @@ def read_teacher_text(text: Path, dim: int, limit: int | None = None) -> Teacher
         n += len(new)
     if len(sequences) < 2:
         raise UserError(f"{text} holds {len(sequences)} samples; make more with training/self_text.py")
-    path = states_path(text)
-    if not path.exists() or path.stat().st_size < 2 * dim * n:
-        raise UserError(f"{path} does not hold {n} states of {dim} numbers; is the text another model's?")
-    hidden = torch.from_file(str(path), size=n * dim, dtype=torch.bfloat16).view(n, dim)
+    path, D = states_path(text, model), model.config.dim
+    if not path.exists() or path.stat().st_size < 2 * D * n:
+        raise UserError(f"{path} is missing or too short: {text} is another model's, or should be made again")
+    if max(tokens) >= model.config.vocab_size or min(tokens) < 0:
+        raise UserError(f"{text} has token ids that the model does not have")
+    hidden = torch.from_file(str(path), size=n * D, dtype=torch.bfloat16).view(n, D)
     return TeacherText(torch.tensor(tokens), sequences, hidden, torch.tensor(row))

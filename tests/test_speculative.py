@@ -18,11 +18,11 @@ from test_generate import ids, main, run
 import draft_model
 import speculative
 from cli import UserError
-from draft_model import ModelDraft
+from draft_model import DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import compiled_steps, install_kernels, load_model, warm_up
-from medusa import MedusaDraft
+from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, warm_up
+from medusa import MedusaDraft, make_heads, read_heads
 from quantize import quantize_checkpoint
 from report import compile_counts
 from retrieval import RetrievalDraft
@@ -622,18 +622,21 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
     if format != "bf16":
         directory = tmp_path / "q"
         quantize_checkpoint(default_checkpoint, directory, Quantization(format, 32, "int8"))
-    model, drafts = load_model(directory), [RetrievalDraft()]
+    model = load_model(directory)
+    file = read_heads(DEFAULT_HEADS, model, "the default model")
+    drafts = [[RetrievalDraft()], [MedusaDraft(install_kernels(make_heads(file, model)))]]
     if format != "int4":
         four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
-        drafts += [ModelDraft(four, True), ModelDraft(copy.deepcopy(four), False)]
+        vocabulary = install_kernels(DraftVocabulary(file.vocabulary, output_vectors(model, file.vocabulary)))
+        drafts += [[ModelDraft(four, True, vocabulary)], [ModelDraft(copy.deepcopy(four), False)]]
+    drafts.append([one for some in drafts[:3] for one in some])
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
     requests = [Request(prompt, GREEDY, 64) for prompt in prompts]
-    groups = [
-        requests[start : start + 8] for start in range(0, 32, 8)
-    ]  # batches as in the speculative run, since torch's prefill products
-    plain = [
-        results(Engine(model, 8, 256), group) for group in groups
-    ]  # round differently for other batches in bfloat16
-    for n, draft in enumerate(drafts):
-        engine = Engine(model, 8, 256, speculation=Speculation([draft], 3 + 2 * n, automatic=False))
+    # In batches as in the speculative run: torch's products in prefill round differently for others.
+    groups = [requests[start : start + 8] for start in range(0, 32, 8)]
+    plain = [results(Engine(model, 8, 256), group) for group in groups]
+    for n, some in enumerate(drafts):
+        speculation = Speculation(some, 3 + 2 * n, automatic=len(some) > 1)
+        engine = Engine(model, 8, 256, speculation=speculation)
         assert [results(engine, group) for group in groups] == plain
+        assert speculation.report.steps > 10

@@ -390,7 +390,7 @@ def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks, is_int4_
     ranks.check_same(path)
     other = read_config(path)
     if is_int4_self and other != config:
-        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft")
+        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft int4-self")
     if difference := Tokenizer(path).difference(tokenizer):
         raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
     if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:

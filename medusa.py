@@ -89,10 +89,9 @@ def fingerprint(model: Transformer) -> str:
 class HeadsFile(NamedTuple):
     """What a file of heads holds."""
 
-    packed: dict[
-        str, dict[str, Tensor]
-    ]  # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
-    vocabulary: Tensor  # (W,) int64: the tokens that the model says most, the most frequent first
+    # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
+    packed: dict[str, dict[str, Tensor]]
+    vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then those that the model says most
     heads: int  # so many tokens were proposed in training
     tokens: int  # the heads propose from the first so many of the vocabulary; a draft model may use all
 

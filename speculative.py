@@ -166,7 +166,7 @@ class Proposal:
 
 OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
-FIRST = 0.8  # a first measurement counts less: its code and data had to be read into the caches
+FIRST_FACTOR = 0.8  # a first measurement is too long: its code and data have to be read into the caches
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -186,15 +186,16 @@ def full_lengths(k: int) -> list[int]:
 
 def running_minimum(estimate: float, seconds: float) -> float:
     """A minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
-    return min(seconds, 1.125 * estimate) if estimate else FIRST * seconds
+    return min(seconds, 1.125 * estimate) if estimate else FIRST_FACTOR * seconds
 
 
 class Seconds:
     """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
 
     A size that was never measured is assumed to take as long as the next smaller one (0 if there is none), or if
-    `proportional`, as long per token as a larger one. That is too little, so sensible sizes are tried. Of the sizes
-    that were measured, the others are assumed to become faster (OPTIMISM) whenever one is measured: times change.
+    `proportional`, as long per token as a larger one (or else a smaller one). That is mostly too little, so sensible
+    sizes are tried. Of the sizes that were measured, the others are assumed to become faster (OPTIMISM) whenever one is
+    measured: times change.
     """
 
     def __init__(self, proportional: bool):
@@ -237,7 +238,7 @@ class Controller:
     yields one token per row and those that are accepted. How many that will be is known from the proposal, if the draft
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
-    Plain steps, and each draft of the second kind, are measured only when they are chosen, and texts change. So the
+    Plain steps, and each draft without chances, are measured only when they are chosen, and texts change. So the
     longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs about 1 %
     of the time, and more if the draft is slow.
     """
@@ -376,8 +377,10 @@ class Speculation:
 
     def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
         """The chosen draft's index, and its proposal, or None for a plain step."""
-        if self.rehearsing or not self.automatic:
-            proposals = ((i, draft.propose(batch, self._most())) for i, draft in enumerate(self.drafts))
+        if self.rehearsing:  # _rehearse has run every draft; accepted tokens could end the request before it has all
+            return 0, None
+        if not self.automatic:
+            proposals = ((i, draft.propose(batch, self.k)) for i, draft in enumerate(self.drafts))
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
@@ -444,6 +447,6 @@ class Speculation:
             zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
             if width == 1 or (width // 2 <= most and (not random or len(self.drafts) > 1)):
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
-            if random and 1 < width // 2 + 1 <= most + 1:
+            if random and 1 <= width // 2 <= most:
                 p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))

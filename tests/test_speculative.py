@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import shutil
 import sys
-from itertools import cycle
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -250,7 +250,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     that take several passes. A wrong entry in its caches would change its greedy text."""
     model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
     alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
-    speculation, propose, lengths = Speculation([draft], 3, automatic=False), draft.propose, []
+    speculation, propose, lengths = Speculation([draft], 3, automatic=now_and_then), draft.propose, []
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
 
     def watched(batch, k):
@@ -264,7 +264,8 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
     monkeypatch.setattr(draft, "propose", watched)
     if now_and_then:
-        monkeypatch.setattr(speculation.controller, "choose", cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3]).__next__)
+        lengths_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
+        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(lengths_in_turn)))
     engine = Engine(model, 3, 256, None, 11, speculation)
     requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
     run_randomly(engine, requests, 1, cancel=0.02)
@@ -412,7 +413,7 @@ MUTANTS = {
         ("p_target[row, accepted], p_draft[row, accepted]", "p_target[row, 0], p_draft[row, accepted]")
     ],
     "has a draft that forgets its filters": [
-        ("probabilities(*arguments)[:, 0]", "torch.softmax(logits / sampling.temperature[rows, None, None], -1)[:, 0]")
+        ("probabilities(*arguments)[:, 0]", "torch.softmax(logits / sampling.temperature[rows, None], -1)")
     ],
 }
 
@@ -513,6 +514,7 @@ def test_the_report_counts_places():
         pytest.param("qwen3-gqa", "a noisy copy", 2, 3, marks=pytest.mark.full),
         pytest.param("llama-gqa-biased", "int4-self", 1, 3, marks=pytest.mark.full),
         ("mistral-window", "lookup", 3, 3),
+        ("qwen2-gqa", "medusa, the same model", 3, 1),
     ],
 )
 def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, monkeypatch):
@@ -521,14 +523,20 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     torch._dynamo.reset()
     model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
     everything = RetrievalDraft(random_prompts([40_000]))  # contains most pairs of tokens
-    speculation = Speculation(everything if kind == "lookup" else make_draft(kind, tiny, name), k)
+    speculation = Speculation([everything] if kind == "lookup" else make_drafts(kind, tiny, name), k)
     engine = Engine(model, rows, LENGTH, compiled_steps(True, False), 9, speculation)
     for drawn in (False, True):
         warm_up(options, engine, random_prompts([5, 9, 3]), drawn)
     assert not speculation.rehearsing and speculation.report.steps == 0
     before = compile_counts()
-    lengths = cycle([k, 0, 1, k, min(2, k), k])
-    monkeypatch.setattr(speculation.controller, "choose", lambda *options: (0, next(lengths)))
+    steps = itertools.count()
+
+    def choose(rows, options):
+        turn, draft = divmod(next(steps), len(options))
+        lengths = [0, *options[draft][0]]
+        return draft, lengths[turn % len(lengths)]
+
+    monkeypatch.setattr(speculation.controller, "choose", choose)
     requests = random_requests(14, 4)
     run_randomly(engine, requests, 4)
     generate(engine, [Request([5, 6], SamplingParams(seed=2), 20)])

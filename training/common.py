@@ -185,7 +185,7 @@ class Trainer:
         state = load_state(self.path)
         if state is None:
             return
-        if differing := [name for name in self.settings if state.get("settings", {}).get(name) != self.settings[name]]:
+        if differing := [name for name in self.settings if state["settings"].get(name) != self.settings[name]]:
             raise UserError(f"{self.path} is of a run with another {differing[0]}; delete it to begin a new one")
         with torch.no_grad():
             for name, parameter in self.parameters.items():

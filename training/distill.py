@@ -1,4 +1,4 @@
-"""Trains a small draft model for a target model, on the target's own text and probabilities: `python distill.py`.
+"""Trains a small draft model for a target model, on the target's own text and probabilities.
 
 Read up from `main`. The draft is a Llama of a few narrow layers. Its tied embedding begins as the best approximation of
 the target's output head in so few columns. It then learns to give the target's probabilities of each next token
@@ -31,7 +31,7 @@ from teacher import TeacherText, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
-from cli import ArgumentParser, keep_freed_memory, number, print_status, run_command
+from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from draft_model import output_vectors
 from linear import Quantization
@@ -228,6 +228,8 @@ def main():
     keep_freed_memory()
     source = ensure_checkpoint(args.checkpoint_path).resolve()
     out = args.out or source.with_name(f"{source.name}-draft")
+    if (out.exists() and not ck.is_replaceable(out)) or not out.parent.is_dir():
+        raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
     target = load_model(source)
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)

@@ -139,7 +139,7 @@ def main():
     teacher = read_teacher_text(args.text, model, args.tokens)
     answers = torch.cat([teacher.tokens[first_new:end] for _, first_new, end in teacher.sequences])
     vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory, tokenizer))
-    for n in (min(args.vocabulary, len(vocabulary)), len(vocabulary)):
+    for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
     vectors = output_vectors(model, vocabulary[: args.vocabulary])
@@ -150,6 +150,7 @@ def main():
     save_heads(args.out, weights, vocabulary, heads.n, len(heads.matrix), model, directory.name)
     state.unlink(missing_ok=True)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
+    print_status(f"to use it: python generate.py --checkpoint_path {directory} --draft medusa:{args.out}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from cli import ArgumentParser, UserError, keep_freed_memory, number, progress_bar, run_command
+from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, progress_bar, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model
@@ -80,6 +80,8 @@ class Prompts:
 
     def __init__(self, directory: Path, seed: int, max_new_tokens: int):
         self.tokenizer, self.seeds, self.seed, self.max_new_tokens = Tokenizer(directory), Seeds(), seed, max_new_tokens
+        if not (directory / "chat_template.jinja").exists():
+            raise UserError(f"{directory} has no chat template, and training text needs a model that answers")
         self.template = ChatTemplate(directory, self.tokenizer)
         self.stop_ids = frozenset(self.template.end_ids().union(self.tokenizer.eos_ids))
         marker = "\x01"
@@ -178,6 +180,7 @@ class SampleFile:
         self.states.flush()
         self.lines.write(json.dumps(sample).encode() + b"\n")  # last, so that each line has its states
         self.lines.flush()
+        self.samples.append(sample)
         self.tokens += len(sample["new"])
 
     def close(self):
@@ -209,6 +212,8 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
                 elif request.finish_reason != "error":
                     sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
                     file.add(sample, torch.stack(steps.states[row]))
+                    if len(file.samples) % 500 == 0:
+                        print_status(f"{file.tokens:,} of {tokens:,} tokens")
                     bar.update(len(request.new_tokens))
 
 
@@ -229,6 +234,7 @@ def main():
     functions = StepFunctions(steps.prefill, steps.decode)
     engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
+    print_status(f"{args.out} holds at least {args.tokens:,} tokens; now: python training/medusa.py --text {args.out}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ constexpr int LANES = 16;               // 32-bit lanes of a 512-bit register
 constexpr int GROUP = 32;               // columns of x that share a scale when x is quantized
 constexpr int MAX_DECODE_TOKENS = 16;   // up to so many new tokens a row, reading the weights limits a matrix product
 constexpr int PREFETCH_DISTANCE = 4096;  // bytes between the weights in use and those being prefetched
+#if defined(__znver4__) || defined(__znver5__)
+constexpr auto PREFETCH_TO = _MM_HINT_T0;  // the L1 cache
+#else
+constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: on Intel, prefetches to L1 delay the loads of x
+#endif
 constexpr int SPINS = 2000;             // iterations of about 25 ns that a thread waits awake for the others
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
 constexpr float INF = std::numeric_limits<float>::infinity();
@@ -260,7 +265,7 @@ inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual
     for (int m = 0; m < MT; m++) xs[m] = S::load_step(x + m * K + k, left);
 #pragma GCC unroll 8
     for (int n = 0; n < NT; n++, ahead += 64) {
-      _mm_prefetch(ahead, _MM_HINT_T0);
+      _mm_prefetch(ahead, PREFETCH_TO);
       const auto row = S::load_step(w + n * K + k, left);
 #pragma GCC unroll 8
       for (int m = 0; m < MT; m++) acc[m][n] = S::multiply_add(acc[m][n], row, xs[m]);
@@ -296,8 +301,9 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   };
   while (NT == 2 && m + 8 <= M) tile(Int<8>());
   while (m + 4 <= M) tile(Int<4>());
-  if (M - m >= 2) tile(Int<2>());
-  if (M - m >= 1) tile(Int<1>());
+  if (M - m == 3) tile(Int<3>());
+  if (M - m == 2) tile(Int<2>());
+  if (M - m == 1) tile(Int<1>());
 }
 
 // Quantizes a group of up to 32 columns of x to 8 bits; returns sum(q). Any NaN or infinity makes the scale NaN.
@@ -342,7 +348,7 @@ inline void block_dot_int8(const Linear& p, int64_t block, const Input& x, int64
     }
     for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
       const __m512i bytes = _mm512_loadu_si512(w);
-      _mm_prefetch(w + PREFETCH_DISTANCE, _MM_HINT_T0);
+      _mm_prefetch(w + PREFETCH_DISTANCE, PREFETCH_TO);
       if constexpr (INT4) {
         const __m512i low = _mm512_and_si512(bytes, nibble);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
@@ -497,8 +503,9 @@ void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const
         linear_rows<T, NT>(w + n * K, x, at(bias), at(residual), out + n, M, N, K);
         n += NT;
       };
-      // One row of W at a time reads memory fastest. With many rows of x, two rows of W halve the reads of x.
-      while (M > 4 && n + 2 <= end) rows(Int<2>());
+      // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
+      while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
+      while (M > 2 && n + 4 <= end) rows(Int<4>());  // times 4 rows of x
       while (n < end) rows(Int<1>());
     });
   }

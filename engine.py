@@ -237,8 +237,7 @@ class Engine:
             with self.timing.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.chunk_invariant):
                 self._read(plan.chunk)
         if plan.decoding:
-            with self.timing.threads.of("decode", len(plan.decoding), fixed=not self.model.max_kernel_tokens):
-                self._decode([self.rows[index] for index in plan.decoding])
+            self._decode([self.rows[index] for index in plan.decoding])
 
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
@@ -284,7 +283,8 @@ class Engine:
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
-            ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
+            with self.timing.threads.of("decode", len(rows), fixed=not self.model.max_kernel_tokens):
+                ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
         else:
             new_tokens, logprobs, logits = self.speculation.step(rows, inputs)

@@ -380,21 +380,31 @@ class Speculation:
         if self.rehearsing:  # _rehearse has run every draft; accepted tokens could end the request before it has all
             return 0, None
         if not self.automatic:
-            proposals = ((i, draft.propose(batch, self.k)) for i, draft in enumerate(self.drafts))
+            proposals = ((i, self._ask(i, batch, self.k)) for i in range(len(self.drafts)))
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
             gains, lengths = None, draft.lengths(self.k)
             if draft.is_free:
-                proposals[i] = draft.propose(batch, self.k)
+                proposals[i] = self._ask(i, batch, self.k)
                 gains = proposals[i] and proposals[i].expected_accepted()
                 lengths = [] if gains is None else [k for k in lengths if k <= len(gains)]
             options.append((lengths, gains))
         index, k = self._agree(self.controller.choose(len(batch.rows), options))
         if k == 0:
             return index, None
-        proposal = proposals[index] if index in proposals else self.drafts[index].propose(batch, k)
+        proposal = proposals[index] if index in proposals else self._ask(index, batch, k)
         return index, proposal and proposal.cut(k)
+
+    def _ask(self, index: int, batch: Batch, k: int) -> Proposal | None:
+        """The proposal of a draft, with the number of threads that is fastest for it."""
+        if self.drafts[index].is_free:
+            return self.drafts[index].propose(batch, k)
+        with self._threads(f"draft {index} {k}", len(batch.rows)):
+            return self.drafts[index].propose(batch, k)
+
+    def _threads(self, kind: str, rows: int):
+        return self.engine.timing.threads.of(kind, rows, fixed=not self.model.max_kernel_tokens)
 
     def _most(self) -> int:
         """The largest number of tokens that any draft proposes."""
@@ -433,7 +443,8 @@ class Speculation:
             missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
-        return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
+        with self._threads(f"verify {drafted.shape[1] + 1}", len(batch.rows)):
+            return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
     def _rehearse(self, batch):
         """Run each draft in each length, and the verification in each width that k can need, with empty proposals.

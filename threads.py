@@ -18,12 +18,20 @@ from pathlib import Path
 
 import torch
 
-# Trials of other numbers of threads may cost this share of the total time, plus a constant number of seconds.
+# Trials of other numbers of threads may cost this share of the time of all steps, plus a constant number of seconds.
 TRIAL_SHARE, TRIAL_ALLOWANCE_S = 0.01, 0.01
 FAILED_TRIAL_PAUSE_S = 1.0  # after a trial that was not faster, no trial is considered for this long
 PAUSE_S = 0.25  # the same after any other decision whether to start a trial
 TRIAL_STEPS = 4  # steps that a trial measures, after a first step that may have had to wake threads
 LONG_STEP_S = 0.05  # a step of this length needs no repetition to be a reliable measurement
+
+
+@dataclass
+class Spent:
+    """Seconds of steps, by which the next trials are limited."""
+
+    total_s: float = 0.0  # all steps
+    trials_s: float = 0.0  # lost by trials of slower numbers of threads
 
 
 @dataclass
@@ -40,6 +48,7 @@ class ThreadCount:
     counts: list[int]  # the numbers of threads to choose from, ascending
     count: int  # the current choice
     can_run: Callable[[int], bool | None] = lambda n: None  # whether n processors are free for us; None if unknown
+    spent: Spent = field(default_factory=Spent)  # by this and other kinds of steps
     work: Hashable = None
     average_s: dict[int, float] = field(default_factory=dict)  # number of threads -> seconds of a step of this work
     baseline_s: float = float("inf")  # the smallest average_s[count] since a trial was last considered
@@ -49,8 +58,6 @@ class ThreadCount:
     upwards: bool = False  # whether the trial considered last was of a larger number
     next_trial: float = 0.0  # no trial is considered before this time, unless steps become slower
     considered: int = 0  # how often a trial was considered since the last one
-    total_s: float = 0.0  # seconds of all steps
-    trials_s: float = 0.0  # seconds lost by trials of slower numbers
 
     def choose(self, work: Hashable) -> int:
         """The number of threads for the next step."""
@@ -63,7 +70,7 @@ class ThreadCount:
 
     def add(self, seconds: float):
         """Record the seconds that a step took with the number of threads that `choose` returned for it."""
-        self.total_s += seconds
+        self.spent.total_s += seconds
         if self.trying is not None:
             return self._add_trial(seconds)
         self.steps += 1
@@ -88,7 +95,8 @@ class ThreadCount:
         index, self.next_trial, self.baseline_s = self.counts.index(self.count), now + PAUSE_S, average
         self.upwards = index == 0 or (not self.upwards and index + 1 < len(self.counts))
         other = self.counts[index + 1 if self.upwards else index - 1]
-        budget_s = TRIAL_ALLOWANCE_S + TRIAL_SHARE * self.total_s - self.trials_s  # seconds that trials may still cost
+        # Seconds that trials may still cost:
+        budget_s = TRIAL_ALLOWANCE_S + TRIAL_SHARE * self.spent.total_s - self.spent.trials_s
         free = self.can_run(max(self.count, other))
         self.considered += 1
         if self.upwards:
@@ -101,7 +109,7 @@ class ThreadCount:
     def _add_trial(self, seconds: float):
         """Record a step of a trial. The trial ends after a few steps, or at the first one that is clearly slower."""
         average = self.average_s[self.count]
-        self.trials_s += max(0.0, min(seconds, 8 * average) - average)  # a longer delay has other causes
+        self.spent.trials_s += max(0.0, min(seconds, 8 * average) - average)  # a longer delay has other causes
         self.trial_s.append(seconds)
         first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # the first step may have had to wake threads
         slow = seconds > (3 if first else 1.2) * average
@@ -132,8 +140,9 @@ class Threads:
     def forget(self):
         """Discard all measurements, for example after a compilation or when the largest number has changed."""
         self.kinds: dict[str, ThreadCount] = {}
+        self.spent = Spent()
         self.most = torch.get_num_threads()
-        self.steps: dict[str, Counter] = {}  # kind of step -> number of threads -> steps
+        self.steps: dict[str, Counter] = {}  # first word of the kind -> number of threads -> steps
         self.cpu_times = CpuTimes.now()  # the last measurement of other programs' processor time
         self.free = float(self.most)  # processors that other programs had left to us at that time
 
@@ -141,26 +150,26 @@ class Threads:
     def of(self, kind: str, work: Hashable, fixed: bool = False):
         """A context that runs one step of this kind with the number of threads that is fastest for this work.
 
+        kind: a word, and a number if steps that differ in it are no measure for each other, such as "verify 4".
         fixed: use the largest number, because the results of this step depend on the number of threads.
         """
         if torch.get_num_threads() != self.most:  # the program has changed it
             self.forget()
         fixed = fixed or self.fixed
         if kind not in self.kinds:
-            self.kinds[kind] = ThreadCount(powers_of_two(self.most), self.most, self.can_run)
-            self.steps[kind] = Counter()
+            self.kinds[kind] = ThreadCount(powers_of_two(self.most), self.most, self.can_run, self.spent)
         n, start = self.most if fixed else self.kinds[kind].choose(work), time.perf_counter()
         torch.set_num_threads(n)
         try:
             yield
         finally:
             torch.set_num_threads(self.most)
-        self.steps[kind][n] += 1
+        self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1
         if not fixed:
             self.kinds[kind].add(time.perf_counter() - start)
 
     def used(self) -> dict[str, dict[int, int]]:
-        """For each kind of step: number of threads -> number of steps, the most frequent number first."""
+        """For each first word of the kinds: number of threads -> number of steps, the most frequent number first."""
         return {kind: dict(steps.most_common()) for kind, steps in self.steps.items()}
 
     def can_run(self, n: int) -> bool | None:

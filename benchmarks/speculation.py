@@ -25,6 +25,7 @@ from medusa import MedusaDraft, make_heads, read_heads
 from report import Timing
 from retrieval import RetrievalDraft
 from speculative import MAX_K, Report, Speculation, expected_tokens
+from threads import Threads
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -46,9 +47,9 @@ def copying_prompts() -> list[str]:
 # ---------------------------------------------------------------- one model, several drafts
 
 
-def run_prompt(engine: Engine, speculation: Speculation | None, prompts: Iterator[list[int]], new_tokens: int) -> dict:
-    """Run the next of the prompts."""
-    engine.speculation, engine.timing = speculation, Timing()
+def run_prompt(engine: Engine, speculation: Speculation | None, threads: Threads, prompts: Iterator, new_tokens: int):
+    """Run the next of the prompts. threads: as in a server, the numbers of threads are tuned over all prompts."""
+    engine.speculation, engine.timing = speculation, Timing(threads=threads)
     engine.clear()
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])
@@ -56,16 +57,18 @@ def run_prompt(engine: Engine, speculation: Speculation | None, prompts: Iterato
     return {"rate": n / decode_s, "tokens": request.new_tokens, "decode_s": decode_s, "count": n}
 
 
-def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], new_tokens: int):
-    """Compile every graph and run one prompt, without measuring them."""
+def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], new_tokens: int) -> Threads:
+    """Compile every graph and run one prompt, without measuring them. Returns the threads for the next prompts."""
     if speculation is not None:
         speculation.begin(engine)
         speculation.rehearsing = True
-        run_prompt(engine, speculation, iter([prompt]), 4)
+        run_prompt(engine, speculation, Threads(), iter([prompt]), 4)
         speculation.rehearsing = False
-    run_prompt(engine, speculation, iter([prompt]), new_tokens)
+    threads = Threads()
+    run_prompt(engine, speculation, threads, iter([prompt]), new_tokens)
     if speculation is not None:
         speculation.report = Report()
+    return threads
 
 
 def formula(report: Report, plain_s: float) -> dict:
@@ -90,8 +93,8 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     for name, (some, k) in drafts.items():
         speculations[name] = Speculation(some, k or MAX_K, automatic=k is None)
     for name, speculation in speculations.items():
-        warm_up(engine, speculation, prompts[0], new_tokens)
-        turns[name] = partial(run_prompt, engine, speculation, iter(prompts), new_tokens)
+        threads = warm_up(engine, speculation, prompts[0], new_tokens)
+        turns[name] = partial(run_prompt, engine, speculation, threads, iter(prompts), new_tokens)
     rounds = measure.take_turns(turns, len(prompts), warm_up=0)
     plain, rows = rounds["plain"], []
     plain_s = sum(column(plain, "decode_s")) / sum(column(plain, "count"))

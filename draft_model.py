@@ -190,11 +190,11 @@ class ModelDraft:
         self.engine.timing.prefill_s += seconds
         self.engine.timing.decode_s -= seconds
 
-    def lengths(self, k: int) -> list[int]:
+    def choices(self, k: int) -> list[int]:
         return list(range(1, min(k, AUTO_K) + 1))
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
-        return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
+        return k * self.weight_bytes, k * kv_bytes(self.draft, positions)
 
 
 def share_caches(model: Transformer, draft: Transformer):

@@ -37,7 +37,7 @@ from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
 from linear import pack_int8
 from model import Transformer
 from sampling import Sampling, sample
-from speculative import Batch, Proposal, full_lengths
+from speculative import Batch, Proposal, full_width_choices
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
@@ -205,10 +205,10 @@ class MedusaDraft:
         room = (self.engine.length - 1 - position).clamp(max=k)  # within the cache row
         return Proposal(drafted.clone(), torch.where(torch.tensor(is_ready, device=room.device), room, 0))
 
-    def lengths(self, k: int) -> list[int]:
-        return full_lengths(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
+    def choices(self, k: int) -> list[int]:
+        return full_width_choices(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, 0.0
 
 

@@ -15,7 +15,7 @@ from operator import mul
 
 import torch
 
-from speculative import MAX_K, Proposal, full_lengths
+from speculative import MAX_K, Proposal, full_width_choices
 
 MAX_PLACES = 32  # occurrences of the last two tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place; at least two have to match
@@ -198,8 +198,8 @@ class RetrievalDraft:
         n = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), n)  # ids that only pad the table
         return tokens[:n], chances[:n]
 
-    def lengths(self, k: int) -> list[int]:
-        return full_lengths(k)
+    def choices(self, k: int) -> list[int]:
+        return full_width_choices(k)
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return 0.0, 0.0

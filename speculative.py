@@ -116,9 +116,9 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
 #   accepted(row, tokens)    the row has these new tokens after a step; the last one is the target model's own
 #   remove(row)              the request in this cache row has ended
-#   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows with
-#                            these numbers of tokens
-#   lengths(k)               returns the numbers of tokens, up to k, that are worth choosing from
+#   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
+#                            number of filled cache positions of each row
+#   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
 # and `is_free`: whether proposing takes next to no time, and its proposals have `chances`. Then the proposal is made
 # first, and decides whether it is used.
@@ -179,7 +179,7 @@ def width_of(k: int) -> int:
     return next(width for width in WIDTHS if width > k)
 
 
-def full_lengths(k: int) -> list[int]:
+def full_width_choices(k: int) -> list[int]:
     """The numbers of tokens up to k that fill one of WIDTHS, and k: a pass over fewer tokens would cost as much."""
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
@@ -260,9 +260,9 @@ class Controller:
         if self.steps < FIRST_PLAIN_STEPS:
             return 0, 0
         best, choice = rows / self.plain_s * self.plain_bonus, (0, 0)
-        for draft, (lengths, gains) in enumerate(options):
+        for draft, (choices, gains) in enumerate(options):
             a = self.acceptance[draft].rate
-            for k in reversed(lengths):
+            for k in reversed(choices):
                 seconds = self.pass_s.of(width_of(k)) or self.plain_s
                 if gains is not None:
                     rate = (rows + gains[k - 1]) / seconds
@@ -384,12 +384,12 @@ class Speculation:
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
-            gains, lengths = None, draft.lengths(self.k)
+            gains, choices = None, draft.choices(self.k)
             if draft.is_free:
                 proposals[i] = draft.propose(batch, self.k)
                 gains = proposals[i] and proposals[i].expected_accepted()
-                lengths = [] if gains is None else [k for k in lengths if k <= len(gains)]
-            options.append((lengths, gains))
+                choices = [] if gains is None else [k for k in choices if k <= len(gains)]
+            options.append((choices, gains))
         index, k = self._agree(self.controller.choose(len(batch.rows), options))
         if k == 0:
             return index, None
@@ -398,7 +398,7 @@ class Speculation:
 
     def _most(self) -> int:
         """The largest number of tokens that any draft proposes."""
-        return max(k for draft in self.drafts for k in draft.lengths(self.k)) if self.automatic else self.k
+        return max(k for draft in self.drafts for k in draft.choices(self.k)) if self.automatic else self.k
 
     def _agree(self, choice: tuple[int, int]) -> tuple[int, int]:
         """Rank 0's choice: the other ranks have measured other times."""
@@ -440,7 +440,7 @@ class Speculation:
 
         The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
         """
-        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.lengths(self.k), self._most()}]
+        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.choices(self.k), self._most()}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
         most = self._most()
         for width in WIDTHS:

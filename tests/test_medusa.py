@@ -256,6 +256,6 @@ def test_rows_without_a_hidden_state_wait(tiny, tiny_model):
     engine = Engine(model, 2, 20, speculation=speculation)
     generate(engine, [Request([5, 6, 7], GREEDY, 9)])
     assert speculation.report.plain_steps == 1 and not draft.ready
-    assert draft.lengths(8) == [1, 3] and draft.lengths(2) == [1, 2] and draft.lengths(1) == [1]
+    assert draft.choices(8) == [1, 3] and draft.choices(2) == [1, 2] and draft.choices(1) == [1]
     generate(engine, [Request([5, 6, 7, 8], GREEDY, 99) for _ in range(3)])  # to the end of the rows
     assert max(len(row.tokens) for row in engine.rows) == 20

@@ -264,8 +264,8 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
     monkeypatch.setattr(draft, "propose", watched)
     if now_and_then:
-        lengths_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
-        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(lengths_in_turn)))
+        choices_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
+        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(choices_in_turn)))
     engine = Engine(model, 3, 256, None, 11, speculation)
     requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
     run_randomly(engine, requests, 1, cancel=0.02)
@@ -533,8 +533,8 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
 
     def choose(rows, options):
         turn, draft = divmod(next(steps), len(options))
-        lengths = [0, *options[draft][0]]
-        return draft, lengths[turn % len(lengths)]
+        choices = [0, *options[draft][0]]
+        return draft, choices[turn % len(choices)]
 
     monkeypatch.setattr(speculation.controller, "choose", choose)
     requests = random_requests(14, 4)

@@ -86,7 +86,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows in --help the defaults that are not None, False or empty."""
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        is_empty = action.default is None or action.default is False or action.default == []  # 0 is a default to show
+        return action.help if is_empty else super()._get_help_string(action)
 
 
 def number(kind: type, rule: str, allowed: Callable):
@@ -125,12 +126,15 @@ def has_colours(stream) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def progress_bar(total: int, description: str, delay: float = 0.0):
-    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n)."""
+def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
+    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n).
+
+    unit: of total and n, as it follows a number: "B" for bytes, " tokens", " steps".
+    """
     from tqdm import tqdm
 
-    options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
-    return tqdm(total=total, desc=description, delay=delay, **options)
+    options = {"unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
+    return tqdm(total=total, desc=description, unit=unit, delay=delay, **options)
 
 
 class Stopwatch:

@@ -206,7 +206,7 @@ class Trainer:
         the state file has been written.
         """
         every, losses, saved = max(1, self.steps // REPORTS), [], time.monotonic()
-        with deferred_signals() as signals, progress_bar(self.steps, "training") as bar:
+        with deferred_signals() as signals, progress_bar(self.steps, "training", " steps") as bar:
             bar.update(self.step)
             while self.step < self.steps and not signals:
                 losses.append(self.take_step(loss(self.step)))

@@ -192,7 +192,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
     """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
     file = SampleFile(path, engine.model)
     done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
-    with closing(file), progress_bar(tokens, path.name) as bar:
+    with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
         bar.update(file.tokens)
         while file.tokens < tokens:
             while len(engine.waiting) < len(engine.rows) // 4:

@@ -30,6 +30,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def check_is_file(path: Path):
+    """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file")
+
+
 def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
     """Run a command's main() and exit the process. A UserError or Ctrl-C prints no traceback.
 

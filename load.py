@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
-from cli import Stopwatch, UserError, first_line, keep_freed_memory, number, print_status
+from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
 from linear import Quantization, quantize_model
@@ -362,6 +362,7 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
     try:
+        check_is_file(path)
         ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None

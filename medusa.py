@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint import safetensors_header
-from cli import UserError
+from cli import UserError, check_is_file
 from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
 from linear import pack_int8
 from model import Transformer
@@ -111,8 +111,7 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
 def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     """Read a file of heads. UserError if it does not hold heads for this model, which is called `name`."""
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
-    if path.exists() and not path.is_file():  # reading a pipe might never end
-        raise UserError(f"{path} is not a file")
+    check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         about = read_about(file.metadata() or {})

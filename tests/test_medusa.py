@@ -122,6 +122,7 @@ def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypat
         ("", "holds heads for SmolLM2"),
         (f":{path}", "is truncated"),
         (":nowhere", "nowhere is missing"),
+        (f":{tmp_path}", f"{tmp_path} is not a regular file"),
     ):
         with pytest.raises((UserError, SystemExit)) as end:
             main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", "--draft", "medusa" + name)

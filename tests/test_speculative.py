@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,7 +22,7 @@ from cli import UserError
 from draft_model import DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, warm_up
+from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, read_lookup_text, warm_up
 from medusa import MedusaDraft, make_heads, read_heads
 from quantize import quantize_checkpoint
 from report import compile_counts
@@ -600,6 +601,21 @@ def test_what_is_refused(tiny, tmp_path, capsys, monkeypatch, arguments, said):
     with pytest.raises((UserError, SystemExit)) as end:
         main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", *arguments)
     assert said in str(end.value) + capsys.readouterr().err
+
+
+def test_lookup_reads_only_regular_files(tmp_path):
+    """Reading a pipe would wait for its writer, and reading a device might never end."""
+    os.mkfifo(tmp_path / "pipe")
+    tokenizer = SimpleNamespace(vocabulary={"a": 0}, encode=lambda text, add_bos: [0] * len(text))
+    checkpoint = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=1))
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(UserError, match=f"^{path} is not a regular file$"):
+            read_lookup_text(str(path), checkpoint)
+    with pytest.raises(UserError, match="missing cannot be read: .*No such file"):
+        read_lookup_text(str(tmp_path / "missing"), checkpoint)
+    (tmp_path / "text").write_text("aaa")
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    assert read_lookup_text(str(tmp_path / "link"), checkpoint) == [0, 0, 0]
 
 
 @pytest.mark.slow

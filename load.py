@@ -55,8 +55,9 @@ def add_model_options(parser: argparse.ArgumentParser):
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
     add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
     kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
-    kinds += " file, too; medusa or medusa:FILE: heads that were trained for the model; int4-self: the model itself in "
-    kinds += "4 bits (--draft_checkpoint_path may name that copy). Repeat it for several drafts"
+    heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
+    kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
+    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated"
     add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)

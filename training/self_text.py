@@ -29,7 +29,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, progress_bar, run_command
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    keep_freed_memory,
+    number,
+    print_status,
+    progress_bar,
+    run_command,
+)
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model
@@ -219,13 +228,15 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
 
 def main():
     positive = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint_path", help="as for generate.py; a 4-bit version is fastest")
+    parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
+    source = "as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct"
+    parser.add_argument("--checkpoint_path", help=source)
     parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to go on with")
     parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
     parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
     parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")
-    parser.add_argument("--seed", type=number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31), default=0)
+    seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
+    parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampled answers")
     args = parser.parse_args()
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)

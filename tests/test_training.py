@@ -105,6 +105,25 @@ def test_text_is_the_same_after_an_interruption(tmp_path, write_text):
     assert len({tuple(sample["new"]) for sample in whole.values()}) > 0.5 * len(whole)
 
 
+def test_a_file_with_other_prompts_is_refused(tmp_path, chat_checkpoint, write_text):
+    """And stays as it is. Its seed may be another, or the packages that the prompts come from."""
+    path = tmp_path / "text.jsonl"
+    samples = write_text(path, 90)
+    assert any(index % 2 for index in samples) and not all(index % 2 for index in samples)
+    written, prompts = path.read_bytes(), self_text.Prompts(chat_checkpoint, 5, 6)
+    prompts.check_samples(list(samples.values()), path)
+    prompts.seed = 6
+    reasons = "another seed, or other Python packages were installed"
+    with pytest.raises(UserError, match=reasons):
+        self_text.write_samples(Engine(load_model(chat_checkpoint), 1, 64), None, prompts, path, 200)
+    assert path.read_bytes() == written
+    prompts.seed = 5
+    prompts.seeds.words = prompts.seeds.words[1:]
+    prompts.seeds.passages = prompts.seeds.passages[1:]
+    with pytest.raises(UserError, match=reasons):
+        prompts.check_samples(list(samples.values()), path)
+
+
 def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, write_text):
     """A greedy token is the likeliest by its state, also behind the place where a second run went on with the text."""
     path = tmp_path / "text.jsonl"

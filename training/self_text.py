@@ -50,6 +50,7 @@ from tokenizer import ChatTemplate, Tokenizer
 FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
+COMPARED = 100  # samples of an existing file whose prompts are compared with those that the seed gives now
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
 Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
 I am|I have|I need|Is it|Do you|Please||"""
@@ -108,6 +109,14 @@ class Prompts:
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
         return self.answer(index, chance.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
+
+    def check_samples(self, samples: list[dict], path: Path):
+        """UserError if the first samples of a file do not have these prompts. A prompt with a question that the model
+        asked itself (an odd index) cannot be compared."""
+        for sample in samples[:COMPARED]:
+            if sample["index"] % 2 == 0 and sample["prompt"] != self.first(sample["index"])[0].prompt:
+                why = "another seed, or other Python packages were installed when it was written"
+                raise UserError(f"{path} has other prompts than --seed {self.seed} gives: {why}; take another --out")
 
     def answer(self, index: int, question: str) -> Request:
         return self.request(index, self.template.encode([{"role": "user", "content": question}]))
@@ -202,6 +211,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
     file = SampleFile(path, engine.model)
     done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
     with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
+        prompts.check_samples(file.samples, path)
         bar.update(file.tokens)
         while file.tokens < tokens:
             while len(engine.waiting) < len(engine.rows) // 4:

@@ -92,8 +92,14 @@ class ModelDraft:
 
     is_free = False
 
-    def __init__(self, draft: Transformer, shares_caches: bool, vocabulary: DraftVocabulary | None = None):
-        self.draft, self.shares_caches, self.vocabulary = draft, shares_caches, vocabulary
+    def __init__(
+        self,
+        draft: Transformer,
+        shares_caches: bool,
+        vocabulary: DraftVocabulary | None = None,
+        name: str = "draft model",
+    ):
+        self.draft, self.shares_caches, self.vocabulary, self.name = draft, shares_caches, vocabulary, name
         self.weight_bytes = weight_bytes(draft, 1)
         if vocabulary is not None:
             head = draft.embedding if draft.output is None else draft.output

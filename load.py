@@ -326,7 +326,7 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
     kinds, drafts = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}, []
     file = read_heads_file(kinds, checkpoint, model)
     if kinds.keys() & {"prompt-lookup", "lookup"}:
-        drafts.append(RetrievalDraft(texts))
+        drafts.append(RetrievalDraft(texts, lookup_name(args.draft)))
     if "medusa" in kinds:
         drafts.append(MedusaDraft(with_kernels(make_heads(file, model))))
     if "int4-self" in kinds or args.draft_checkpoint_path:
@@ -335,8 +335,15 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
         if file is not None:
             ids = file.vocabulary[file.vocabulary < draft.config.vocab_size]
             vocabulary = with_kernels(DraftVocabulary(ids, output_vectors(model if shares_caches else draft, ids)))
-        drafts.append(ModelDraft(draft, shares_caches, vocabulary))
+        name = "int4-self" if shares_caches else Path(args.draft_checkpoint_path).resolve().name
+        drafts.append(ModelDraft(draft, shares_caches, vocabulary, name))
     return drafts
+
+
+def lookup_name(kinds: list[str]) -> str:
+    """The name of the one draft that all prompt-lookup and lookup:FILE are, for example prompt-lookup+lookup:a.txt."""
+    parts = (kind.partition(":") for kind in kinds if "lookup" in kind.partition(":")[0])
+    return "+".join(kind + colon + Path(path).name for kind, colon, path in parts)
 
 
 def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer):

@@ -164,6 +164,7 @@ class MedusaDraft:
     A row's first step is plain: the hidden states of prompts are not kept.
     """
 
+    name = "medusa"
     is_free = False
 
     def __init__(self, heads: MedusaHeads):

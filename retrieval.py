@@ -155,7 +155,8 @@ class RetrievalDraft:
 
     is_free = True
 
-    def __init__(self, texts: list[list[int]] = ()):
+    def __init__(self, texts: list[list[int]] = (), name: str = "prompt-lookup"):
+        self.name = name
         self.texts = [TextIndex(tokens) for tokens in texts]
         self.calibrations = [Calibration() for _ in range(1 + len(texts))]  # of the rows' own tokens, and of each text
         self.rows: dict[int, RowIndex] = {}

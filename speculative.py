@@ -24,6 +24,7 @@ and v while it runs.
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -120,8 +121,8 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #                            number of filled cache positions of each row
 #   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
-# and `is_free`: whether proposing takes next to no time, and its proposals have `chances`. Then the proposal is made
-# first, and decides whether it is used.
+# and `name`, what the report calls it, and `is_free`: whether proposing takes next to no time, and its proposals have
+# `chances`. Then the proposal is made first, and decides whether it is used.
 
 
 @dataclass
@@ -302,18 +303,27 @@ class Report:
     target_s: float = 0.0  # of the target model's passes, those of plain steps included
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their place in the proposal
     judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
+    # By the draft's name: "steps" that verified its proposals, "proposed_tokens", "accepted_tokens", and "seconds" in
+    # which it proposed, also what was not used then
+    drafts: dict[str, Counter] = field(default_factory=dict)
 
-    def add(self, accepted: list[int], lengths: list[int]):
-        """Count a step. accepted, lengths: how many tokens each row accepted, and how many were proposed to it."""
+    def count(self, draft: str, **counts):
+        """Add to the counts of the draft with this name."""
+        self.drafts.setdefault(draft, Counter()).update(counts)
+
+    def add(self, draft: str, accepted: list[int], lengths: list[int]):
+        """Count a step. accepted, lengths: how many tokens each row accepted, and how many the draft proposed to it."""
         self.steps += 1
         self.proposed += sum(lengths)
+        self.count(draft, steps=1, proposed_tokens=sum(lengths), accepted_tokens=sum(accepted))
         for n, length in zip(accepted, lengths):
             for place in range(min(n + 1, length)):
                 self.accepted[place] += place < n
                 self.judged[place] += 1
 
     def numbers(self, decode_s: float) -> dict:
-        """The fields of --json: means per proposal, acceptance rates by place, shares of decode_s seconds."""
+        """The fields of --json (docs/speculation.md): means per proposal, acceptance rates by place, shares of decode_s
+        seconds, and the counts of each draft."""
         proposals = max(1, self.judged[0])  # the first token of each proposal is always judged
         shares = {"draft": self.draft_s / decode_s, "verify": self.target_s / decode_s} if decode_s else {}
         speculation = {
@@ -322,6 +332,12 @@ class Report:
             "mean_proposed_tokens": self.proposed / proposals,
             "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.judged) if b],
             "share_of_time": shares and shares | {"rest": 1 - sum(shares.values())},
+            "drafts": [
+                {"name": name}
+                | {key: counts[key] for key in ("steps", "proposed_tokens", "accepted_tokens")}
+                | {"share_of_time": counts["seconds"] / decode_s if decode_s else None}
+                for name, counts in self.drafts.items()
+            ],
         }
         return {"mean_accepted_tokens": sum(self.accepted) / proposals, "speculation": speculation}
 
@@ -338,6 +354,8 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k, self.automatic = drafts, k, automatic
         self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
+        for draft in drafts:
+            self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
     def begin(self, engine):
         self.engine, self.model, self.steps = engine, engine.model, engine.steps
@@ -360,7 +378,6 @@ class Speculation:
             self._rehearse(batch)
         start = time.perf_counter() - timing.prefill_s
         index, proposal = self._propose(batch)
-        synchronize(self.model.device)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
         tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._nothing(batch))
@@ -380,21 +397,30 @@ class Speculation:
         if self.rehearsing:  # _rehearse has run every draft; accepted tokens could end the request before it has all
             return 0, None
         if not self.automatic:
-            proposals = ((i, draft.propose(batch, self.k)) for i, draft in enumerate(self.drafts))
+            proposals = ((i, self._ask(i, batch, self.k)) for i in range(len(self.drafts)))
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
             gains, choices = None, draft.choices(self.k)
             if draft.is_free:
-                proposals[i] = draft.propose(batch, self.k)
+                proposals[i] = self._ask(i, batch, self.k)
                 gains = proposals[i] and proposals[i].expected_accepted()
                 choices = [] if gains is None else [k for k in choices if k <= len(gains)]
             options.append((choices, gains))
         index, k = self._agree(self.controller.choose(len(batch.rows), options))
         if k == 0:
             return index, None
-        proposal = proposals[index] if index in proposals else self.drafts[index].propose(batch, k)
+        proposal = proposals[index] if index in proposals else self._ask(index, batch, k)
         return index, proposal and proposal.cut(k)
+
+    def _ask(self, index: int, batch: Batch, k: int) -> Proposal | None:
+        """The proposal of a draft. The report counts its time, without that of reading prompts."""
+        draft, timing = self.drafts[index], self.engine.timing
+        start = time.perf_counter() - timing.prefill_s
+        proposal = draft.propose(batch, k)
+        synchronize(self.model.device)
+        self.report.count(draft.name, seconds=time.perf_counter() - timing.prefill_s - start)
+        return proposal
 
     def _most(self) -> int:
         """The largest number of tokens that any draft proposes."""
@@ -419,7 +445,7 @@ class Speculation:
             self.report.plain_steps += 1
             return self.controller.update(index, 0, draft_s, target_s, accepted)
         lengths, k = proposal.lengths.tolist()[: len(rows)], proposal.drafted.shape[1]
-        self.report.add(accepted, lengths)
+        self.report.add(self.drafts[index].name, accepted, lengths)
         if any(lengths):  # a draft model that still reads the prompts proposes nothing
             self.controller.update(index, k, draft_s, target_s, accepted)
         weights, kv = self.drafts[index].bytes_read(k, [len(row.tokens) for row in rows])

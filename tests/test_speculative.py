@@ -22,7 +22,7 @@ from cli import UserError
 from draft_model import DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, read_lookup_text, warm_up
+from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, lookup_name, read_lookup_text, warm_up
 from medusa import MedusaDraft, make_heads, read_heads
 from quantize import quantize_checkpoint
 from report import compile_counts
@@ -495,13 +495,19 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
 
 def test_the_report_counts_places():
     report = Report()
-    report.add([2, 0, 1], [3, 3, 1])
-    report.add([0, 2], [0, 2])  # nothing was proposed for the first row
+    report.add("a", [2, 0, 1], [3, 3, 1])
+    report.add("b", [0, 2], [0, 2])  # nothing was proposed for the first row
+    report.count("b", seconds=0.5)
     assert report.accepted[:4] == [3, 2, 0, 0] and report.judged[:4] == [4, 2, 1, 0]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
     assert numbers["speculation"]["mean_proposed_tokens"] == 9 / 4
     assert numbers["speculation"]["acceptance_by_place"] == [3 / 4, 1.0, 0.0]
+    assert numbers["speculation"]["drafts"] == [
+        {"name": "a", "steps": 1, "proposed_tokens": 7, "accepted_tokens": 3, "share_of_time": 0.0},
+        {"name": "b", "steps": 1, "proposed_tokens": 2, "accepted_tokens": 2, "share_of_time": 0.25},
+    ]
+    assert report.numbers(0)["speculation"]["drafts"][1]["share_of_time"] is None
 
 
 # ---------------------------------------------------------------- compiled
@@ -567,6 +573,30 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
         result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
     )  # limited by the room in the cache
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
+
+
+def test_each_draft_is_reported(tiny, capsys, monkeypatch):
+    """By the name that the user gave it, also if it never proposed."""
+    ours = tiny("qwen3-gqa")[2]
+    args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7,8,5,6,7,8", "--max_new_tokens", 30, "--dtype", "float32"]
+    args += ["--json", "--temperature", 0, "--draft", "prompt-lookup"]
+    for more, name in ((["--draft", "int4-self"], "int4-self"), (["--draft_checkpoint_path", ours], ours.name)):
+        for k in (4, "auto"):
+            result, err = main(capsys, monkeypatch, *args, *more, "--speculate_k", k)
+            about = result["speculation"]
+            lookup, model = about["drafts"]
+            assert (lookup["name"], model["name"]) == ("prompt-lookup", name)
+            assert lookup["steps"] + model["steps"] == about["steps"]
+            assert 0 < lookup["share_of_time"] + model["share_of_time"] <= about["share_of_time"]["draft"]
+            assert f"\n  {name}: {model['steps']} steps, {model['accepted_tokens']} of " in err
+            for draft in (lookup, model):
+                assert 0 <= draft["accepted_tokens"] <= draft["proposed_tokens"] and draft["share_of_time"] >= 0
+            assert k == "auto" or (model["steps"] > 0 and model["accepted_tokens"] > 0)
+    result, err = main(capsys, monkeypatch, *args)
+    [lookup] = result["speculation"]["drafts"]
+    assert lookup["steps"] == result["speculation"]["steps"] and "  prompt-lookup: " not in err
+    kinds = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
+    assert lookup_name(kinds) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) 
     total = total_weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
     # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
     memory = HugePages(total) if torch.device(device).type == "cpu" and quantization is None else None
-    with progress_bar(total, f"loading {directory.name}", delay=2) as bar:
+    with progress_bar(total, f"loading {directory.name}", "B", delay=2) as bar:
         for name, part in parts.items():
             new_dtype = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
             copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(new_dtype))  # noqa: B023

@@ -30,6 +30,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def check_is_file(path: Path):
+    """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file")
+
+
 def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
     """Run a command's main() and exit the process. A UserError or Ctrl-C prints no traceback.
 
@@ -86,7 +92,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows in --help the defaults that are not None, False or empty."""
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        is_empty = action.default is None or action.default is False or action.default == []  # 0 is a default to show
+        return action.help if is_empty else super()._get_help_string(action)
 
 
 def number(kind: type, rule: str, allowed: Callable):
@@ -125,12 +132,15 @@ def has_colours(stream) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def progress_bar(total: int, description: str, delay: float = 0.0):
-    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n)."""
+def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
+    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n).
+
+    unit: of total and n, as it follows a number: "B" for bytes, " tokens", " steps".
+    """
     from tqdm import tqdm
 
-    options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
-    return tqdm(total=total, desc=description, delay=delay, **options)
+    options = {"unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
+    return tqdm(total=total, desc=description, unit=unit, delay=delay, **options)
 
 
 class Stopwatch:

@@ -103,7 +103,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
     total = total_weight_bytes(source.config, dtype, source.quantization)
     stacks: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     missing = dict.fromkeys(places)
-    with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}") as bar:
+    with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}", "B") as bar:
         for name, tensor in source.tensors():
             if name not in places and source.unneeded(name):
                 continue

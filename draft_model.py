@@ -92,8 +92,14 @@ class ModelDraft:
 
     is_free = False
 
-    def __init__(self, draft: Transformer, shares_caches: bool, vocabulary: DraftVocabulary | None = None):
-        self.draft, self.shares_caches, self.vocabulary = draft, shares_caches, vocabulary
+    def __init__(
+        self,
+        draft: Transformer,
+        shares_caches: bool,
+        vocabulary: DraftVocabulary | None = None,
+        name: str = "draft model",
+    ):
+        self.draft, self.shares_caches, self.vocabulary, self.name = draft, shares_caches, vocabulary, name
         self.weight_bytes = weight_bytes(draft, 1)
         if vocabulary is not None:
             head = draft.embedding if draft.output is None else draft.output
@@ -190,11 +196,11 @@ class ModelDraft:
         self.engine.timing.prefill_s += seconds
         self.engine.timing.decode_s -= seconds
 
-    def lengths(self, k: int) -> list[int]:
+    def choices(self, k: int) -> list[int]:
         return list(range(1, min(k, AUTO_K) + 1))
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
-        return k * self.weight_bytes, k * kv_bytes(self.draft, lengths)
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
+        return k * self.weight_bytes, k * kv_bytes(self.draft, positions)
 
 
 def share_caches(model: Transformer, draft: Transformer):

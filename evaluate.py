@@ -114,7 +114,7 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     rows = DECODED_WINDOWS if path == "decode" else 1
     for model in models:
         model.setup_caches(rows, length)
-    with progress_bar(len(ids), "evaluating", delay=2) as bar:
+    with progress_bar(len(ids), "evaluating", " tokens", delay=2) as bar:
         for start in range(0, len(all_windows), rows):
             for window_scores in scores(models, all_windows[start : start + rows], path):
                 results.append(window_scores)

@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):
         engine = Engine(self.model, min(self.batch_size, len(requests)), max(map(length, requests)))
         for request in sorted(requests, key=length, reverse=True):
             engine.add(request)
-        with progress_bar(sum(map(length, requests)), what, delay=2) as bar:
+        with progress_bar(sum(map(length, requests)), what, " tokens", delay=2) as bar:
             while engine.active:
                 for request in engine.step():
                     if request.finish_reason == "error":

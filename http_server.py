@@ -83,6 +83,7 @@ class News(NamedTuple):
     waiting: int = 0  # requests
     active: int = 0  # rows that have a request
     prefill_tokens: int = 0  # prompt tokens that were read so far
+    drafts: dict = {}  # with speculation: the counts of each draft so far, as in speculative.Report
 
 
 def run_http(settings: Settings, listener: socket.socket, connection):
@@ -245,6 +246,7 @@ class EngineClient:
         self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, news.step_s)
         if self.state != "starting":
             self.metrics.note_step(news.step_s, news.waiting, news.active, news.prefill_tokens)
+            self.metrics.note_drafts(news.drafts)
         self.state = news.state
         for event in news.events:
             if running := self.running.get(event.key):

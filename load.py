@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
-from cli import Stopwatch, UserError, first_line, keep_freed_memory, number, print_status
+from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
 from linear import Quantization, quantize_model
@@ -55,8 +55,9 @@ def add_model_options(parser: argparse.ArgumentParser):
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
     add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
     kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
-    kinds += " file, too; medusa or medusa:FILE: heads that were trained for the model; int4-self: the model itself in "
-    kinds += "4 bits (--draft_checkpoint_path may name that copy). Repeat it for several drafts"
+    heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
+    kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
+    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated"
     add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)
@@ -325,7 +326,7 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
     kinds, drafts = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}, []
     file = read_heads_file(kinds, checkpoint, model)
     if kinds.keys() & {"prompt-lookup", "lookup"}:
-        drafts.append(RetrievalDraft(texts))
+        drafts.append(RetrievalDraft(texts, lookup_name(args.draft)))
     if "medusa" in kinds:
         drafts.append(MedusaDraft(with_kernels(make_heads(file, model))))
     if "int4-self" in kinds or args.draft_checkpoint_path:
@@ -334,8 +335,15 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
         if file is not None:
             ids = file.vocabulary[file.vocabulary < draft.config.vocab_size]
             vocabulary = with_kernels(DraftVocabulary(ids, output_vectors(model if shares_caches else draft, ids)))
-        drafts.append(ModelDraft(draft, shares_caches, vocabulary))
+        name = "int4-self" if shares_caches else Path(args.draft_checkpoint_path).resolve().name
+        drafts.append(ModelDraft(draft, shares_caches, vocabulary, name))
     return drafts
+
+
+def lookup_name(kinds: list[str]) -> str:
+    """The name of the one draft that all prompt-lookup and lookup:FILE are, for example prompt-lookup+lookup:a.txt."""
+    parts = (kind.partition(":") for kind in kinds if "lookup" in kind.partition(":")[0])
+    return "+".join(kind + colon + Path(path).name for kind, colon, path in parts)
 
 
 def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer):
@@ -362,6 +370,7 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
     try:
+        check_is_file(path)
         ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None

@@ -32,12 +32,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint import safetensors_header
-from cli import UserError
+from cli import UserError, check_is_file
 from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
 from linear import pack_int8
 from model import Transformer
 from sampling import Sampling, sample
-from speculative import Batch, Proposal, full_lengths
+from speculative import Batch, Proposal, full_width_choices
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
@@ -111,8 +111,7 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
 def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     """Read a file of heads. UserError if it does not hold heads for this model, which is called `name`."""
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
-    if path.exists() and not path.is_file():  # reading a pipe might never end
-        raise UserError(f"{path} is not a file")
+    check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         about = read_about(file.metadata() or {})
@@ -165,6 +164,7 @@ class MedusaDraft:
     A row's first step is plain: the hidden states of prompts are not kept.
     """
 
+    name = "medusa"
     is_free = False
 
     def __init__(self, heads: MedusaHeads):
@@ -205,10 +205,10 @@ class MedusaDraft:
         room = (self.engine.length - 1 - position).clamp(max=k)  # within the cache row
         return Proposal(drafted.clone(), torch.where(torch.tensor(is_ready, device=room.device), room, 0))
 
-    def lengths(self, k: int) -> list[int]:
-        return full_lengths(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
+    def choices(self, k: int) -> list[int]:
+        return full_width_choices(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, 0.0
 
 

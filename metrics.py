@@ -44,6 +44,10 @@ class Metrics:
         self.per_token = histogram("time_per_token", "Of a request's later tokens, on average", steps)
         self.step = histogram("step", "A step of the engine", steps)
         self.prefilled = 0
+        texts = {"steps": "Steps that verified its proposals", "proposed_tokens": "Tokens that it proposed"}
+        texts |= {"accepted_tokens": "Its tokens that were accepted", "seconds": "The time in which it proposed"}
+        self.of_drafts = {key: counter(f"draft_{key}", text, "draft") for key, text in texts.items()}
+        self.drafts = {}
 
     def show(self, name: str, text: str, value: Callable[[], float]):
         """A number that is looked up when somebody asks."""
@@ -59,6 +63,14 @@ class Metrics:
         self.active.set(active)
         self.read.inc(max(0, prefilled - self.prefilled))
         self.prefilled = prefilled
+
+    def note_drafts(self, drafts: dict[str, dict[str, float]]):
+        """drafts: speculative.Report.drafts so far."""
+        for name, counts in drafts.items():
+            label, before = name.encode(errors="replace").decode(), self.drafts.get(name, {})
+            for key, metric in self.of_drafts.items():
+                metric.labels(label).inc(counts.get(key, 0) - before.get(key, 0))
+        self.drafts = drafts
 
     def note_event(self, running: Running, event: Event):
         now = time.perf_counter()

@@ -170,7 +170,7 @@ def quantize_checkpoint(
     if quantization.mode == "int4-gptq":
         gptq_packed = run_gptq(source, quantization.groupsize, formats, calibration_file)
     kept = []
-    with ck.Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}") as bar:
+    with ck.Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
         for name, path in files.items():
             tensor = ck.read_tensor(path, name)
             bar.update(tensor.nbytes)

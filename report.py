@@ -207,6 +207,7 @@ def print_report(result: dict, timing: Timing):
         line = f"speculation: {about['steps']} steps with {about['mean_proposed_tokens']:.1f} proposed tokens per row, "
         line += f"{result['mean_accepted_tokens']:.1f} of them accepted (by position: {accepted}); "
         lines.append(line + f"{about['plain_steps']} steps without a proposal" + f"; {shares}" * bool(shares))
+        lines += map(draft_text, about["drafts"] if len(about["drafts"]) > 1 else ())
     if "ranks" in result:
         line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
         if (share := result["communication_share"]) is not None:  # may be above 1, where ranks share cores
@@ -215,6 +216,12 @@ def print_report(result: dict, timing: Timing):
         lines.append(line)
     line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {result['recompiles']} recompiles, "
     print("\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"]), file=sys.stderr)
+
+
+def draft_text(draft: dict) -> str:
+    line = f"  {draft['name']}: {draft['steps']} steps, {draft['accepted_tokens']} of {draft['proposed_tokens']} "
+    share = draft["share_of_time"]
+    return line + "proposed tokens accepted" + ("" if share is None else f"; proposing took {share:.1%} of the time")
 
 
 def threads_text(used: dict[str, dict[int, int]]) -> str:

@@ -15,7 +15,7 @@ from operator import mul
 
 import torch
 
-from speculative import MAX_K, Proposal, full_lengths
+from speculative import MAX_K, Proposal, full_width_choices
 
 MAX_PLACES = 32  # occurrences of the last two tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place; at least two have to match
@@ -155,7 +155,8 @@ class RetrievalDraft:
 
     is_free = True
 
-    def __init__(self, texts: list[list[int]] = ()):
+    def __init__(self, texts: list[list[int]] = (), name: str = "prompt-lookup"):
+        self.name = name
         self.texts = [TextIndex(tokens) for tokens in texts]
         self.calibrations = [Calibration() for _ in range(1 + len(texts))]  # of the rows' own tokens, and of each text
         self.rows: dict[int, RowIndex] = {}
@@ -198,8 +199,8 @@ class RetrievalDraft:
         n = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), n)  # ids that only pad the table
         return tokens[:n], chances[:n]
 
-    def lengths(self, k: int) -> list[int]:
-        return full_lengths(k)
+    def choices(self, k: int) -> list[int]:
+        return full_width_choices(k)
 
-    def bytes_read(self, k: int, lengths: list[int]) -> tuple[float, float]:
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return 0.0, 0.0

@@ -239,7 +239,8 @@ def run_engine(engine: Engine, tokenizer: Tokenizer, connection, ending: Ending,
                 del jobs[job.key]
         state = "ready" if deadline is None else "draining" if now <= deadline else "ended"
         step_s = seconds if busy else 0.0
-        connection.send(News(state, events, step_s, len(jobs) - active, active, engine.timing.prefill_tokens))
+        drafts = engine.speculation.report.drafts if engine.speculation is not None else {}
+        connection.send(News(state, events, step_s, len(jobs) - active, active, engine.timing.prefill_tokens, drafts))
         if state == "ended" and now > deadline + HTTP_END_S:
             return  # the other process hangs
         for job in jobs.values():  # of several prompts, the first one tells how long all have been waiting

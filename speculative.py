@@ -24,6 +24,7 @@ and v while it runs.
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -116,12 +117,12 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
 #   accepted(row, tokens)    the row has these new tokens after a step; the last one is the target model's own
 #   remove(row)              the request in this cache row has ended
-#   bytes_read(k, lengths)   returns the bytes of weights and of KV cache that drafting k tokens reads, for rows with
-#                            these numbers of tokens
-#   lengths(k)               returns the numbers of tokens, up to k, that are worth choosing from
+#   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
+#                            number of filled cache positions of each row
+#   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
-# and `is_free`: whether proposing takes next to no time, and its proposals have `chances`. Then the proposal is made
-# first, and decides whether it is used.
+# and `name`, what the report calls it, and `is_free`: whether proposing takes next to no time, and its proposals have
+# `chances`. Then the proposal is made first, and decides whether it is used.
 
 
 @dataclass
@@ -179,7 +180,7 @@ def width_of(k: int) -> int:
     return next(width for width in WIDTHS if width > k)
 
 
-def full_lengths(k: int) -> list[int]:
+def full_width_choices(k: int) -> list[int]:
     """The numbers of tokens up to k that fill one of WIDTHS, and k: a pass over fewer tokens would cost as much."""
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
@@ -260,9 +261,9 @@ class Controller:
         if self.steps < FIRST_PLAIN_STEPS:
             return 0, 0
         best, choice = rows / self.plain_s * self.plain_bonus, (0, 0)
-        for draft, (lengths, gains) in enumerate(options):
+        for draft, (choices, gains) in enumerate(options):
             a = self.acceptance[draft].rate
-            for k in reversed(lengths):
+            for k in reversed(choices):
                 seconds = self.pass_s.of(width_of(k)) or self.plain_s
                 if gains is not None:
                     rate = (rows + gains[k - 1]) / seconds
@@ -302,18 +303,27 @@ class Report:
     target_s: float = 0.0  # of the target model's passes, those of plain steps included
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their place in the proposal
     judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
+    # By the draft's name: "steps" that verified its proposals, "proposed_tokens", "accepted_tokens", and "seconds" in
+    # which it proposed, also what was not used then
+    drafts: dict[str, Counter] = field(default_factory=dict)
 
-    def add(self, accepted: list[int], lengths: list[int]):
-        """Count a step. accepted, lengths: how many tokens each row accepted, and how many were proposed to it."""
+    def count(self, draft: str, **counts):
+        """Add to the counts of the draft with this name."""
+        self.drafts.setdefault(draft, Counter()).update(counts)
+
+    def add(self, draft: str, accepted: list[int], lengths: list[int]):
+        """Count a step. accepted, lengths: how many tokens each row accepted, and how many the draft proposed to it."""
         self.steps += 1
         self.proposed += sum(lengths)
+        self.count(draft, steps=1, proposed_tokens=sum(lengths), accepted_tokens=sum(accepted))
         for n, length in zip(accepted, lengths):
             for place in range(min(n + 1, length)):
                 self.accepted[place] += place < n
                 self.judged[place] += 1
 
     def numbers(self, decode_s: float) -> dict:
-        """The fields of --json: means per proposal, acceptance rates by place, shares of decode_s seconds."""
+        """The fields of --json (docs/speculation.md): means per proposal, acceptance rates by place, shares of decode_s
+        seconds, and the counts of each draft."""
         proposals = max(1, self.judged[0])  # the first token of each proposal is always judged
         shares = {"draft": self.draft_s / decode_s, "verify": self.target_s / decode_s} if decode_s else {}
         speculation = {
@@ -322,6 +332,12 @@ class Report:
             "mean_proposed_tokens": self.proposed / proposals,
             "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.judged) if b],
             "share_of_time": shares and shares | {"rest": 1 - sum(shares.values())},
+            "drafts": [
+                {"name": name}
+                | {key: counts[key] for key in ("steps", "proposed_tokens", "accepted_tokens")}
+                | {"share_of_time": counts["seconds"] / decode_s if decode_s else None}
+                for name, counts in self.drafts.items()
+            ],
         }
         return {"mean_accepted_tokens": sum(self.accepted) / proposals, "speculation": speculation}
 
@@ -338,6 +354,8 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k, self.automatic = drafts, k, automatic
         self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
+        for draft in drafts:
+            self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
     def begin(self, engine):
         self.engine, self.model, self.steps = engine, engine.model, engine.steps
@@ -360,7 +378,6 @@ class Speculation:
             self._rehearse(batch)
         start = time.perf_counter() - timing.prefill_s
         index, proposal = self._propose(batch)
-        synchronize(self.model.device)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
         tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._nothing(batch))
@@ -384,12 +401,12 @@ class Speculation:
             return next((found for found in proposals if found[1] is not None), (0, None))
         options, proposals = [], {}
         for i, draft in enumerate(self.drafts):
-            gains, lengths = None, draft.lengths(self.k)
+            gains, choices = None, draft.choices(self.k)
             if draft.is_free:
                 proposals[i] = self._ask(i, batch, self.k)
                 gains = proposals[i] and proposals[i].expected_accepted()
-                lengths = [] if gains is None else [k for k in lengths if k <= len(gains)]
-            options.append((lengths, gains))
+                choices = [] if gains is None else [k for k in choices if k <= len(gains)]
+            options.append((choices, gains))
         index, k = self._agree(self.controller.choose(len(batch.rows), options))
         if k == 0:
             return index, None
@@ -397,18 +414,22 @@ class Speculation:
         return index, proposal and proposal.cut(k)
 
     def _ask(self, index: int, batch: Batch, k: int) -> Proposal | None:
-        """The proposal of a draft, with the number of threads that is fastest for it."""
-        if self.drafts[index].is_free:
-            return self.drafts[index].propose(batch, k)
-        with self._threads(f"draft {index} {k}", len(batch.rows)):
-            return self.drafts[index].propose(batch, k)
+        """The proposal of a draft. The report counts its time, without that of reading prompts."""
+        draft, timing = self.drafts[index], self.engine.timing
+        start = time.perf_counter() - timing.prefill_s
+        with nullcontext() if draft.is_free else self._threads(f"draft {index} {k}", len(batch.rows)):
+            proposal = draft.propose(batch, k)
+        synchronize(self.model.device)
+        self.report.count(draft.name, seconds=time.perf_counter() - timing.prefill_s - start)
+        return proposal
 
     def _threads(self, kind: str, rows: int):
+        """A context for a pass with the number of threads that is fastest for its kind, which ends with its size."""
         return self.engine.timing.threads.of(kind, rows, fixed=not self.model.max_kernel_tokens)
 
     def _most(self) -> int:
         """The largest number of tokens that any draft proposes."""
-        return max(k for draft in self.drafts for k in draft.lengths(self.k)) if self.automatic else self.k
+        return max(k for draft in self.drafts for k in draft.choices(self.k)) if self.automatic else self.k
 
     def _agree(self, choice: tuple[int, int]) -> tuple[int, int]:
         """Rank 0's choice: the other ranks have measured other times."""
@@ -429,7 +450,7 @@ class Speculation:
             self.report.plain_steps += 1
             return self.controller.update(index, 0, draft_s, target_s, accepted)
         lengths, k = proposal.lengths.tolist()[: len(rows)], proposal.drafted.shape[1]
-        self.report.add(accepted, lengths)
+        self.report.add(self.drafts[index].name, accepted, lengths)
         if any(lengths):  # a draft model that still reads the prompts proposes nothing
             self.controller.update(index, k, draft_s, target_s, accepted)
         weights, kv = self.drafts[index].bytes_read(k, [len(row.tokens) for row in rows])
@@ -451,7 +472,7 @@ class Speculation:
 
         The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
         """
-        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.lengths(self.k), self._most()}]
+        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.choices(self.k), self._most()}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
         most = self._most()
         for width in WIDTHS:

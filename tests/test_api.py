@@ -1,13 +1,16 @@
 """OpenAI's API as data: what requests are refused and by which name, and what is read of those that are not."""
 
+import asyncio
 import json
 import math
+import re
 
 import pytest
 from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 from api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
+from metrics import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +173,18 @@ def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):  # noq
     with pytest.raises(ApiError) as caught:
         model.chat({"messages": MESSAGES})
     assert str(checkpoints[None]) not in str(caught.value) and "template fails" in str(caught.value)
+
+
+def test_metrics_count_each_draft():
+    """They get the sums so far, and count what is new. A file name that is not UTF-8 is shown with question marks."""
+    metrics, name = Metrics(), "lookup:\udcff.txt"
+    for sums in ({"seconds": 0.25}, {"seconds": 0.5, "steps": 2, "proposed_tokens": 9, "accepted_tokens": 4}):
+        metrics.note_drafts({"medusa": sums, name: {}})
+
+    async def shown() -> str:
+        return metrics.text().decode()  # counts the tasks of the event loop, too
+
+    text = asyncio.run(shown())
+    found = dict(re.findall(r'^fastpath_draft_(\w+)_total{draft="medusa"} (\S+)$', text, re.M))
+    assert found == {"steps": "2.0", "proposed_tokens": "9.0", "accepted_tokens": "4.0", "seconds": "0.5"}
+    assert 'fastpath_draft_steps_total{draft="lookup:?.txt"} 0.0' in text

@@ -24,7 +24,7 @@ from test_generate import main
 
 import chat
 from chat import Session
-from cli import Stopwatch, UserError, has_colours
+from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import load_model
@@ -279,6 +279,23 @@ def test_stopwatch(capsys):
     with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "thinking ...\n", "no time is printed for what was not finished"
+
+
+def test_a_progress_bar_counts_in_its_unit(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar(2000, "reading", " tokens") as bar:
+        bar.update(2000)
+        bar.refresh()
+    assert "2.00k/2.00k" in terminal.getvalue() and " tokens/s" in terminal.getvalue()
+
+
+def test_help_shows_each_default_that_is_a_value():
+    parser = ArgumentParser(formatter_class=HelpFormatter)
+    for name, default in (("a", 0), ("b", 0.0), ("c", None), ("d", []), ("e", False), ("f", "text")):
+        parser.add_argument(f"--{name}", default=default, help="help")
+    assert re.findall(r"--(\w) .*default: (\S+)\)", parser.format_help()) == [("a", "0"), ("b", "0.0"), ("f", "text")]
 
 
 def test_colours_are_for_terminals_that_want_them(monkeypatch):

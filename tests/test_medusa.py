@@ -122,6 +122,7 @@ def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypat
         ("", "holds heads for SmolLM2"),
         (f":{path}", "is truncated"),
         (":nowhere", "nowhere is missing"),
+        (f":{tmp_path}", f"{tmp_path} is not a regular file"),
     ):
         with pytest.raises((UserError, SystemExit)) as end:
             main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", "--draft", "medusa" + name)
@@ -256,6 +257,6 @@ def test_rows_without_a_hidden_state_wait(tiny, tiny_model):
     engine = Engine(model, 2, 20, speculation=speculation)
     generate(engine, [Request([5, 6, 7], GREEDY, 9)])
     assert speculation.report.plain_steps == 1 and not draft.ready
-    assert draft.lengths(8) == [1, 3] and draft.lengths(2) == [1, 2] and draft.lengths(1) == [1]
+    assert draft.choices(8) == [1, 3] and draft.choices(2) == [1, 2] and draft.choices(1) == [1]
     generate(engine, [Request([5, 6, 7, 8], GREEDY, 99) for _ in range(3)])  # to the end of the rows
     assert max(len(row.tokens) for row in engine.rows) == 20

@@ -80,9 +80,10 @@ def commands() -> list[str]:
 
 
 def offered_options(program: str, capsys, monkeypatch) -> set[str]:
-    """The options of a program: from its --help, or of a benchmark, which would be slow to import, from the sources."""
+    """The options of a program: from its --help, or if it would be slow to import, from the sources."""
     if "/" in program:
-        sources = [(ROOT / path).read_text(encoding="utf-8") for path in (program, "benchmarks/measure.py")]
+        files = (program, "benchmarks/measure.py", "training/common.py")
+        sources = [(ROOT / path).read_text(encoding="utf-8") for path in files]
         return set(re.findall(r'"(--\w+)"', "".join(sources)))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit):

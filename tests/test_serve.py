@@ -752,6 +752,9 @@ def test_ranks(checkpoints, tmp_path, oracle):
         assert greedy_text(server, prompts[1], 20) == oracle.text(prompts[1], 20)
 
 
+DRAFT_COUNTS = ("steps", "proposed_tokens", "accepted_tokens", "seconds")
+
+
 @pytest.mark.slow
 def test_drafts(checkpoints, tmp_path, oracle):
     """With proposals the tokens and their log-probabilities are those of plain decoding."""
@@ -766,6 +769,8 @@ def test_drafts(checkpoints, tmp_path, oracle):
                 assert choice["text"] == oracle.text(prompt, 40, **params)
                 own = [logprob for logprob, _ in expected.token_logprobs]
                 assert choice["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-4)
+        counts = [server.metric(f'draft_{key}_total{{draft="prompt-lookup"}}') for key in DRAFT_COUNTS]
+        assert counts[0] > 0 and 0 < counts[2] < counts[1] <= 4 * counts[0] and counts[3] > 0
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,7 +22,7 @@ from cli import UserError
 from draft_model import DraftVocabulary, ModelDraft, output_vectors
 from engine import Engine, Request, StepFunctions, generate
 from linear import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, warm_up
+from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, lookup_name, read_lookup_text, warm_up
 from medusa import MedusaDraft, make_heads, read_heads
 from quantize import quantize_checkpoint
 from report import compile_counts
@@ -264,8 +265,8 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
     monkeypatch.setattr(draft, "propose", watched)
     if now_and_then:
-        lengths_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
-        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(lengths_in_turn)))
+        choices_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
+        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(choices_in_turn)))
     engine = Engine(model, 3, 256, None, 11, speculation)
     requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
     run_randomly(engine, requests, 1, cancel=0.02)
@@ -494,13 +495,19 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
 
 def test_the_report_counts_places():
     report = Report()
-    report.add([2, 0, 1], [3, 3, 1])
-    report.add([0, 2], [0, 2])  # nothing was proposed for the first row
+    report.add("a", [2, 0, 1], [3, 3, 1])
+    report.add("b", [0, 2], [0, 2])  # nothing was proposed for the first row
+    report.count("b", seconds=0.5)
     assert report.accepted[:4] == [3, 2, 0, 0] and report.judged[:4] == [4, 2, 1, 0]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
     assert numbers["speculation"]["mean_proposed_tokens"] == 9 / 4
     assert numbers["speculation"]["acceptance_by_place"] == [3 / 4, 1.0, 0.0]
+    assert numbers["speculation"]["drafts"] == [
+        {"name": "a", "steps": 1, "proposed_tokens": 7, "accepted_tokens": 3, "share_of_time": 0.0},
+        {"name": "b", "steps": 1, "proposed_tokens": 2, "accepted_tokens": 2, "share_of_time": 0.25},
+    ]
+    assert report.numbers(0)["speculation"]["drafts"][1]["share_of_time"] is None
 
 
 # ---------------------------------------------------------------- compiled
@@ -533,8 +540,8 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
 
     def choose(rows, options):
         turn, draft = divmod(next(steps), len(options))
-        lengths = [0, *options[draft][0]]
-        return draft, lengths[turn % len(lengths)]
+        choices = [0, *options[draft][0]]
+        return draft, choices[turn % len(choices)]
 
     monkeypatch.setattr(speculation.controller, "choose", choose)
     requests = random_requests(14, 4)
@@ -566,6 +573,30 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
         result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
     )  # limited by the room in the cache
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
+
+
+def test_each_draft_is_reported(tiny, capsys, monkeypatch):
+    """By the name that the user gave it, also if it never proposed."""
+    ours = tiny("qwen3-gqa")[2]
+    args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7,8,5,6,7,8", "--max_new_tokens", 30, "--dtype", "float32"]
+    args += ["--json", "--temperature", 0, "--draft", "prompt-lookup"]
+    for more, name in ((["--draft", "int4-self"], "int4-self"), (["--draft_checkpoint_path", ours], ours.name)):
+        for k in (4, "auto"):
+            result, err = main(capsys, monkeypatch, *args, *more, "--speculate_k", k)
+            about = result["speculation"]
+            lookup, model = about["drafts"]
+            assert (lookup["name"], model["name"]) == ("prompt-lookup", name)
+            assert lookup["steps"] + model["steps"] == about["steps"]
+            assert 0 < lookup["share_of_time"] + model["share_of_time"] <= about["share_of_time"]["draft"]
+            assert f"\n  {name}: {model['steps']} steps, {model['accepted_tokens']} of " in err
+            for draft in (lookup, model):
+                assert 0 <= draft["accepted_tokens"] <= draft["proposed_tokens"] and draft["share_of_time"] >= 0
+            assert k == "auto" or (model["steps"] > 0 and model["accepted_tokens"] > 0)
+    result, err = main(capsys, monkeypatch, *args)
+    [lookup] = result["speculation"]["drafts"]
+    assert lookup["steps"] == result["speculation"]["steps"] and "  prompt-lookup: " not in err
+    kinds = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
+    assert lookup_name(kinds) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
 
 
 @pytest.mark.parametrize(
@@ -600,6 +631,21 @@ def test_what_is_refused(tiny, tmp_path, capsys, monkeypatch, arguments, said):
     with pytest.raises((UserError, SystemExit)) as end:
         main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", *arguments)
     assert said in str(end.value) + capsys.readouterr().err
+
+
+def test_lookup_reads_only_regular_files(tmp_path):
+    """Reading a pipe would wait for its writer, and reading a device might never end."""
+    os.mkfifo(tmp_path / "pipe")
+    tokenizer = SimpleNamespace(vocabulary={"a": 0}, encode=lambda text, add_bos: [0] * len(text))
+    checkpoint = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=1))
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(UserError, match=f"^{path} is not a regular file$"):
+            read_lookup_text(str(path), checkpoint)
+    with pytest.raises(UserError, match="missing cannot be read: .*No such file"):
+        read_lookup_text(str(tmp_path / "missing"), checkpoint)
+    (tmp_path / "text").write_text("aaa")
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    assert read_lookup_text(str(tmp_path / "link"), checkpoint) == [0, 0, 0]
 
 
 @pytest.mark.slow

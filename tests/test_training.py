@@ -20,7 +20,14 @@ sys.path.append(str(ROOT / "training"))
 import common
 import distill
 import self_text
-from teacher import TeacherText, read_teacher_text
+from teacher import (
+    TeacherText,
+    likely_tokens,
+    make_batches,
+    new_token_positions,
+    read_teacher_text,
+    split_held_out,
+)
 
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
@@ -98,6 +105,25 @@ def test_text_is_the_same_after_an_interruption(tmp_path, write_text):
     assert len({tuple(sample["new"]) for sample in whole.values()}) > 0.5 * len(whole)
 
 
+def test_a_file_with_other_prompts_is_refused(tmp_path, chat_checkpoint, write_text):
+    """And stays as it is. Its seed may be another, or the packages that the prompts come from."""
+    path = tmp_path / "text.jsonl"
+    samples = write_text(path, 90)
+    assert any(index % 2 for index in samples) and not all(index % 2 for index in samples)
+    written, prompts = path.read_bytes(), self_text.Prompts(chat_checkpoint, 5, 6)
+    prompts.check_samples(list(samples.values()), path)
+    prompts.seed = 6
+    reasons = "another seed, or other Python packages were installed"
+    with pytest.raises(UserError, match=reasons):
+        self_text.write_samples(Engine(load_model(chat_checkpoint), 1, 64), None, prompts, path, 200)
+    assert path.read_bytes() == written
+    prompts.seed = 5
+    prompts.seeds.words = prompts.seeds.words[1:]
+    prompts.seeds.passages = prompts.seeds.passages[1:]
+    with pytest.raises(UserError, match=reasons):
+        prompts.check_samples(list(samples.values()), path)
+
+
 def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, write_text):
     """A greedy token is the likeliest by its state, also behind the place where a second run went on with the text."""
     path = tmp_path / "text.jsonl"
@@ -110,7 +136,7 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
     for sequence, (index, sample) in zip(text.sequences, samples.items()):
         assert text.tokens[sequence[0] : sequence[2]].tolist() == sample["prompt"] + sample["new"]
         if index // 2 % 2:  # a greedy one
-            states = text.states(torch.tensor(common.new_token_positions([sequence]))).float()
+            states = text.states(torch.tensor(new_token_positions([sequence]))).float()
             same += (model.head(states[None])[0].argmax(-1) == torch.tensor(sample["new"])).sum()
             n += len(states)
     assert n > 40 and same > 0.9 * n  # two tokens may be equally likely in bfloat16
@@ -142,24 +168,24 @@ def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
 
 def test_likely_tokens():
     tokens = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4, 12])
-    assert common.likely_tokens(tokens, 2).tolist() == [7, 2]
-    assert common.likely_tokens(tokens, 4, {12, 1}).tolist() == [1, 12, 7, 2, 4, 9]
-    assert common.likely_tokens(tokens, 100).tolist() == [7, 2, 4, 9, 12]
+    assert likely_tokens(tokens, 2).tolist() == [7, 2]
+    assert likely_tokens(tokens, 4, {12, 1}).tolist() == [1, 12, 7, 2, 4, 9]
+    assert likely_tokens(tokens, 100).tolist() == [7, 2, 4, 9, 12]
 
 
 def test_batches_hold_every_sequence_once_an_epoch():
     lengths = [random.Random(i).randint(5, 40) for i in range(150)]
     ends = torch.tensor(lengths).cumsum(0).tolist()
     sequences = [(end - length, end - 2, end) for end, length in zip(ends, lengths)]
-    train, held_out = common.split_held_out(sequences)
+    train, held_out = split_held_out(sequences)
     assert len(held_out) == 3 and sorted(train + held_out) == sequences
-    batches = common.make_batches(train, 100, 2, seed=3)
+    batches = make_batches(train, 100, 2, seed=3)
     assert sorted(sequence for batch in batches for sequence in batch) == sorted(train * 2)
     assert all(sum(end - start for start, _, end in batch) <= 100 for batch in batches)
-    assert batches == common.make_batches(train, 100, 2, seed=3) != common.make_batches(train, 100, 2, seed=4)
-    assert common.new_token_positions([(0, 3, 6), (6, 7, 8)]) == [2, 3, 4, 6]
+    assert batches == make_batches(train, 100, 2, seed=3) != make_batches(train, 100, 2, seed=4)
+    assert new_token_positions([(0, 3, 6), (6, 7, 8)]) == [2, 3, 4, 6]
     with pytest.raises(UserError, match="at least 2"):
-        common.split_held_out(sequences[:1])
+        split_held_out(sequences[:1])
 
 
 # ---------------------------------------------------------------- the loss and the loop
@@ -396,7 +422,7 @@ def few_places(monkeypatch):
 def test_heads_learn_from_their_teacher(tmp_path, few_places, capfd):
     """And score at chance if their targets are those of the token after."""
     teacher, head = made_up_teacher()
-    _, held_out = common.split_held_out(teacher.sequences)
+    _, held_out = split_held_out(teacher.sequences)
     places = medusa_trainer.places_of(held_out, 3)
     losses, hits = trained_heads(teacher, head, tmp_path / "state", 8).accuracy(places)
     assert len(hits) == 3 and min(hits) > 0.6 and max(losses) < 0.6, (losses, hits)

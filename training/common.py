@@ -1,4 +1,4 @@
-"""What the trainers of drafts share: batches of a teacher's text, the loss against its probabilities, and the loop.
+"""What the trainers of drafts share: their options, the loss against the teacher's probabilities, and the loop.
 
 Read `Trainer` first. A batch is a function of its number alone, so a run that was stopped and resumed gives the same
 weights as one that was not.
@@ -6,11 +6,10 @@ weights as one that was not.
 
 import math
 import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,62 +19,29 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor, nn
 
-from cli import UserError, first_line, print_status, progress_bar
-from tokenizer import ChatTemplate, Tokenizer
+from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, progress_bar
 
-HELD_OUT = 50  # one sequence of so many is not trained on
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
 REPORTS = 20  # times that a run reports how good the draft is
 ROWS = 256  # of logits that are in memory at a time: with 10,000 columns, those of one operation fit in the caches
 
-Sequence = tuple[int, int, int]  # start, first_new, end: indices into the tokens of a TeacherText
+# ---------------------------------------------------------------- the options
 
-# ---------------------------------------------------------------- text
-
-
-def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
-    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer if it has
-    fewer. Of ids that are equally frequent, the smallest count as more frequent."""
-    counts = torch.bincount(tokens)
-    order = counts.argsort(descending=True, stable=True)[:n]
-    return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
+positive = number(int, "at least 1", lambda n: n >= 1)
 
 
-def special_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end an answer of the checkpoint in a directory."""
-    has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()
-    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
-
-
-def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences to train on, and every fiftieth, which show how good a draft is. Not the last ones: long answers
-    are finished last."""
-    if len(sequences) < 2:
-        raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
-    return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
-
-
-def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
-    """All batches of a run: in each epoch every sequence once, in random order, as many as fit into so many tokens."""
-    batches = []
-    for epoch in range(epochs):
-        order = list(sequences)
-        random.Random(f"{seed} {epoch}").shuffle(order)
-        room = 0
-        for sequence in order:
-            length = sequence[2] - sequence[0]
-            if length > room:
-                batches.append([])
-                room = tokens
-            batches[-1].append(sequence)
-            room -= length
-    return batches
-
-
-def new_token_positions(batch: list[Sequence]) -> list[int]:
-    """The indices of the tokens after which the teacher wrote another one: the places where a draft is to guess."""
-    return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]
+def make_parser(description: str) -> ArgumentParser:
+    """A parser with the options that all trainers have."""
+    parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
+    add = parser.add_argument
+    target = "the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct"
+    add("--checkpoint_path", help=target)
+    add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
+    add("--epochs", type=positive, default=3, help="how often every sequence of the text is learned from")
+    seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
+    add("--seed", type=seed, default=0, help="of the first weights and of the order of the sequences")
+    return parser
 
 
 # ---------------------------------------------------------------- the loss
@@ -206,7 +172,7 @@ class Trainer:
         the state file has been written.
         """
         every, losses, saved = max(1, self.steps // REPORTS), [], time.monotonic()
-        with deferred_signals() as signals, progress_bar(self.steps, "training") as bar:
+        with deferred_signals() as signals, progress_bar(self.steps, "training", " steps") as bar:
             bar.update(self.step)
             while self.step < self.steps and not signals:
                 losses.append(self.take_step(loss(self.step)))

@@ -17,27 +17,17 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.nn.functional as F
-from common import (
-    Sequence,
-    Trainer,
-    kl_divergence,
-    likely_tokens,
-    make_batches,
-    new_token_positions,
-    special_tokens,
-    split_held_out,
-)
-from teacher import TeacherText, read_teacher_text
+from common import Trainer, kl_divergence, make_parser, positive
+from teacher import Sequence, TeacherText, likely_tokens, new_token_positions, read_teacher_text, special_tokens
 from torch import Tensor
 
 import checkpoint as ck
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
+from cli import UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from draft_model import output_vectors
 from linear import Quantization
 from load import load_model
 from model import Attention, Block, Config, Transformer, rope_frequencies, rope_table, rotate
-from tokenizer import Tokenizer
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
@@ -149,10 +139,8 @@ class Distillation:
 
     def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
         self.draft, self.head, self.text, self.seed = draft, head, text, seed
-        sequences, self.held_out = split_held_out(text.sequences)
-        self.batches = make_batches(sequences, BATCH_TOKENS, epochs, seed)
-        answers = torch.cat([text.tokens[first_new:end] for _, first_new, end in text.sequences])
-        self.likely = likely_tokens(answers, LIKELY, special)
+        self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
+        self.likely = likely_tokens(text.answers, LIKELY, special)
         is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
         is_other[self.likely] = False
         self.others = is_other.nonzero()[:, 0]
@@ -209,17 +197,12 @@ def write_draft(draft: Transformer, source: Path, out: Path):
 
 
 def parse_arguments():
-    positive = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--checkpoint_path", help="the target, as for generate.py (default: SmolLM2-135M-Instruct)")
-    add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of self_text.py (self_text.jsonl)")
-    add("--out", type=Path, help="the directory to write (beside the target, NAME-draft)")
-    add("--layers", type=positive, default=3, help="of the draft (3)")
+    add("--out", type=Path, help="the directory to write; default: NAME-draft, beside the target's directory NAME")
+    add("--layers", type=positive, default=3, help="of the draft")
     multiple = number(int, "a positive multiple of 32", lambda n: n > 0 and n % 32 == 0)
-    add("--width", type=multiple, default=192, help="of the draft's hidden states (192)")
-    add("--epochs", type=positive, default=3, help="how often every sequence is learned from (3)")
-    add("--seed", type=number(int, "at least 0", lambda n: n >= 0), default=0)
+    add("--width", type=multiple, default=192, help="of the draft's hidden states")
     return parser.parse_args()
 
 
@@ -237,13 +220,12 @@ def main():
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
     head = output_vectors(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
     del target
-    special = special_tokens(source, Tokenizer(source))
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)
-    task = Distillation(draft, head, text, special, args.epochs, args.seed)
+    task = Distillation(draft, head, text, special_tokens(source), args.epochs, args.seed)
     state = out.with_name(f"{out.name}.state")
     settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
-    settings |= {"checkpoint_path": str(source), "text": f"{len(text.tokens)} tokens with sum {text.tokens.sum()}"}
+    settings |= {"checkpoint_path": str(source), "text": text.checksum}
     Trainer(draft, len(task.batches), LEARNING_RATE, state, settings).run(task.loss, task.report)
     print_status(task.report(task.held_out))
     write_draft(draft, source, out)

@@ -18,24 +18,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 
 import torch
 import torch.nn.functional as F
-from common import (
-    Trainer,
-    kl_divergence,
-    likely_tokens,
-    make_batches,
-    new_token_positions,
-    special_tokens,
-    split_held_out,
-)
-from teacher import TeacherText, read_teacher_text
+from common import Trainer, kl_divergence, make_parser, positive
+from teacher import TeacherText, likely_tokens, new_token_positions, read_teacher_text, special_tokens
 from torch import Tensor, nn
 
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, run_command
+from cli import UserError, keep_freed_memory, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from draft_model import output_vectors
 from load import load_model
 from medusa import block_input, save_heads
-from tokenizer import Tokenizer
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate
@@ -99,10 +90,8 @@ def places_of(batch: list, heads: int) -> Tensor:
 
 def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
     n = heads.n
-    sequences, held_out = split_held_out(heads.teacher.sequences)
-    batches = [
-        places for batch in make_batches(sequences, BATCH_TOKENS, epochs, seed) if len(places := places_of(batch, n))
-    ]
+    batches, held_out = heads.teacher.batches(BATCH_TOKENS, epochs, seed)
+    batches = [places for batch in batches if len(places := places_of(batch, n))]
     test_places = places_of(held_out, n)[:REPORT_PLACES]
     if not batches or not len(test_places):
         raise UserError("the text is too short: no answer is longer than the number of heads")
@@ -113,32 +102,26 @@ def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHe
         return "held-out loss and accuracy of head " + "; ".join(parts)
 
     settings = {"heads": n, "epochs": epochs, "seed": seed, "shift": heads.shift, "vocabulary": len(heads.matrix)}
-    settings |= {"text": f"{len(heads.teacher.tokens)} tokens with sum {heads.teacher.tokens.sum()}"}
-    settings |= {"target": float(heads.matrix.float().sum())}
+    settings |= {"text": heads.teacher.checksum, "target": float(heads.matrix.float().sum())}
     Trainer(heads, len(batches), PEAK, state, settings).run(lambda step: heads.loss(batches[step]), report)
     return heads
 
 
 def main():
-    positive = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint_path", help="as for generate.py; the heads then fit all formats of this model")
-    parser.add_argument("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
+    parser = make_parser(__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
     parser.add_argument("--heads", type=positive, default=3, help="tokens that the heads propose")
     parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads propose from")
-    parser.add_argument("--epochs", type=positive, default=3, help="how often the text is read")
     parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
-    parser.add_argument("--seed", type=number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31), default=0)
     args = parser.parse_args()
     if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} should be a file in an existing directory, and end in .safetensors")
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)
-    model, tokenizer = load_model(directory), Tokenizer(directory)
+    model = load_model(directory)
     teacher = read_teacher_text(args.text, model, args.tokens)
-    answers = torch.cat([teacher.tokens[first_new:end] for _, first_new, end in teacher.sequences])
-    vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory, tokenizer))
+    answers = teacher.answers
+    vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory))
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")

@@ -29,7 +29,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from cli import ArgumentParser, UserError, keep_freed_memory, number, print_status, progress_bar, run_command
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    keep_freed_memory,
+    number,
+    print_status,
+    progress_bar,
+    run_command,
+)
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model
@@ -41,6 +50,7 @@ from tokenizer import ChatTemplate, Tokenizer
 FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
+COMPARED = 100  # samples of an existing file whose prompts are compared with those that the seed gives now
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
 Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
 I am|I have|I need|Is it|Do you|Please||"""
@@ -99,6 +109,14 @@ class Prompts:
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
         return self.answer(index, chance.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
+
+    def check_samples(self, samples: list[dict], path: Path):
+        """UserError if the first samples of a file do not have these prompts. A prompt with a question that the model
+        asked itself (an odd index) cannot be compared."""
+        for sample in samples[:COMPARED]:
+            if sample["index"] % 2 == 0 and sample["prompt"] != self.first(sample["index"])[0].prompt:
+                why = "another seed, or other Python packages were installed when it was written"
+                raise UserError(f"{path} has other prompts than --seed {self.seed} gives: {why}; take another --out")
 
     def answer(self, index: int, question: str) -> Request:
         return self.request(index, self.template.encode([{"role": "user", "content": question}]))
@@ -192,7 +210,8 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
     """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
     file = SampleFile(path, engine.model)
     done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
-    with closing(file), progress_bar(tokens, path.name) as bar:
+    with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
+        prompts.check_samples(file.samples, path)
         bar.update(file.tokens)
         while file.tokens < tokens:
             while len(engine.waiting) < len(engine.rows) // 4:
@@ -219,13 +238,15 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
 
 def main():
     positive = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint_path", help="as for generate.py; a 4-bit version is fastest")
+    parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
+    source = "as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct"
+    parser.add_argument("--checkpoint_path", help=source)
     parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to go on with")
     parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
     parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
     parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")
-    parser.add_argument("--seed", type=number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31), default=0)
+    seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
+    parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampled answers")
     args = parser.parse_args()
     keep_freed_memory()
     directory = ensure_checkpoint(args.checkpoint_path)

@@ -4,6 +4,8 @@ A hidden state times the output matrix gives the target's distribution of the ne
 trainers of this directory imitate, and for Medusa heads also the input.
 """
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,11 @@ from torch import Tensor
 
 from cli import UserError
 from model import Transformer
+from tokenizer import ChatTemplate, Tokenizer
+
+HELD_OUT = 50  # one sequence of so many is not trained on
+
+Sequence = tuple[int, int, int]  # start, first_new, end: the prompt, and from first_new on the new tokens
 
 
 @dataclass
@@ -20,13 +27,28 @@ class TeacherText:
     """Sequences of tokens one after the other, and the hidden states that their new tokens were sampled from."""
 
     tokens: Tensor  # (N,) int64
-    sequences: list[tuple[int, int, int]]  # (start, first_new, end): the prompt, and from first_new on the new tokens
+    sequences: list[Sequence]  # as indices into `tokens`
     hidden: Tensor  # (n,D) bfloat16, for the n new tokens of all sequences
     row: Tensor  # (N,) int64: the row of `hidden` that predicts the token after this one; -1 if there is none
 
     def states(self, places: Tensor) -> Tensor:
         """The hidden states (n,D) that predict the tokens after places (n,), each the place before a new token."""
         return self.hidden[self.row[places]]
+
+    @property
+    def answers(self) -> Tensor:
+        """All new tokens (n,)."""
+        return torch.cat([self.tokens[first_new:end] for _, first_new, end in self.sequences])
+
+    @property
+    def checksum(self) -> str:
+        """Tells the state file of a run which text it learned from."""
+        return f"{len(self.tokens)} tokens with sum {self.tokens.sum()}"
+
+    def batches(self, tokens: int, epochs: int, seed: int) -> tuple[list[list[Sequence]], list[Sequence]]:
+        """All batches of a run, of at most so many tokens each, and the sequences that it does not learn from."""
+        sequences, held_out = split_held_out(self.sequences)
+        return make_batches(sequences, tokens, epochs, seed), held_out
 
 
 def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) -> TeacherText:
@@ -53,3 +75,51 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
         raise UserError(f"{text} has token ids that the model does not have")
     hidden = torch.from_file(str(path), size=n * D, dtype=torch.bfloat16).view(n, D)
     return TeacherText(torch.tensor(tokens), sequences, hidden, torch.tensor(row))
+
+
+# ---------------------------------------------------------------- what is learned from it
+
+
+def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
+    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer if it has
+    fewer. Of ids that are equally frequent, the smallest count as more frequent."""
+    counts = torch.bincount(tokens)
+    order = counts.argsort(descending=True, stable=True)[:n]
+    return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
+
+
+def special_tokens(directory: Path) -> set[int]:
+    """The tokens that end an answer of the checkpoint in a directory."""
+    tokenizer = Tokenizer(directory)
+    has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()
+    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
+
+
+def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences to train on, and every fiftieth, which show how good a draft is. Not the last ones: long answers
+    are finished last."""
+    if len(sequences) < 2:
+        raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
+    return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
+
+
+def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
+    """All batches of a run: in each epoch every sequence once, in random order, as many as fit into so many tokens."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(sequences)
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        room = 0
+        for sequence in order:
+            length = sequence[2] - sequence[0]
+            if length > room:
+                batches.append([])
+                room = tokens
+            batches[-1].append(sequence)
+            room -= length
+    return batches
+
+
+def new_token_positions(batch: list[Sequence]) -> list[int]:
+    """The indices of the tokens after which the teacher wrote another one: the places where a draft is to guess."""
+    return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]

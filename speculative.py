@@ -25,6 +25,7 @@ and v while it runs.
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul

@@ -192,8 +192,7 @@ class MedusaDraft:
         pass
 
     def propose(self, batch: Batch, k: int) -> Proposal | None:
-        is_ready = [row.index in self.ready for row in batch.rows]
-        if not any(is_ready):
+        if not any(row.index in self.ready for row in batch.rows):
             return None
         k = min(k, self.heads.n)
         drafted = self.draw(
@@ -201,9 +200,10 @@ class MedusaDraft:
         )
         if self.engine.model.split is not None:
             drafted = self.engine.model.split.broadcast(drafted)
-        position, is_ready = batch.inputs[1], is_ready + [False] * (batch.inputs.shape[1] - len(is_ready))
-        room = (self.engine.length - 1 - position).clamp(max=k)  # within the cache row
-        return Proposal(drafted.clone(), torch.where(torch.tensor(is_ready, device=room.device), room, 0))
+        room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
+        lengths = [min(k, n) if row.index in self.ready else 0 for row, n in zip(batch.rows, room)]
+        lengths += [0] * (batch.inputs.shape[1] - len(lengths))
+        return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))
 
     def choices(self, k: int) -> list[int]:
         return full_width_choices(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own

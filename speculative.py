@@ -107,7 +107,8 @@ def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, 
 def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
     """The number of True values before the first False, among the first lengths (B,) values of each row of is_right."""
     offsets = torch.arange(is_right.shape[1], device=is_right.device)
-    return (is_right & (offsets < lengths[:, None])).long().cumprod(1).sum(1)
+    wrong_at = torch.where(is_right, is_right.shape[1], offsets)
+    return torch.cat([wrong_at, lengths[:, None]], 1).amin(1)
 
 
 # ---------------------------------------------------------------- drafts

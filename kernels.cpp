@@ -2,8 +2,8 @@
 // of a transformer as one operation, and sampling.
 //
 // kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
-// what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). Read down: vector helpers, threads,
-// matrix products, norms, attention, transformer blocks, sampling, and at the end the operations, which check their
+// what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
+// are packed and multiplied with it. Read down: vector helpers, threads, matrix products, norms, attention, transformer blocks, sampling, and at the end the operations, which check their
 // arguments.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
@@ -173,21 +173,24 @@ auto allocate_together(const Make& make) {
 //   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3, because vpdpbusd multiplies unsigned with signed bytes
 //   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, columns 16+4j..16+4j+3 in the high nibbles
 //   scales, and for int4 also mins: (Nb,G,16) float16
+//   bfloat16, for AMX: (Nb,Kb,16,16,2): columns 2j and 2j+1 for each of the 16 registers
 // Activations are quantized to 8 bits, with one scale for each group of 32 columns: the dot product of a group is then
 // an exact int32. With `exact`, activations stay as they are, and weights are converted to float32 in registers.
 
 // A linear layer: y = x W^T + bias.
 struct Linear {
   int64_t N, K;
-  int bits;           // 16: W is (N,K) in x's dtype; 8 or 4: W is packed, as described above
+  int bits;           // 16: W is in x's dtype; 8 or 4: W is packed, as described above
   bool exact;         // x is not quantized
   const void* weight;
   const void* bias;   // (N,) in x's dtype, or null
   const half *scales, *mins;
-  int64_t Kb, G;      // groups of 32 columns; weight scales of a row
+  int64_t Kb, G;      // groups of 32 columns (0 if W is (N,K)); weight scales of a row
   int64_t groups_per_scale;  // groups of 32 columns that share a weight scale
 
   bool quantizes_activations() const { return bits < 16 && !exact; }
+  bool pads_activations() const { return bits == 16 && Kb * GROUP > K; }
+  bool converts_activations() const { return bits < 16 || pads_activations(); }
 };
 
 // M rows of x, converted to what a matrix product reads.
@@ -198,10 +201,13 @@ struct Input {
   int32_t* dot_start;  // (M,Kb), -128 * sum(q): cancels the 128 that is added to packed int8 weights
   float* scaled_sum;   // (M,Kb), scale * sum(q): what the min of a group of int4 weights is multiplied by
   float* as_float;     // (M,Kb*32), x in float32, for exact activations
+  bf16* padded;        // (M,Kb*32), x with zeros up to whole groups
 };
 
 template <int I>
 using Int = std::integral_constant<int, I>;
+
+bool amx_allowed = false;  // set once, by allow_amx
 
 // One step along K for weights that are not packed: acc += w * x, lane by lane. For bfloat16, vdpbf16ps adds two
 // products to each lane.
@@ -429,6 +435,8 @@ inline Input allocate_input(Arena& arena, const Linear& l, const void* x, int64_
     in.scaled_sum = arena.allocate<float>(M * l.Kb);
   } else if (l.bits < 16) {
     in.as_float = arena.allocate<float>(M * l.Kb * GROUP);
+  } else if (l.pads_activations()) {
+    in.padded = arena.allocate<bf16>(M * l.Kb * GROUP);
   }
   return in;
 }
@@ -436,27 +444,40 @@ inline Input allocate_input(Arena& arena, const Linear& l, const void* x, int64_
 // Converts groups begin..end of row m of x.
 template <class T>
 void prepare_input(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
-  if (l.bits == 16) return;
+  if (!l.converts_activations()) return;
   const T* x = (const T*)in.x + m * l.K;
   for (int64_t b = begin; b < end; b++) {
     const int64_t k = b * GROUP, left = l.K - k, at = m * l.Kb + b;
     if (l.quantizes_activations()) {
       const int32_t sum = quantize_group(x + k, left, in.q + at * GROUP, in.scale + at);
       in.dot_start[at] = -128 * sum, in.scaled_sum[at] = in.scale[at] * sum;
-    } else {
-      store(in.as_float + at * GROUP, load(x + k, first_lanes(left)), 0xffff);
-      store(in.as_float + at * GROUP + LANES, load(x + k + LANES, first_lanes(left - LANES)), 0xffff);
+      continue;
+    }
+    for (int i = 0; i < GROUP; i += LANES) {
+      const __m512 columns = load(x + k + i, first_lanes(left - i));
+      l.bits == 16 ? store(in.padded + at * GROUP + i, columns, 0xffff)
+                   : store(in.as_float + at * GROUP + i, columns, 0xffff);
     }
   }
 }
 
 template <class T>
 void prepare_input_rows(const Team& team, const Linear& l, const Input& in, int64_t M) {
-  if (l.bits == 16) return;
+  if (!l.converts_activations()) return;
   team.split(M, 1, [&](int64_t m, int64_t end) {
     for (; m < end; m++) prepare_input<T>(l, in, m, 0, l.Kb);
   });
   team.barrier();
+}
+
+// Adds bias and residual to 16 outputs of row m of x, and stores them.
+template <class T>
+inline void finish_outputs(const Linear& l, int64_t block, int64_t m, __m512 y, const T* residual, T* out) {
+  const int64_t n = block * LANES, at = m * l.N + n;
+  const __mmask16 valid = first_lanes(l.N - n);
+  if (l.bias) y = _mm512_add_ps(y, load((const T*)l.bias + n, valid));
+  if (residual) y = _mm512_add_ps(y, load(residual + at, valid));
+  store(out + at, y, valid);
 }
 
 // A block of packed weights times rows m0..m0+MT of x, plus bias and residual.
@@ -467,14 +488,7 @@ void packed_tile(const Linear& l, int64_t block, const Input& x, int64_t m0, con
     block_dot_float<MT, INT4>(l, block, x, m0, acc);
   else
     block_dot_int8<MT, INT4>(l, block, x, m0, acc);
-  const int64_t n = block * LANES;
-  const __mmask16 valid = first_lanes(l.N - n);
-  for (int m = 0; m < MT; m++) {
-    const int64_t at = (m0 + m) * l.N + n;
-    if (l.bias) acc[m] = _mm512_add_ps(acc[m], load((const T*)l.bias + n, valid));
-    if (residual) acc[m] = _mm512_add_ps(acc[m], load(residual + at, valid));
-    store(out + at, acc[m], valid);
-  }
+  for (int m = 0; m < MT; m++) finish_outputs(l, block, m0 + m, acc[m], residual, out);
 }
 
 // A block of packed weights times rows m..stop of x.
@@ -490,11 +504,92 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
   if (stop - m >= 1) tile(Int<1>());
 }
 
+#if defined(__AMX_BF16__)
+// ---------------------------------------------------------------- matrix products with AMX
+//
+// AMX is a matrix unit of some Intel processors, with eight registers, called tiles, of up to 16 rows of 64 bytes. One
+// instruction multiplies 32 columns of up to 16 rows of x (tile A, a row of x in each row) with a group of a block of
+// bfloat16 weights (tile B, two columns of 16 outputs in each row), and adds the products to float32 sums (tile C, a row
+// of x in each row, an output in each lane). Each row of C depends on its own row of A only. Reading the weights takes
+// longer than multiplying them with 16 rows of x, so such a product takes little longer than one with a single row.
+
+constexpr int AMX_PREFETCH_DISTANCE = 2048;  // bytes
+
+// Configures this thread's tiles for a number of rows of x, and releases them at the end of the scope (50 ns).
+// Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
+struct Tiles {
+  explicit Tiles(int rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } config;
+    std::fill(config.rows, config.rows + 7, rows);
+    config.rows[7] = GROUP / 2;
+    asm volatile("" ::"r"(&config) : "memory");  // compilers do not know that the next instruction reads all of it
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// A block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1] ...: acc (COUNT,rows,16).
+// The bits of a sum do not depend on the other rows of its tile.
+template <int COUNT>
+void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
+  const bf16* w = (const bf16*)p.weight + block * p.Kb * GROUP * LANES;
+// The numbers of tiles are part of the instructions, so these are no loops.
+#define FOR_EACH_TILE(STATEMENT)             \
+  if constexpr (COUNT > 0) { STATEMENT(0); } \
+  if constexpr (COUNT > 1) { STATEMENT(1); } \
+  if constexpr (COUNT > 2) { STATEMENT(2); } \
+  if constexpr (COUNT > 3) { STATEMENT(3); }
+#define ZERO(I) _tile_zero(I)
+#define MULTIPLY(I)                                                \
+  _tile_loadd(6, x[I] + b * GROUP, p.Kb * GROUP * sizeof(bf16)); \
+  _tile_dpbf16ps(I, 6, 7)
+#define STORE(I) _tile_stored(I, acc[I], 64)
+  FOR_EACH_TILE(ZERO)
+  for (int64_t b = 0; b < p.Kb; b++, w += GROUP * LANES) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm_prefetch((const char*)w + AMX_PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
+    _tile_loadd(7, w, 64);
+    FOR_EACH_TILE(MULTIPLY)
+  }
+  FOR_EACH_TILE(STORE)
+#undef FOR_EACH_TILE
+#undef ZERO
+#undef MULTIPLY
+#undef STORE
+}
+
+// A block of packed bfloat16 weights times rows m..stop of x, in tiles of 16 rows or of all M rows.
+void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
+                      const bf16* residual, bf16* out) {
+  const int64_t rows = std::min<int64_t>(M, LANES);
+  const bf16* from = l.pads_activations() ? x.padded : (const bf16*)x.x;
+  auto tiles = [&](auto count) {
+    constexpr int COUNT = decltype(count)::value;
+    const bf16* tile[COUNT];
+    int64_t first[COUNT];
+    alignas(64) float acc[COUNT][LANES * LANES];
+    for (int i = 0; i < COUNT; i++, m += rows) {
+      first[i] = std::min(m, M - rows);  // the last tile overlaps the one before, and computes the same bits again
+      tile[i] = from + first[i] * l.Kb * GROUP;
+    }
+    block_dot_amx<COUNT>(l, block, tile, acc);
+    for (int i = 0; i < COUNT; i++)
+      for (int r = 0; r < rows; r++) finish_outputs(l, block, first[i] + r, load(acc[i] + r * LANES), residual, out);
+  };
+  while (stop - m > 3 * rows) tiles(Int<4>());
+  while (m < stop) tiles(Int<1>());
+}
+#endif
+
 // This thread's share of out (M,N) = x W^T + bias + residual; residual may be null. Call prepare_input_rows before.
 template <class T>
 void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
   const int64_t N = l.N, K = l.K;
-  if (l.bits == 16) {
+  if (l.bits == 16 && !l.Kb) {
     const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
     return team.split(N, 2, [&](int64_t n, int64_t end) {
       auto rows = [&](auto count) {
@@ -509,14 +604,28 @@ void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const
       while (n < end) rows(Int<1>());
     });
   }
-  for (int64_t start = 0, stop; start < M; start = stop) {
-    stop = std::min<int64_t>(M, start + 256);  // 256 rows of x stay in the L2 cache for all blocks of W
-    team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
-      for (; block < end; block++)
-        l.bits == 4 ? packed_block<true>(l, block, in, start, stop, residual, out)
-                    : packed_block<false>(l, block, in, start, stop, residual, out);
-    });
+  auto by_blocks = [&](const auto& packed_block) {
+    for (int64_t start = 0, stop; start < M; start = stop) {
+      stop = std::min<int64_t>(M, start + 256);  // 256 rows of x stay in the L2 cache for all blocks of W
+      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
+        for (; block < end; block++) packed_block(block, start, stop);
+      });
+    }
+  };
+#if defined(__AMX_BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (l.bits == 16) {
+      const Tiles tiles(std::clamp<int64_t>(M, 1, LANES));
+      return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+        packed_block_amx(l, block, in, start, stop, M, residual, out);
+      });
+    }
   }
+#endif
+  by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+    l.bits == 4 ? packed_block<true>(l, block, in, start, stop, residual, out)
+                : packed_block<false>(l, block, in, start, stop, residual, out);
+  });
 }
 
 // ---------------------------------------------------------------- norms: one thread a row, sums in float32
@@ -1607,12 +1716,17 @@ Linear checked_layer(const Tensor& weight, const MaybeTensor& scales, const Mayb
                      at::ScalarType dtype, int64_t N, int64_t K, int64_t groupsize, bool exact) {
   Linear l{N, K, !scales ? 16 : mins ? 4 : 8, exact || dtype == at::kFloat, weight.const_data_ptr()};
   l.bias = checked(bias, "bias", dtype, {N}) ? bias->const_data_ptr() : nullptr;
-  if (!scales) {
+  if (!scales && weight.dim() == 2) {
     checked(weight, "weight", dtype, {N, K});
     return l;
   }
   const int64_t Nb = (N + LANES - 1) / LANES;
   l.Kb = (K + GROUP - 1) / GROUP;
+  if (!scales) {
+    TORCH_CHECK(amx_allowed && dtype == at::kBFloat16, "packed bfloat16 weights need AMX and bfloat16 activations");
+    checked(weight, "packed weight", dtype, {Nb, l.Kb, GROUP / 2, LANES, 2});
+    return l;
+  }
   TORCH_CHECK(groupsize >= K || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
               " columns are no multiple of 32");
   l.groups_per_scale = groupsize >= K ? l.Kb : groupsize / GROUP;
@@ -1648,6 +1762,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   if (x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS) return at::linear(x, weight, bias);  // prefill
   const Tensor w = weight.contiguous();
   return run_layer(x, checked_layer(w, {}, {}, bias, x.scalar_type(), w.size(0), x.size(-1), 0, true));
+}
+
+Tensor linear_bfloat16(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t N) {
+  return run_layer(x, checked_layer(weight, {}, {}, bias, x.scalar_type(), N, x.size(-1), 0, true));
 }
 
 Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t groupsize,
@@ -1927,11 +2045,21 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
   return result;
 }
 
+// Returns whether AMX is used from now on: whether it is allowed and this library was compiled for it.
+bool allow_amx(bool allowed) {
+#if defined(__AMX_BF16__)
+  return amx_allowed = allowed;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 // kernels.py and sampling.py declare the schemas of these operations.
 TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
   m.impl("linear", &linear);
+  m.impl("linear_bfloat16", &linear_bfloat16);
   m.impl("linear_int8", &linear_int8);
   m.impl("linear_int4", &linear_int4);
   m.impl("rms_norm", &rms_norm);
@@ -1944,5 +2072,7 @@ TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(fastpath, CompositeImplicitAutograd, m) {
-  m.impl("release_blocks", &release_blocks);  // has no tensor whose device could be dispatched on
+  // These have no tensor whose device could be dispatched on.
+  m.impl("release_blocks", &release_blocks);
+  m.impl("allow_amx", &allow_amx);
 }

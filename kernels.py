@@ -195,6 +195,10 @@ def layer_norm(x, weight, bias, eps):
 # CPU. exact: do not quantize activations to 8 bits. prepare_block returns a handle to the weights of a block, and
 # `blocks` runs all blocks, given their handles.
 define(
+    "linear_bfloat16(Tensor x, Tensor weight, Tensor? bias, int N) -> Tensor",
+    lambda x, *rest: empty_with_columns(x, rest[-1]),
+)
+define(
     "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
     lambda x, *rest: empty_with_columns(x, rest[-2]),
 )
@@ -206,6 +210,7 @@ define(
 BLOCK_SETTINGS = "int? window, float eps, bool gated, bool post_norm_residual, bool exact"
 define(f"prepare_block(Tensor?[] weights, int[] sizes, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
+define("allow_amx(bool allowed) -> bool")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",

@@ -6,8 +6,9 @@ computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
 of the memory bandwidth; these kernels use nearly all of it. The bits of a row's result depend neither on the other rows
-nor on the number of threads. If the weights are not quantized, a prefill (more than 16 new tokens per row) uses torch's
-own products.
+nor on the number of threads. bfloat16 weights are multiplied with AMX, the matrix unit of some Intel processors, where
+there is one. Otherwise, if the weights are not quantized, a prefill (more than 16 new tokens per row) uses torch's own
+products.
 
 If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp:
 products are then sums of integers. With exact activations, and always in float32, the kernels convert the weights to
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 
 from cli import HugePages, Stopwatch, print_status, release_freed_memory
 from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles, uses_only
-from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear, matrices
-from model import Block, Config, Transformer
+from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
+from model import Block, Config, Embedding, Linear, Transformer
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
@@ -43,28 +44,40 @@ LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
 
 def install(model: nn.Module, exact_activations: bool = False) -> bool:
-    """Load the kernels, pack the model's quantized weights for them one layer at a time, and run its blocks as one
-    operation where that is supported. Where the kernels cannot run, change nothing and return False. Of a module that
-    is no Transformer, only the weights are packed."""
+    """Load the kernels, pack the model's weights for them one layer at a time, and run its blocks as one operation
+    where that is supported. Where the kernels cannot run, change nothing and return False.
+
+    Weights that are not quantized are packed if they are bfloat16 and the processor has AMX. This happens in the memory
+    of the model's tensors. Of a module that is no Transformer, only quantized weights are packed.
+    """
     if model.device.type != "cpu" or not load_kernels():
         return False
-    layers = {name: module for name, module in model.named_modules() if type(module) in PACKED}
+    layers = {name: module for name, module in model.named_modules() if packed_type(model, module)}
     # The extra 5 % are for padded rows and columns. Tensors that do not fit are allocated separately.
     memory = HugePages(sum(tensor.nbytes for layer in layers.values() for tensor in layer.buffers()) * 21 // 20)
     for name in list(layers):
         plain = layers.pop(name)
-        model.set_submodule(name, PACKED[type(plain)](plain, exact_activations, memory.copy))
+        model.set_submodule(name, packed_type(model, plain)(plain, exact_activations, memory.copy))
         del plain
         release_freed_memory()  # otherwise fragmentation costs up to half the model's size
     if not isinstance(model, Transformer):
         return True
-    # A prefill is compute-bound. If weights are not quantized, torch's products are faster, so it runs block by block.
+    # A prefill is compute-bound. If weights are not packed, torch's products are faster, so it runs block by block.
     all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
     model.max_kernel_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
     if can_fuse(model.config) and model.split is None:  # tensor parallelism has all-reduces inside the blocks
         model.fused = FusedBlocks(model.blocks)
-        model.chunk_invariant = all_packed and not matrices(model)  # the head is packed as well
+        model.chunk_invariant = all_packed and isinstance(model.output or model.embedding, PackedLinear)
     return True
+
+
+def packed_type(model: nn.Module, module: nn.Module) -> type | None:
+    """The class of the layer that replaces a module, or None if it stays."""
+    if type(module) in PACKED or not isinstance(model, Transformer) or not allow_amx():
+        return PACKED.get(type(module))
+    is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
+    is_bfloat16 = type(module) in PACKED_FOR_AMX and module.weight.dtype == torch.bfloat16
+    return PACKED_FOR_AMX[type(module)] if is_bfloat16 and not is_table else None
 
 
 def can_fuse(config: Config) -> bool:
@@ -114,10 +127,27 @@ def prepare_block(block: Block) -> int:
 
 
 class PackedLinear(nn.Module):
-    """A quantized linear layer, with its weights packed for the kernels. copy: moves a tensor to other memory."""
+    """A linear layer, with its weights packed for the kernels. copy: moves a tensor to other memory."""
 
-    def __init__(self, plain: Int8Linear | Int4Linear, exact: bool, copy: Callable = lambda tensor: tensor):
+    def __init__(self, plain: nn.Module, exact: bool, copy: Callable = lambda tensor: tensor):
         super().__init__()
+        if isinstance(plain, (Linear, Embedding)):
+            self._hold_bfloat16(plain)
+        else:
+            self._hold_quantized(plain, exact, copy)
+
+    def _hold_bfloat16(self, plain: Linear | Embedding):
+        self.out_features, self.in_features = plain.weight.shape
+        weight = pack_bfloat16(plain.weight.detach())
+        if weight.numel() == plain.weight.numel():  # into the same memory, because there may be no room for both
+            weight = plain.weight.detach().view(weight.shape).copy_(weight)
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", getattr(plain, "bias", None))
+        self.mins, self.exact = None, False
+        self.operation = torch.ops.fastpath.linear_bfloat16.default
+        self.arguments = self.weight, self.bias, self.out_features
+
+    def _hold_quantized(self, plain: Int8Linear | Int4Linear, exact: bool, copy: Callable):
         self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
         is_int8 = isinstance(plain, Int8Linear)
         weight = pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, plain.in_features)
@@ -136,13 +166,15 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(PackedLinear):
-    """A quantized embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
+    """An embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
 
     logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
         block, lane = tokens // LANES, tokens % LANES
-        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32) int8, or (B,S,Kb*16) with two nibbles per byte
+        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32), or (B,S,Kb*16) with two nibbles per byte
+        if q.dtype == torch.bfloat16:
+            return q[..., : self.in_features]
         if self.mins is None:
             q, mins = q.view(torch.int8) ^ -128, None
         else:
@@ -153,6 +185,7 @@ class PackedEmbedding(PackedLinear):
 
 PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
 PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
+PACKED_FOR_AMX = {Linear: PackedLinear, Embedding: PackedEmbedding}  # in bfloat16
 
 # ---------------------------------------------------------------- packing
 #
@@ -163,6 +196,12 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
     """Pad x (N,K) with zeros to multiples of `rows` and `columns`."""
     missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     return F.pad(x, missing) if any(missing) else x
+
+
+def pack_bfloat16(weight: Tensor) -> Tensor:
+    """Pack bfloat16 (N,K) to (Nb,Kb,16,16,2): of each group 16 times 2 columns, for 16 rows."""
+    w = pad_to_multiple(weight, LANES, GROUP)
+    return w.view(-1, LANES, w.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -202,8 +241,21 @@ def load_kernels() -> bool:
         why = str(error).strip().splitlines()[-1]
         print_status(f"the CPU kernels cannot be built, torch's own operations are used: {why}")
         return False
+    allow_amx()
     DEVICES_WITH_KERNELS.add("cpu")
     return True
+
+
+@cache
+def allow_amx() -> bool:
+    """Let the loaded kernels use the processor's matrix unit, AMX, if it works, is not forbidden, and Linux permits it.
+
+    Returns whether they use it. ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where
+    AMX kills the process.
+    """
+    wanted = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
+    works = wanted and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+    return torch.ops.fastpath.allow_amx(works)
 
 
 def build(compiler: str) -> Path:

@@ -20,7 +20,7 @@ from checkpoint import empty_model
 from kernels import attention_reference, unpack_int4, unpack_int8
 from linear import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
 from load import install_kernels, load_model
-from model import Config
+from model import Config, Embedding, Linear
 from quantize import quantize_checkpoint
 
 if not kernels_cpu.load_kernels():
@@ -62,6 +62,18 @@ def quantized(format, N, K, groupsize, bias, dtype, seed=0):
     return layer, unpack_int4(packed["packed"], packed["scales"], packed["mins"], size, K)
 
 
+def unquantized(N, K, bias, seed=0, kind=Linear):
+    """A layer of `kind` in bfloat16."""
+    layer = Embedding(N, K) if kind is Embedding else Linear(K, N, bias)
+    layer.weight.data = numbers(N, K, seed=seed, dtype=torch.bfloat16)
+    if bias:
+        layer.bias.data = numbers(N, seed=seed + 1, dtype=torch.bfloat16)
+    return layer
+
+
+needs_amx = pytest.mark.skipif(not kernels_cpu.allow_amx(), reason="needs a CPU and a compiler with AMX")
+
+
 def close(found, expected, tolerance):
     assert found.dtype in DTYPES and found.shape == expected.shape
     assert (found.float() - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-6)
@@ -97,6 +109,19 @@ def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, off
     assert found.dtype == dtype and (error <= DTYPES[dtype] * (size + 1e-6)).all()
 
 
+@needs_amx
+@settings(max_examples=150, deadline=None)
+@given(**sizes, bias=st.booleans(), n=threads, offset=st.integers(0, 3))
+def test_packed_bfloat16_linear(M, N, K, bias, n, offset):
+    torch.set_num_threads(n)
+    layer = unquantized(N, K, bias, seed=N)
+    x, w, b = numbers(M, K, seed=K, dtype=torch.bfloat16, offset=offset), layer.weight.float(), layer.bias
+    expected = F.linear(x.float(), w, b.float() if bias else None)
+    size = x.float().abs() @ w.abs().T + (b.float().abs() if bias else 0)
+    found = kernels_cpu.PackedLinear(layer, False)(x)
+    assert found.dtype == x.dtype and ((found.float() - expected).abs() <= DTYPES[x.dtype] * (size + 6e-5)).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(M=sizes["M"], D=st.integers(1, 2100), dtype=st.sampled_from(list(DTYPES)), n=threads, offset=st.integers(0, 3))
 def test_norms(M, D, dtype, n, offset):
@@ -120,6 +145,8 @@ def every_operation(K, N, dtype):
     for format in ("int8", "int4"):
         for exact in (False, True):
             found[f"{format} {exact}"] = kernels_cpu.PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
+    if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
+        found["packed"] = kernels_cpu.PackedLinear(unquantized(N, K, True), False)
     return found
 
 
@@ -185,6 +212,20 @@ def test_lookup_in_packed_tables(format, N, K, groupsize):
     assert torch.allclose(table.logits(x), plain.logits(x), atol=1e-4)
 
 
+@needs_amx
+@pytest.mark.parametrize("N, K", [(33, 45), (16, 64)])
+def test_lookup_in_packed_bfloat16_tables(N, K):
+    plain, x, tokens = (
+        unquantized(N, K, False, kind=Embedding),
+        numbers(2, 3, K).bfloat16(),
+        torch.randint(0, N, (2, 7)),
+    )
+    rows, logits = plain(tokens), plain.logits(x).float()
+    table = kernels_cpu.PackedEmbedding(plain, False)  # uses the memory of `plain`
+    assert torch.equal(table(tokens), rows)
+    close(table.logits(x), logits, DTYPES[x.dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     x, w, b = numbers(3, 40, dtype=dtype), numbers(21, 40, dtype=dtype), numbers(21, dtype=dtype)
@@ -197,6 +238,9 @@ def test_opcheck(dtype):
         p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
         tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
         torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
+    if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
+        packed = kernels_cpu.PackedLinear(unquantized(21, 40, True), False)
+        torch.library.opcheck(ops.linear_bfloat16, (x, *packed.arguments))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
@@ -323,7 +367,10 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     assert greedy(model, prompts, 24) == plain_tokens(directory, prompts, 24)
 
 
-@pytest.mark.parametrize("quantization", [Quantization("int8", 32, "int4"), Quantization("int4", 32, "int8")])
+FORMATS = [Quantization("int8", 32, "int4"), Quantization("int4", 32, "int8"), pytest.param(None, marks=needs_amx)]
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
 def test_chunk_invariant_models_are_chunk_invariant(checkpoint, quantization):
     """In bfloat16, the bits of logits, keys and values do not depend on the chunks in which the row was read."""
     model, tokens = load_model(checkpoint("qwen3-gqa", quantization)), torch.tensor(random_prompts((45,)))

@@ -365,7 +365,9 @@ def test_profile_writes_a_trace(tiny, tmp_path, capsys, monkeypatch):
     assert "tokens/s" not in err
     assert result["decode_tokens_per_s"] is None and result["prefill_tokens_per_s"] is None
     trace = json.loads((tmp_path / "trace.json").read_text())
-    assert {"aten::linear", "fastpath::linear"} & {str(event.get("name")) for event in trace["traceEvents"]}
+    assert {"aten::linear", "fastpath::linear", "fastpath::linear_bfloat16"} & {
+        str(event.get("name")) for event in trace["traceEvents"]
+    }
     with pytest.raises((UserError, OSError), match="no/trace.json"):
         main(capsys, monkeypatch, *args, "--profile", tmp_path / "no" / "trace.json")
 

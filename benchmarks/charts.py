@@ -1,4 +1,4 @@
-"""Draw the JSON files of decode.py and ladder.py: bars of decode beside bars of prefill, in a PNG beside each file.
+"""Draw the JSON files of decode.py, ladder.py (decode beside prefill) and speculation.py, in a PNG beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -42,10 +42,41 @@ def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
+def title(result: dict) -> str:
+    machine = result["machine"]
+    where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
+    return f"{result.get('model', 'One row')}\n{where}"
+
+
+def draw_gains(result: dict, path: Path):
+    """Draw the rows of speculation.py: for each kind of prompts, the gain of every draft in every format."""
+    rows = [row for row in result["rows"] if row["draft"] != "plain"]
+    kinds = list(dict.fromkeys(row["prompts"] for row in rows))
+    figure = Figure(figsize=(9, 1.4 + 0.3 * len(rows) / len(kinds)), dpi=200, layout="constrained", facecolor="white")
+    figure.suptitle(title(result), fontsize=11)
+    for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True), kinds):
+        mine = [row for row in rows if row["prompts"] == kind]
+        names = [f"{row['target']}  {row['draft'].removesuffix(', auto')}" for row in mine]
+        bars = axes.barh(names, [row["over_plain"] for row in mine], height=0.65)
+        for bar, row in zip(bars, mine):
+            bar.set_color(BLUE if row["over_plain"] >= 1 else GREY)
+        axes.axvline(1, color="black", linewidth=1, linestyle=(0, (2, 1)), zorder=0)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.bar_label(bars, [f"{row['over_plain']:.2f}x" for row in mine], padding=4, fontsize=9, bbox=box)
+        axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
+        axes.set_xticks([])
+        axes.tick_params(length=0, labelsize=9)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.set_title(f"{kind} prompts, times plain decoding", fontsize=10, loc="left")
+    axes.invert_yaxis()  # of all panels
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw(path: Path):
     """Draw the steps of ladder.py in their order, or the rows of decode.py by the width of their weights."""
     result = read_json(path)
-    machine = result["machine"]
+    if "draft" in result.get("rows", [{}])[0]:
+        return draw_gains(result, path)
     if "steps" in result:
         rows, bandwidth = result["steps"], None
         footnote = "x: times the step before, the median of the ratios within the rounds"
@@ -53,8 +84,7 @@ def draw(path: Path):
         rows, bandwidth = sorted(result["rows"], key=width_order), result["read_bytes_per_s"]["dram"]
         footnote = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
     figure = Figure(figsize=(9, 1.5 + 0.42 * len(rows)), dpi=200, layout="constrained", facecolor="white")
-    where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
-    figure.suptitle(f"{result.get('model', 'One row')}\n{where}", fontsize=11)
+    figure.suptitle(title(result), fontsize=11)
     decode, prefill = figure.subplots(1, 2, sharey=True)
     draw_bars(decode, rows, DECODE, bandwidth)
     draw_bars(prefill, rows, PREFILL, None)

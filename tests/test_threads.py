@@ -118,6 +118,23 @@ def test_one_number_leaves_nothing_to_choose(monkeypatch):
     assert {n for _, n, _ in machine.run(5)} == {1}
 
 
+def test_kinds_share_what_trials_may_cost(monkeypatch):
+    """Steps of three kinds in turns: one thread is slower, and its first trials cost no more than with one kind."""
+    seconds = {"verify 1": 0.004, "verify 2": 0.005, "verify 4": 0.007}
+    spent, now = threads.Spent(), [0.0]
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
+    counts = {kind: ThreadCount([1, 2], 2, spent=spent) for kind in seconds}
+    lost = 0.0
+    while now[0] < 0.8:
+        for kind, count in counts.items():
+            n = count.choose(1)
+            took = seconds[kind] * 2 / n
+            lost += took - seconds[kind]
+            now[0] += took
+            count.add(took)
+    assert 0 < lost < 0.025
+
+
 def test_powers_of_two():
     assert [powers_of_two(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
 
@@ -143,6 +160,14 @@ def test_torchs_number_is_the_bound_and_comes_back(two_threads):
         raise ValueError
     assert torch.get_num_threads() == 3
     assert sum(found.used()["decode"].values()) == 20  # since the bound has changed
+
+
+def test_kinds_are_counted_by_their_first_word(two_threads):
+    found = Threads()
+    for width in (1, 4, 4):
+        with found.of(f"verify {width}", 1):
+            pass
+    assert found.used() == {"verify": {2: 3}} and found.kinds.keys() == {"verify 1", "verify 4"}
 
 
 def test_fixed_numbers_stay(two_threads):

@@ -3,8 +3,8 @@
 //
 // kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
-// are packed and multiplied with it. Read down: vector helpers, threads, matrix products, norms, attention, transformer blocks, sampling, and at the end the operations, which check their
-// arguments.
+// are packed and multiplied with it. Read down: vector helpers, threads, matrix products, norms, attention, transformer
+// blocks, sampling, and at the end the operations, which check their arguments.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -91,8 +91,8 @@ inline float fast_exp(float x) { return _mm512_cvtss_f32(fast_exp(_mm512_set1_ps
 
 // ---------------------------------------------------------------- threads
 
-// Where the threads of a parallel region wait for each other. A waiting thread spins for some 50 us, which nearly always is
-// enough, and then sleeps: while another program has one processor, the thread that it waits for may need this one.
+// Where the threads of a parallel region wait for each other. A waiting thread spins for some 50 us, which nearly always
+// is enough, and then sleeps: while another program has one processor, the thread that it waits for may need this one.
 class Barrier {
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> phase{0};
@@ -170,17 +170,17 @@ auto allocate_together(const Make& make) {
 //
 // A packed matrix consists of Nb blocks of 16 rows, a row for each lane; a block consists of Kb groups of 32 columns. N
 // and K are padded with zeros. Index j goes over the 8 (int8) or 4 (int4) registers of a group of a block.
+//   bfloat16 (Nb,Kb,16,16,2), for AMX: columns 2j and 2j+1
 //   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3, because vpdpbusd multiplies unsigned with signed bytes
 //   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, columns 16+4j..16+4j+3 in the high nibbles
 //   scales, and for int4 also mins: (Nb,G,16) float16
-//   bfloat16, for AMX: (Nb,Kb,16,16,2): columns 2j and 2j+1 for each of the 16 registers
 // Activations are quantized to 8 bits, with one scale for each group of 32 columns: the dot product of a group is then
 // an exact int32. With `exact`, activations stay as they are, and weights are converted to float32 in registers.
 
 // A linear layer: y = x W^T + bias.
 struct Linear {
   int64_t N, K;
-  int bits;           // 16: W is in x's dtype; 8 or 4: W is packed, as described above
+  int bits;           // 16: W is in x's dtype, (N,K) or packed for AMX; 8 or 4: W is packed, as described above
   bool exact;         // x is not quantized
   const void* weight;
   const void* bias;   // (N,) in x's dtype, or null
@@ -508,23 +508,25 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
 // ---------------------------------------------------------------- matrix products with AMX
 //
 // AMX is a matrix unit of some Intel processors, with eight registers, called tiles, of up to 16 rows of 64 bytes. One
-// instruction multiplies 32 columns of up to 16 rows of x (tile A, a row of x in each row) with a group of a block of
-// bfloat16 weights (tile B, two columns of 16 outputs in each row), and adds the products to float32 sums (tile C, a row
-// of x in each row, an output in each lane). Each row of C depends on its own row of A only. Reading the weights takes
-// longer than multiplying them with 16 rows of x, so such a product takes little longer than one with a single row.
+// instruction adds the products of tiles A and B to tile C:
+//   A  32 columns of up to 16 rows of x
+//   B  a group of a block of weights; its row j holds columns 2j and 2j+1 of all 16 outputs
+//   C  float32 sums: a row of x in each row, an output in each column
+// Each row of C depends on its own row of A only. Reading the weights takes longer than multiplying them with 16 rows
+// of x, so such a product takes little longer than one with a single row.
 
 constexpr int AMX_PREFETCH_DISTANCE = 2048;  // bytes
 
 // Configures this thread's tiles for a number of rows of x, and releases them at the end of the scope (50 ns).
-// Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
+// Tiles 0 to 3 are C, tile 6 is A, tile 7 is B.
 struct Tiles {
-  explicit Tiles(int rows) {
+  explicit Tiles(int x_rows) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {};
     } config;
-    std::fill(config.rows, config.rows + 7, rows);
+    std::fill(config.rows, config.rows + 7, x_rows);
     config.rows[7] = GROUP / 2;
     asm volatile("" ::"r"(&config) : "memory");  // compilers do not know that the next instruction reads all of it
     _tile_loadconfig(&config);
@@ -532,8 +534,8 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// A block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1] ...: acc (COUNT,rows,16).
-// The bits of a sum do not depend on the other rows of its tile.
+// A block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1] ...: acc
+// (COUNT,rows,16).
 template <int COUNT>
 void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
   const bf16* w = (const bf16*)p.weight + block * p.Kb * GROUP * LANES;
@@ -562,26 +564,27 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
 #undef STORE
 }
 
-// A block of packed bfloat16 weights times rows m..stop of x, in tiles of 16 rows or of all M rows.
+// A block of packed bfloat16 weights times rows m..stop of x, in tiles of min(M,16) rows. `out` must not be `residual`,
+// because the last tile overlaps the one before it, and computes the same bits again.
 void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
                       const bf16* residual, bf16* out) {
   const int64_t rows = std::min<int64_t>(M, LANES);
   const bf16* from = l.pads_activations() ? x.padded : (const bf16*)x.x;
-  auto tiles = [&](auto count) {
+  auto multiply_tiles = [&](auto count) {
     constexpr int COUNT = decltype(count)::value;
-    const bf16* tile[COUNT];
+    const bf16* x_tiles[COUNT];
     int64_t first[COUNT];
     alignas(64) float acc[COUNT][LANES * LANES];
     for (int i = 0; i < COUNT; i++, m += rows) {
-      first[i] = std::min(m, M - rows);  // the last tile overlaps the one before, and computes the same bits again
-      tile[i] = from + first[i] * l.Kb * GROUP;
+      first[i] = std::min(m, M - rows);
+      x_tiles[i] = from + first[i] * l.Kb * GROUP;
     }
-    block_dot_amx<COUNT>(l, block, tile, acc);
+    block_dot_amx<COUNT>(l, block, x_tiles, acc);
     for (int i = 0; i < COUNT; i++)
       for (int r = 0; r < rows; r++) finish_outputs(l, block, first[i] + r, load(acc[i] + r * LANES), residual, out);
   };
-  while (stop - m > 3 * rows) tiles(Int<4>());
-  while (m < stop) tiles(Int<1>());
+  while (stop - m > 3 * rows) multiply_tiles(Int<4>());
+  while (m < stop) multiply_tiles(Int<1>());
 }
 #endif
 
@@ -604,11 +607,11 @@ void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const
       while (n < end) rows(Int<1>());
     });
   }
-  auto by_blocks = [&](const auto& packed_block) {
+  auto by_blocks = [&](const auto& run_block) {
     for (int64_t start = 0, stop; start < M; start = stop) {
       stop = std::min<int64_t>(M, start + 256);  // 256 rows of x stay in the L2 cache for all blocks of W
       team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
-        for (; block < end; block++) packed_block(block, start, stop);
+        for (; block < end; block++) run_block(block, start, stop);
       });
     }
   };

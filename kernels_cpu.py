@@ -5,14 +5,14 @@ the packed layers; the packing of weights; the build, which happens at first use
 computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
-of the memory bandwidth; these kernels use nearly all of it. The bits of a row's result depend neither on the other rows
-nor on the number of threads. bfloat16 weights are multiplied with AMX, the matrix unit of some Intel processors, where
-there is one. Otherwise, if the weights are not quantized, a prefill (more than 16 new tokens per row) uses torch's own
-products.
+of the memory bandwidth; these kernels use most of it. The bits of a row's result depend neither on the other rows
+nor on the number of threads. bfloat16 weights are multiplied with AMX, the matrix unit of some Intel processors, if
+there is one. With other weights that are not quantized, a prefill (more than 16 new tokens per row) uses torch's own
+products. Otherwise prefill and decoding use the same kernels, so they give the same bits.
 
 If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp:
-products are then sums of integers. With exact activations, and always in float32, the kernels convert the weights to
-float32 in registers instead. Prefill and decoding use the same kernels, so they give the same bits.
+products are then sums of integers. With exact activations, and always if the activations are float32, the kernels
+convert the weights to float32 in registers instead.
 """
 
 import fcntl
@@ -53,7 +53,7 @@ def install(model: nn.Module, exact_activations: bool = False) -> bool:
     if model.device.type != "cpu" or not load_kernels():
         return False
     layers = {name: module for name, module in model.named_modules() if packed_type(model, module)}
-    # The extra 5 % are for padded rows and columns. Tensors that do not fit are allocated separately.
+    # Of quantized weights; the extra 5 % are for padded rows and columns. Other tensors are allocated separately.
     memory = HugePages(sum(tensor.nbytes for layer in layers.values() for tensor in layer.buffers()) * 21 // 20)
     for name in list(layers):
         plain = layers.pop(name)
@@ -73,11 +73,12 @@ def install(model: nn.Module, exact_activations: bool = False) -> bool:
 
 def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     """The class of the layer that replaces a module, or None if it stays."""
-    if type(module) in PACKED or not isinstance(model, Transformer) or not allow_amx():
-        return PACKED.get(type(module))
+    if type(module) in PACKED:
+        return PACKED[type(module)]
+    if type(module) not in PACKED_FOR_AMX or not isinstance(model, Transformer) or not allow_amx():
+        return None
     is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
-    is_bfloat16 = type(module) in PACKED_FOR_AMX and module.weight.dtype == torch.bfloat16
-    return PACKED_FOR_AMX[type(module)] if is_bfloat16 and not is_table else None
+    return None if is_table or module.weight.dtype != torch.bfloat16 else PACKED_FOR_AMX[type(module)]
 
 
 def can_fuse(config: Config) -> bool:
@@ -139,7 +140,7 @@ class PackedLinear(nn.Module):
     def _hold_bfloat16(self, plain: Linear | Embedding):
         self.out_features, self.in_features = plain.weight.shape
         weight = pack_bfloat16(plain.weight.detach())
-        if weight.numel() == plain.weight.numel():  # into the same memory, because there may be no room for both
+        if weight.numel() == plain.weight.numel():  # in place, because the model may fill the memory
             weight = plain.weight.detach().view(weight.shape).copy_(weight)
         self.register_buffer("weight", weight)
         self.register_buffer("bias", getattr(plain, "bias", None))
@@ -170,7 +171,7 @@ class PackedEmbedding(PackedLinear):
 
     logits = PackedLinear.forward
 
-    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
+    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32, or bfloat16 if the weights are
         block, lane = tokens // LANES, tokens % LANES
         q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32), or (B,S,Kb*16) with two nibbles per byte
         if q.dtype == torch.bfloat16:
@@ -248,12 +249,13 @@ def load_kernels() -> bool:
 
 @cache
 def allow_amx() -> bool:
-    """Let the loaded kernels use the processor's matrix unit, AMX, if it works, is not forbidden, and Linux permits it.
+    """Let the loaded kernels use the processor's matrix unit, AMX, if there is one, ONEDNN_MAX_CPU_ISA does not exclude
+    it, and Linux grants it. Returns whether they use it.
 
-    Returns whether they use it. ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where
-    AMX kills the process.
+    ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where AMX kills the process.
     """
-    wanted = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # the instructions that oneDNN may use as well
+    wanted = most in ("", "ALL", "DEFAULT") or "AMX" in most
     works = wanted and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     return torch.ops.fastpath.allow_amx(works)
 

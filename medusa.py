@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from checkpoint import safetensors_header
@@ -104,7 +104,8 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
     tensors["vocabulary"] = vocabulary.to(torch.int32)
     about = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
     temporary = path.with_name(path.name + ".partial")
-    save_file(tensors, temporary, {FORMAT: json.dumps(about)})  # one entry, because the library does not sort them
+    metadata = {FORMAT: json.dumps(about)}  # one entry, because the library does not sort them
+    temporary.write_bytes(save(tensors, metadata))
     temporary.replace(path)
 
 

@@ -169,6 +169,8 @@ class Proposal:
 
 OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
+FIRST_USES = 3  # in its first steps a draft may have been slow by chance, so until then it is tried again sooner, with
+FIRST_OPTIMISM = 1.05
 FIRST_FACTOR = 0.8  # a first measurement is too long: its code and data have to be read into the caches
 
 
@@ -242,8 +244,8 @@ class Controller:
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
     Plain steps, and each draft without chances, are measured only when they are chosen, and texts change. So the
-    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs about 1 %
-    of the time, and more if the draft is slow.
+    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs a few
+    percent of the time, and more if the draft is slow.
     """
 
     def __init__(self, drafts: int):
@@ -252,6 +254,7 @@ class Controller:
         self.draft_s = [Seconds(proportional=True) for _ in range(drafts)]  # by number of tokens
         self.acceptance = [Acceptance() for _ in range(drafts)]
         self.plain_bonus, self.bonus = 1.0, [1.0] * drafts  # the assumed speedup since each was chosen
+        self.uses = [0] * drafts  # steps in which each was chosen
         self.steps = 0
 
     def choose(self, rows: int, options: list[tuple[list[int], list[float] | None]]) -> tuple[int, int]:
@@ -280,7 +283,8 @@ class Controller:
         row accepted."""
         self.steps += 1
         self.plain_bonus *= OPTIMISM
-        self.bonus = [bonus * OPTIMISM for bonus in self.bonus]
+        factors = (OPTIMISM if uses >= FIRST_USES else FIRST_OPTIMISM for uses in self.uses)
+        self.bonus = [bonus * factor for bonus, factor in zip(self.bonus, factors)]
         if k == 0:
             self.plain_s = running_minimum(self.plain_s, target_s)
             self.plain_bonus = 1.0
@@ -289,6 +293,7 @@ class Controller:
         self.draft_s[draft].add(k, draft_s)
         self.acceptance[draft].add(accepted, k)
         self.bonus[draft] = 1.0
+        self.uses[draft] += 1
 
 
 # ---------------------------------------------------------------- a step

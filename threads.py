@@ -2,7 +2,8 @@
 
 The threads of a step wait for each other at some hundred barriers. If another program occupies one of their cores, a
 wait may last until the operating system schedules the late thread again: two threads are then many times slower than
-one. The results of a step do not depend on the number of threads, so the number may change between any two steps.
+one. What the CPU kernels compute does not depend on the number of threads, so the number may change between any two
+steps. Steps whose results would depend on it keep the largest number.
 
 Read down: ThreadCount, which finds the fastest number of threads for one kind of step; Threads, the context manager
 that the engine puts around each step; CpuTimes, which measures how much processor time other programs use.
@@ -36,7 +37,7 @@ class Spent:
 
 @dataclass
 class ThreadCount:
-    """The number of threads for one kind of step: decode steps, or prefill passes.
+    """The number of threads for one kind of step: decode steps, prefill passes, verifications of 4 tokens, and so on.
 
     Most steps use `count`, the fastest number known so far. About once a second, a trial runs a few steps with the next
     smaller or larger number of `counts`, and `count` becomes that number if it was faster. Only steps with the same

@@ -475,7 +475,7 @@ def test_a_draft_that_was_slow_at_first_is_tried_again_soon():
     """Five times too slow in its first step, as beside another program, it is used again within 50 steps."""
     controller, steps = Controller(1), []
     for _ in range(60):
-        _, k = controller.choose(1, [([1, 3], None)])
+        _, k = controller.choose(1, [([1], None)])
         slow = 5 if k and not any(steps) else 1
         steps.append(k)
         controller.update(0, k, 0.1 * k * slow, (1.2 if k else 1.0) * slow, [k])

@@ -148,7 +148,9 @@ class ModelDraft:
             tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # the target's table may have more padding ids
             input_pos = torch.where(is_ready[:, None], torch.stack([position - 1, position], 1), -1)
         lengths = torch.where(is_ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # within the cache row
-        drafted, p_draft = self._draw(tokens, input_pos, rows, lengths, k, batch.random)
+        fixed = not self.draft.max_kernel_tokens
+        with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
+            drafted, p_draft = self._draw(tokens, input_pos, rows, lengths, k, batch.random)
         if not self.shares_caches:
             for row, length in zip(batch.rows, lengths.tolist()):
                 if length:
@@ -190,7 +192,8 @@ class ModelDraft:
             input_pos[i, : len(chunk)] = torch.arange(len(cached), len(cached) + len(chunk))
             self.cached[row.index] = cached + chunk
         index = torch.tensor([row.index for row in behind], device=device)
-        self.draft(tokens.to(device), input_pos.to(device), index)
+        with self.engine.timing.threads.of("draft-prefill", tokens.shape, fixed=not self.draft.chunk_invariant):
+            self.draft(tokens.to(device), input_pos.to(device), index)
         synchronize(device)
         seconds = time.perf_counter() - start
         self.engine.timing.prefill_s += seconds

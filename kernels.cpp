@@ -189,8 +189,6 @@ struct Linear {
   int64_t groups_per_scale;  // groups of 32 columns that share a weight scale
 
   bool quantizes_activations() const { return bits < 16 && !exact; }
-  bool pads_activations() const { return bits == 16 && Kb * GROUP > K; }
-  bool converts_activations() const { return bits < 16 || pads_activations(); }
 };
 
 // M rows of x, converted to what a matrix product reads.
@@ -201,7 +199,6 @@ struct Input {
   int32_t* dot_start;  // (M,Kb), -128 * sum(q): cancels the 128 that is added to packed int8 weights
   float* scaled_sum;   // (M,Kb), scale * sum(q): what the min of a group of int4 weights is multiplied by
   float* as_float;     // (M,Kb*32), x in float32, for exact activations
-  bf16* padded;        // (M,Kb*32), x with zeros up to whole groups
 };
 
 template <int I>
@@ -435,8 +432,6 @@ inline Input allocate_input(Arena& arena, const Linear& l, const void* x, int64_
     in.scaled_sum = arena.allocate<float>(M * l.Kb);
   } else if (l.bits < 16) {
     in.as_float = arena.allocate<float>(M * l.Kb * GROUP);
-  } else if (l.pads_activations()) {
-    in.padded = arena.allocate<bf16>(M * l.Kb * GROUP);
   }
   return in;
 }
@@ -444,26 +439,23 @@ inline Input allocate_input(Arena& arena, const Linear& l, const void* x, int64_
 // Converts groups begin..end of row m of x.
 template <class T>
 void prepare_input(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
-  if (!l.converts_activations()) return;
+  if (l.bits == 16) return;
   const T* x = (const T*)in.x + m * l.K;
   for (int64_t b = begin; b < end; b++) {
     const int64_t k = b * GROUP, left = l.K - k, at = m * l.Kb + b;
     if (l.quantizes_activations()) {
       const int32_t sum = quantize_group(x + k, left, in.q + at * GROUP, in.scale + at);
       in.dot_start[at] = -128 * sum, in.scaled_sum[at] = in.scale[at] * sum;
-      continue;
-    }
-    for (int i = 0; i < GROUP; i += LANES) {
-      const __m512 columns = load(x + k + i, first_lanes(left - i));
-      l.bits == 16 ? store(in.padded + at * GROUP + i, columns, 0xffff)
-                   : store(in.as_float + at * GROUP + i, columns, 0xffff);
+    } else {
+      store(in.as_float + at * GROUP, load(x + k, first_lanes(left)), 0xffff);
+      store(in.as_float + at * GROUP + LANES, load(x + k + LANES, first_lanes(left - LANES)), 0xffff);
     }
   }
 }
 
 template <class T>
 void prepare_input_rows(const Team& team, const Linear& l, const Input& in, int64_t M) {
-  if (!l.converts_activations()) return;
+  if (l.bits == 16) return;
   team.split(M, 1, [&](int64_t m, int64_t end) {
     for (; m < end; m++) prepare_input<T>(l, in, m, 0, l.Kb);
   });
@@ -547,7 +539,7 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
   if constexpr (COUNT > 3) { STATEMENT(3); }
 #define ZERO(I) _tile_zero(I)
 #define MULTIPLY(I)                                                \
-  _tile_loadd(6, x[I] + b * GROUP, p.Kb * GROUP * sizeof(bf16)); \
+  _tile_loadd(6, x[I] + b * GROUP, p.K * sizeof(bf16)); \
   _tile_dpbf16ps(I, 6, 7)
 #define STORE(I) _tile_stored(I, acc[I], 64)
   FOR_EACH_TILE(ZERO)
@@ -569,7 +561,6 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
 void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
                       const bf16* residual, bf16* out) {
   const int64_t rows = std::min<int64_t>(M, LANES);
-  const bf16* from = l.pads_activations() ? x.padded : (const bf16*)x.x;
   auto multiply_tiles = [&](auto count) {
     constexpr int COUNT = decltype(count)::value;
     const bf16* x_tiles[COUNT];
@@ -577,7 +568,7 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
     alignas(64) float acc[COUNT][LANES * LANES];
     for (int i = 0; i < COUNT; i++, m += rows) {
       first[i] = std::min(m, M - rows);
-      x_tiles[i] = from + first[i] * l.Kb * GROUP;
+      x_tiles[i] = (const bf16*)x.x + first[i] * l.K;
     }
     block_dot_amx<COUNT>(l, block, x_tiles, acc);
     for (int i = 0; i < COUNT; i++)
@@ -1727,6 +1718,7 @@ Linear checked_layer(const Tensor& weight, const MaybeTensor& scales, const Mayb
   l.Kb = (K + GROUP - 1) / GROUP;
   if (!scales) {
     TORCH_CHECK(amx_allowed && dtype == at::kBFloat16, "packed bfloat16 weights need AMX and bfloat16 activations");
+    TORCH_CHECK(N % LANES == 0 && K % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", K, " columns");
     checked(weight, "packed weight", dtype, {Nb, l.Kb, GROUP / 2, LANES, 2});
     return l;
   }

@@ -47,8 +47,9 @@ def install(model: nn.Module, exact_activations: bool = False) -> bool:
     """Load the kernels, pack the model's weights for them one layer at a time, and run its blocks as one operation
     where that is supported. Where the kernels cannot run, change nothing and return False.
 
-    Weights that are not quantized are packed if they are bfloat16 and the processor has AMX. This happens in the memory
-    of the model's tensors. Of a module that is no Transformer, only quantized weights are packed.
+    Weights (N,K) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
+    and K of 32. This happens in the memory of the model's tensors, so nobody else may use them. Of a module that is no
+    Transformer, only quantized weights are packed.
     """
     if model.device.type != "cpu" or not load_kernels():
         return False
@@ -78,7 +79,9 @@ def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     if type(module) not in PACKED_FOR_AMX or not isinstance(model, Transformer) or not allow_amx():
         return None
     is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
-    return None if is_table or module.weight.dtype != torch.bfloat16 else PACKED_FOR_AMX[type(module)]
+    N, K = module.weight.shape
+    fits = N % LANES == 0 and K % GROUP == 0  # otherwise the packed weights would be larger
+    return PACKED_FOR_AMX[type(module)] if fits and not is_table and module.weight.dtype == torch.bfloat16 else None
 
 
 def can_fuse(config: Config) -> bool:
@@ -139,10 +142,11 @@ class PackedLinear(nn.Module):
 
     def _hold_bfloat16(self, plain: Linear | Embedding):
         self.out_features, self.in_features = plain.weight.shape
-        weight = pack_bfloat16(plain.weight.detach())
-        if weight.numel() == plain.weight.numel():  # in place, because the model may fill the memory
-            weight = plain.weight.detach().view(weight.shape).copy_(weight)
-        self.register_buffer("weight", weight)
+        weight = plain.weight.detach().contiguous()
+        packed = pack_bfloat16(weight)
+        self.register_buffer(
+            "weight", weight.view(packed.shape).copy_(packed)
+        )  # in place: the model may fill the memory
         self.register_buffer("bias", getattr(plain, "bias", None))
         self.mins, self.exact = None, False
         self.operation = torch.ops.fastpath.linear_bfloat16.default
@@ -175,7 +179,7 @@ class PackedEmbedding(PackedLinear):
         block, lane = tokens // LANES, tokens % LANES
         q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32), or (B,S,Kb*16) with two nibbles per byte
         if q.dtype == torch.bfloat16:
-            return q[..., : self.in_features]
+            return q
         if self.mins is None:
             q, mins = q.view(torch.int8) ^ -128, None
         else:
@@ -200,9 +204,8 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack bfloat16 (N,K) to (Nb,Kb,16,16,2): of each group 16 times 2 columns, for 16 rows."""
-    w = pad_to_multiple(weight, LANES, GROUP)
-    return w.view(-1, LANES, w.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
+    """Pack bfloat16 (N,K) to (Nb,Kb,16,16,2): of each group 16 times 2 columns, for 16 rows. N and K are multiples."""
+    return weight.view(-1, LANES, weight.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def pack_int8(weight: Tensor) -> Tensor:

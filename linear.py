@@ -199,7 +199,10 @@ def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
 
 
 def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
-    """Quantize a loaded model layer by layer. Layers that are int8 already are quantized again. Returns the model."""
+    """Quantize a loaded model layer by layer. Layers that are int8 already are quantized again. Returns the model.
+
+    Kernels are installed afterwards: they pack the layers, and packed layers are left as they are.
+    """
     for name, module in list(model.named_modules()):
         is_int8 = isinstance(module, Int8Linear)
         format = quantization.format(name)

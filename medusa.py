@@ -196,11 +196,11 @@ class MedusaDraft:
         if not any(row.index in self.ready for row in batch.rows):
             return None
         k = min(k, self.heads.n)
-        drafted = self.draw(
-            self.engine.model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random
-        )
-        if self.engine.model.split is not None:
-            drafted = self.engine.model.split.broadcast(drafted)
+        model, fixed = self.engine.model, not self.engine.model.max_kernel_tokens
+        with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
+            drafted = self.draw(model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random)
+        if model.split is not None:
+            drafted = model.split.broadcast(drafted)
         room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
         lengths = [min(k, n) if row.index in self.ready else 0 for row, n in zip(batch.rows, room)]
         lengths += [0] * (batch.inputs.shape[1] - len(lengths))

@@ -25,7 +25,6 @@ and v while it runs.
 
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -361,7 +360,9 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k, self.automatic = drafts, k, automatic
         self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
-        for draft in drafts:
+        for i, draft in enumerate(drafts):
+            if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
+                draft.name = f"{draft.name} ({i + 1})"
             self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
     def begin(self, engine):
@@ -424,15 +425,10 @@ class Speculation:
         """The proposal of a draft. The report counts its time, without that of reading prompts."""
         draft, timing = self.drafts[index], self.engine.timing
         start = time.perf_counter() - timing.prefill_s
-        with nullcontext() if draft.is_free else self._threads(f"draft {index} {k}", len(batch.rows)):
-            proposal = draft.propose(batch, k)
+        proposal = draft.propose(batch, k)
         synchronize(self.model.device)
         self.report.count(draft.name, seconds=time.perf_counter() - timing.prefill_s - start)
         return proposal
-
-    def _threads(self, kind: str, rows: int):
-        """A context for a pass with the number of threads that is fastest for its kind, which ends with its size."""
-        return self.engine.timing.threads.of(kind, rows, fixed=not self.model.max_kernel_tokens)
 
     def _most(self) -> int:
         """The largest number of tokens that any draft proposes."""
@@ -471,7 +467,8 @@ class Speculation:
             missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
-        with self._threads(f"verify {drafted.shape[1] + 1}", len(batch.rows)):
+        kind, fixed = f"verify {drafted.shape[1] + 1}", not self.model.max_kernel_tokens
+        with self.engine.timing.threads.of(kind, len(batch.rows), fixed):
             return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
     def _rehearse(self, batch):

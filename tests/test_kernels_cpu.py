@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels_cpu
-from checkpoint import empty_model
+from checkpoint import Writer, empty_model
 from kernels import attention_reference, unpack_int4, unpack_int8
 from linear import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
 from load import install_kernels, load_model
@@ -111,9 +111,13 @@ def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, off
 
 @needs_amx
 @settings(max_examples=150, deadline=None)
-@given(**sizes, bias=st.booleans(), n=threads, offset=st.integers(0, 3))
-def test_packed_bfloat16_linear(M, N, K, bias, n, offset):
+@given(
+    M=sizes["M"], blocks=st.integers(1, 5), groups=st.integers(1, 5), bias=st.booleans(), n=threads,
+    offset=st.integers(0, 3),
+)  # fmt: skip
+def test_packed_bfloat16_linear(M, blocks, groups, bias, n, offset):
     torch.set_num_threads(n)
+    N, K = 16 * blocks, 32 * groups
     layer = unquantized(N, K, bias, seed=N)
     x, w, b = numbers(M, K, seed=K, dtype=torch.bfloat16, offset=offset), layer.weight.float(), layer.bias
     expected = F.linear(x.float(), w, b.float() if bias else None)
@@ -145,13 +149,13 @@ def every_operation(K, N, dtype):
     for format in ("int8", "int4"):
         for exact in (False, True):
             found[f"{format} {exact}"] = kernels_cpu.PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
-    if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
+    if dtype == torch.bfloat16 and kernels_cpu.allow_amx() and N % 16 == K % 32 == 0:
         found["packed"] = kernels_cpu.PackedLinear(unquantized(N, K, True), False)
     return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("K, N", [(45, 37), (2048, 530)])
+@pytest.mark.parametrize("K, N", [(45, 37), (2048, 530), (96, 48), (1056, 528)])
 def test_a_row_has_the_same_bits_in_every_batch(dtype, K, N):
     """Alone, at any position among any number of rows, and with any number of threads."""
     x = numbers(23, K, dtype=dtype)
@@ -169,14 +173,15 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, K, N):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_stay_in_their_row(dtype, value):
-    x = numbers(9, 70, dtype=dtype)
-    broken = x.clone()
-    broken[4, 69] = value
-    for name, operation in every_operation(70, 21, dtype).items():
-        found, expected = operation(broken), operation(x)
-        assert not found[4].isfinite().all(), name
-        keep = [0, 1, 2, 3, 5, 6, 7, 8]
-        assert torch.equal(found[keep], expected[keep]), name
+    for K, N in ((70, 21), (96, 48)):
+        x = numbers(9, K, dtype=dtype)
+        broken = x.clone()
+        broken[4, 69] = value
+        for name, operation in every_operation(K, N, dtype).items():
+            found, expected = operation(broken), operation(x)
+            assert not found[4].isfinite().all(), name
+            keep = [0, 1, 2, 3, 5, 6, 7, 8]
+            assert torch.equal(found[keep], expected[keep]), name
 
 
 def test_rows_of_extreme_size():
@@ -213,7 +218,7 @@ def test_lookup_in_packed_tables(format, N, K, groupsize):
 
 
 @needs_amx
-@pytest.mark.parametrize("N, K", [(33, 45), (16, 64)])
+@pytest.mark.parametrize("N, K", [(48, 96), (16, 64)])
 def test_lookup_in_packed_bfloat16_tables(N, K):
     plain, x, tokens = (
         unquantized(N, K, False, kind=Embedding),
@@ -239,8 +244,8 @@ def test_opcheck(dtype):
         tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
         torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
     if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
-        packed = kernels_cpu.PackedLinear(unquantized(21, 40, True), False)
-        torch.library.opcheck(ops.linear_bfloat16, (x, *packed.arguments))
+        packed = kernels_cpu.PackedLinear(unquantized(48, 64, True), False)
+        torch.library.opcheck(ops.linear_bfloat16, (numbers(3, 64, dtype=dtype), *packed.arguments))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
@@ -340,9 +345,25 @@ MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantizat
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 
 
+def write_aligned(directory: Path, tied: bool):
+    """Write a random model whose sizes are multiples of what packed bfloat16 weights need; returns the directory."""
+    config = Config(
+        n_layer=3, n_head=4, n_kv_head=2, head_dim=24, dim=96, hidden_dim=160, vocab_size=272, max_seq_length=64,
+        tied_embeddings=tied, qkv_bias=tied, qk_norm=not tied,
+    )  # fmt: skip
+    with Writer(directory) as writer:
+        for i, (name, weight) in enumerate(empty_model(config).state_dict().items()):
+            values = numbers(*weight.shape, seed=i, dtype=torch.bfloat16)
+            writer.add(name, values * weight.shape[-1] ** -0.5 if weight.dim() > 1 else 1 + values / 4)
+        writer.add_config(config)
+    return directory
+
+
 @pytest.fixture
 def checkpoint(tiny, tmp_path):
     def get(name, quantization):
+        if name.startswith("aligned"):
+            return write_aligned(tmp_path / name, name == "aligned-tied")
         if quantization is not None:
             quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)
         return tiny(name)[2] if quantization is None else tmp_path / "q"
@@ -367,13 +388,29 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     assert greedy(model, prompts, 24) == plain_tokens(directory, prompts, 24)
 
 
-FORMATS = [Quantization("int8", 32, "int4"), Quantization("int4", 32, "int8"), pytest.param(None, marks=needs_amx)]
+INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
+INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 
-@pytest.mark.parametrize("quantization", FORMATS)
-def test_chunk_invariant_models_are_chunk_invariant(checkpoint, quantization):
+@needs_amx
+@pytest.mark.parametrize("name", ["aligned-tied", "aligned-untied"])
+@pytest.mark.parametrize("S", [1, 2, 16, 17, 61])
+def test_packed_bfloat16_models_are_close_to_plain_torch(checkpoint, name, S):
+    directory, found = checkpoint(name, None), []
+    for kernels in ("auto", "torch"):
+        model = load_model(directory, kernels=kernels)
+        model.setup_caches(2, 64)
+        tokens = torch.tensor(random_prompts((S, S), V=272))
+        found.append(model(tokens, torch.arange(S).expand(2, S).contiguous(), all_logits=True))
+        is_packed = [isinstance(layer, kernels_cpu.PackedLinear) for layer in model.modules()]
+        assert sum(is_packed) == (13 if kernels == "auto" else 0)
+    close(found[0], found[1].float(), 0.03)
+
+
+@pytest.mark.parametrize("name, quantization", INVARIANT)
+def test_chunk_invariant_models_are_chunk_invariant(checkpoint, name, quantization):
     """In bfloat16, the bits of logits, keys and values do not depend on the chunks in which the row was read."""
-    model, tokens = load_model(checkpoint("qwen3-gqa", quantization)), torch.tensor(random_prompts((45,)))
+    model, tokens = load_model(checkpoint(name, quantization)), torch.tensor(random_prompts((45,)))
     assert model.chunk_invariant
     found = []
     for cuts in ((0, 45), (0, 1, 3, 20, 45), (0, 44, 45)):
@@ -387,7 +424,7 @@ def test_chunk_invariant_models_are_chunk_invariant(checkpoint, quantization):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name, quantization", [*MODELS, ("mistral-window", None)])
+@pytest.mark.parametrize("name, quantization", [*MODELS, ("mistral-window", None), ("aligned-untied", None)])
 def test_fused_blocks_equal_single_blocks(checkpoint, name, quantization, dtype):
     """Two passes over rows of different lengths, one of which has ended before the second pass."""
     model = load_model(checkpoint(name, quantization), dtype=dtype)
@@ -582,7 +619,7 @@ def test_under_sanitizers(tmp_path):
     code = """if True:
         import sys, torch
         import kernels_cpu, linear
-        from checkpoint import empty_model
+        from checkpoint import Writer, empty_model
         from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         assert kernels_cpu.load_kernels()

@@ -392,6 +392,12 @@ INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quan
 INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 
+def test_bfloat16_weights_that_would_grow_are_not_packed(checkpoint):
+    """Packed, sizes that are no multiples of 16 and 32 would need padding, and so memory beside that of the model."""
+    model = load_model(checkpoint("qwen3-gqa", None))
+    assert not any(isinstance(layer, kernels_cpu.PackedLinear) for layer in model.modules())
+
+
 @needs_amx
 @pytest.mark.parametrize("name", ["aligned-tied", "aligned-untied"])
 @pytest.mark.parametrize("S", [1, 2, 16, 17, 61])

@@ -504,6 +504,12 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
     assert speculation.report.plain_steps == 0 and speculation.report.judged[0] == speculation.report.steps
 
 
+def test_drafts_of_one_name_are_told_apart():
+    """A draft model's directory may be called like another draft."""
+    speculation = Speculation([RetrievalDraft(), RetrievalDraft()])
+    assert list(speculation.report.drafts) == ["prompt-lookup", "prompt-lookup (2)"]
+
+
 def test_the_report_counts_places():
     report = Report()
     report.add("a", [2, 0, 1], [3, 3, 1])

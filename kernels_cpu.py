@@ -144,9 +144,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = plain.weight.shape
         weight = plain.weight.detach().contiguous()
         packed = pack_bfloat16(weight)
-        self.register_buffer(
-            "weight", weight.view(packed.shape).copy_(packed)
-        )  # in place: the model may fill the memory
+        weight = weight.view(packed.shape).copy_(packed)  # in place: two copies may not fit into memory
+        self.register_buffer("weight", weight)
         self.register_buffer("bias", getattr(plain, "bias", None))
         self.mins, self.exact = None, False
         self.operation = torch.ops.fastpath.linear_bfloat16.default

@@ -325,6 +325,41 @@ def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype, window, sl
                 assert torch.equal(ops.attention(*part), together[b : b + 1, tokens])
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), S=st.integers(2, 20), K=st.integers(1, 2), group=st.sampled_from([1, 2, 3, 5, 8]),
+    E=st.sampled_from([10, 16, 31, 48, 64, 80, 128]), T=st.sampled_from([21, 64, 97, 200]), slopes=st.booleans(),
+    window=st.sampled_from([None, 3, 70]), exponents=st.sampled_from([(0, 0, 0), (4, 0, -90), (125, -128, 0)]),
+)  # fmt: skip
+def test_few_queries_get_the_same_bits_as_many(seed, S, K, group, E, T, slopes, window, exponents):
+    """Other instructions may compute them. With a factor of 2^-128, most numbers are denormal."""
+    case = attention_case(seed, torch.bfloat16, 1, S, K, group, E, T, window, slopes, False, False)
+    check_bits_of_few_queries(*(x * 2.0**exponent for x, exponent in zip(case, exponents)), *case[3:])
+
+
+@pytest.mark.parametrize("E, T", [(64, 200), (48, 97), (31, 64), (128, 130)])
+def test_few_queries_get_the_same_bits_as_many_where_sums_cancel(E, T):
+    """Such sums have few correct bits, so the other bits tell the order of the additions."""
+    q, k_cache, v_cache, *rest = attention_case(0, torch.bfloat16, 1, 19, 2, 3, E, T, None, False, False, False)
+    q, half = (q[..., :1] * 2.0**10).expand_as(q).contiguous(), E // 2
+    k_cache[..., E - half :] = -k_cache[..., :half].flip(-1)
+    k_cache[..., half : E - half] = 0
+    check_bits_of_few_queries(q, k_cache * 2.0**10, v_cache, *rest)
+    # All weights are 1, and of each 64 slots the second 32 have large values that cancel.
+    v_cache[:, :, 1::2] = -v_cache[:, :, ::2][:, :, : v_cache[:, :, 1::2].shape[2]]
+    small = torch.arange(v_cache.shape[2]) % 64 < 32
+    v_cache[:, :, small] = numbers(*v_cache[:, :, small].shape).bfloat16() * 2.0**-10
+    check_bits_of_few_queries(torch.zeros_like(q), k_cache, v_cache, *rest)
+
+
+def check_bits_of_few_queries(q, k_cache, v_cache, input_pos, *rest):
+    together = ops.attention(q, k_cache, v_cache, input_pos, *rest)
+    assert together.isfinite().all()
+    for n in (1, 2):
+        parts = [ops.attention(x, k_cache, v_cache, at, *rest) for x, at in zip(q.split(n, 1), input_pos.split(n, 1))]
+        assert torch.equal(torch.cat(parts, 1), together)
+
+
 def test_attention_refuses_what_lies_outside_the_cache():
     case = attention_case(0, torch.float32, 2, 3, 1, 2, 16, 20, None, False, False, False)
     q, k_cache, v_cache, input_pos, *rest = case

@@ -171,39 +171,40 @@ class MedusaDraft:
     def __init__(self, heads: MedusaHeads):
         self.heads = heads
         self.weight_bytes = sum(tensor.nbytes for tensor in heads.buffers())
-        self.ready: set[int] = set()  # the cache rows whose hidden state is known
+        self.states: dict[int, Tensor] = {}  # cache row -> the hidden state (D,) of its last step
 
     def begin(self, engine):
         self.engine, self.draw = engine, engine.steps.compile(draw_tokens)
-        weight = engine.model.norm.weight
-        self.hidden = weight.new_zeros(len(engine.rows), len(weight))  # (R,D)
-        self.ready.clear()
+        self.no_state = torch.zeros_like(engine.model.norm.weight)
+        self.states.clear()
 
     def add(self, row: int, tokens: list[int]):
-        self.ready.discard(row)
+        self.states.pop(row, None)
 
     def remove(self, row: int):
-        self.ready.discard(row)
+        self.states.pop(row, None)
 
     def observe(self, rows: list, hidden: Tensor):
-        self.hidden[torch.tensor([row.index for row in rows], device=hidden.device)] = hidden[: len(rows)]
-        self.ready.update(row.index for row in rows)
+        # A copy, because the next step of a CUDA graph overwrites its results
+        self.states.update(zip([row.index for row in rows], hidden.clone().unbind()))
 
     def accepted(self, row: int, tokens: list[int]):
         pass
 
     def propose(self, batch: Batch, k: int) -> Proposal | None:
-        if not any(row.index in self.ready for row in batch.rows):
+        states = [self.states.get(row.index) for row in batch.rows]
+        if not any(state is not None for state in states):
             return None
+        padding = [None] * (batch.inputs.shape[1] - len(states))
+        hidden = torch.stack([self.no_state if state is None else state for state in states + padding])  # (B,D)
         k = min(k, self.heads.n)
         model, fixed = self.engine.model, not self.engine.model.max_kernel_tokens
         with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
-            drafted = self.draw(model, self.heads, self.hidden, batch.inputs, self.engine.sampling, k, batch.random)
+            drafted = self.draw(model, self.heads, hidden, batch.inputs, self.engine.sampling, k, batch.random)
         if model.split is not None:
             drafted = model.split.broadcast(drafted)
         room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
-        lengths = [min(k, n) if row.index in self.ready else 0 for row, n in zip(batch.rows, room)]
-        lengths += [0] * (batch.inputs.shape[1] - len(lengths))
+        lengths = [0 if state is None else min(k, n) for state, n in zip(states, room)] + [0] * len(padding)
         return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))
 
     def choices(self, k: int) -> list[int]:
@@ -214,9 +215,9 @@ class MedusaDraft:
 
 
 def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling, k: int, random: bool):
-    """Draw k tokens (B,k) after the newest tokens of a batch. hidden (R,D); inputs (3,B) as in engine.decode."""
+    """Draw k tokens (B,k) after the newest tokens of a batch. hidden (B,D); inputs (3,B) as in engine.decode."""
     token, position, rows = inputs.unbind(0)
-    state, drafted = hidden[rows], []  # (B,D)
+    state, drafted = hidden, []
     for i in range(k):
         state = draft(state, model.embedding(token[:, None])[:, 0])
         if random:

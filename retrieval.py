@@ -17,42 +17,46 @@ import torch
 
 from speculative import MAX_K, Proposal, full_width_choices
 
-MAX_PLACES = 32  # occurrences of the last two tokens that are compared
-MAX_MATCH = 16  # tokens that are compared at each place; at least two have to match
+MAX_PLACES = 32  # occurrences of the last tokens that are compared
+MAX_MATCH = 16  # tokens that are compared at each place
 
-# RowIndex and TextIndex have `tokens`, and a function ends(tail), which finds the last two tokens of `tail`: it returns
-# up to MAX_PLACES positions of tokens that follow them.
+# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`, or only the
+# last one: it returns how many, and up to MAX_PLACES positions of tokens that follow them.
 
 
 class RowIndex:
-    """An index of a growing text: a hash chain for each pair of neighbouring tokens, as in zlib."""
+    """An index of a growing text: hash chains, as in zlib, for each token and for each pair of neighbouring tokens."""
 
     def __init__(self, tokens: list[int]):
         self.tokens: list[int] = []
-        self.latest: dict[int, int] = {}  # pair -> its latest end
-        self.previous = array("i")  # end -> the end before it of the same pair, or 0
+        self.latest: tuple[dict, dict] = {}, {}  # token or pair -> its latest end
+        self.previous = array("i"), array("i")  # end -> the end before it of the same token or pair, or 0
         self.extend(tokens)
 
     def extend(self, tokens: list[int]):
         for token in tokens:
-            end = len(self.tokens)
-            pair = self.tokens[-1] << 32 | self.tokens[-2] if end > 1 else -1
-            self.previous.append(self.latest.get(pair, 0))
-            self.latest[pair] = end
+            for n, latest, previous in zip((1, 2), self.latest, self.previous):
+                key = tuple(self.tokens[-n:])
+                previous.append(latest.get(key, 0))
+                latest[key] = len(self.tokens)
             self.tokens.append(token)
 
-    def ends(self, tail: list[int]) -> list[int]:
-        found, end = [], self.latest.get(tail[-1] << 32 | tail[-2], 0)  # the latest one comes first
-        while end and len(found) < MAX_PLACES:
-            found.append(end)
-            end = self.previous[end]
-        return found
+    def find(self, tail: list[int]) -> tuple[int, list[int]]:
+        for n in (2, 1):
+            found, end = [], self.latest[n - 1].get(tuple(tail[-n:]), 0) if len(tail) >= n else 0
+            while end and len(found) < MAX_PLACES:  # the latest one comes first
+                found.append(end)
+                end = self.previous[n - 1][end]
+            if found:
+                return n, found
+        return 0, []
 
 
 class TextIndex:
     """An index of a text that does not grow: its positions, sorted by the MAX_MATCH tokens before them, nearest first.
 
-    So the positions with the longest match are neighbours. Text and index take 16 bytes per token.
+    So the positions with the longest match are neighbours. Text and index take 16 bytes per token. A single token is
+    not searched for: in a long text it says too little.
     """
 
     def __init__(self, tokens: list[int]):
@@ -67,21 +71,22 @@ class TextIndex:
         order = keys.argsort(stable=True)
         self.pairs, self.sorted_ends = array("q", pairs[order].tolist()), array("i", (order + 2).tolist())
 
-    def ends(self, tail: list[int]) -> list[int]:
-        """Those with the longest match, and their neighbours."""
-        pair = tail[-1] << 32 | tail[-2]
+    def find(self, tail: list[int]) -> tuple[int, list[int]]:
+        """The positions with the longest match, and their neighbours."""
+        pair = tail[-1] << 32 | tail[-2] if len(tail) > 1 else -1
         low = bisect_left(self.pairs, pair)
         high = bisect_right(self.pairs, pair, low)
         if high - low > MAX_PLACES:
             before = lambda end: self.tokens[max(0, end - MAX_MATCH) : end][::-1]  # noqa: E731
             middle = bisect_left(self.sorted_ends, array("i", tail[: -MAX_MATCH - 1 : -1]), low, high, key=before)
             low, high = max(low, middle - MAX_PLACES // 2), min(high, middle + MAX_PLACES // 2)
-        return self.sorted_ends[low:high].tolist()
+        return 2 * (low < high), self.sorted_ends[low:high].tolist()
 
 
 # After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
-# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts.
-DISCOUNTS = [1.0, 1.0, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
+# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts. For m = 1
+# it is a little less, so that a single vote has a chance.
+DISCOUNTS = [1.0, 0.9, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
 
 
 @dataclass
@@ -92,15 +97,15 @@ class Match:
 
 
 def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
-    """Find the longest match with the end of `tail`, of at least two tokens, and choose n tokens that follow.
+    """Find the longest match with the end of `tail`, and choose n tokens that follow.
 
     The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
     somewhere, they are repeated, which continues a loop.
     """
-    text, length, ends = index.tokens, 2, index.ends(tail) if len(tail) > 1 else []
+    text, (length, ends) = index.tokens, index.find(tail)
     if not ends:
         return Match(0, [], [])
-    for token in tail[-3 : -MAX_MATCH - 1 : -1]:
+    for token in tail[-length - 1 : -MAX_MATCH - 1 : -1]:
         longer = [end for end in ends if end > length and text[end - length - 1] == token]
         if not longer:
             break

@@ -20,8 +20,8 @@ from speculative import MAX_K, Proposal, full_width_choices
 MAX_PLACES = 32  # occurrences of the last tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place
 
-# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`, or only the
-# last one: it returns how many, and up to MAX_PLACES positions of tokens that follow them.
+# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`, or only
+# the last one: it returns how many, and up to MAX_PLACES positions of tokens that follow them.
 
 
 class RowIndex:
@@ -84,8 +84,8 @@ class TextIndex:
 
 
 # After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
-# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts. For m = 1
-# it is a little less, so that a single vote has a chance.
+# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts. For
+# m = 1 it is a little less, so that a single vote has a chance.
 DISCOUNTS = [1.0, 0.9, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
 
 

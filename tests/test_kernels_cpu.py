@@ -170,6 +170,28 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, K, N):
             assert torch.equal(operation(batch).flatten(0, 1), alone[:21]), name
 
 
+def with_and_without_amx(function) -> list:
+    try:
+        return [function() for allowed in (True, False) if ops.allow_amx(allowed) == allowed]
+    finally:
+        ops.allow_amx(True)
+
+
+@needs_amx
+@settings(max_examples=250, deadline=None)
+@given(
+    M=st.sampled_from([*range(1, 18), 37, 257, 300]), N=sizes["N"], K=st.integers(1, 600), n=threads,
+    format=st.sampled_from(["int8", "int4"]), groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)  # fmt: skip
+def test_quantized_products_have_the_same_bits_with_amx(M, N, K, n, format, groupsize, bias, dtype):
+    torch.set_num_threads(n)
+    layer, _ = quantized(format, N, K, groupsize if groupsize < K else 0, bias, dtype, seed=N)
+    packed, x = kernels_cpu.PackedLinear(layer, False), numbers(M, K, seed=K, dtype=dtype)
+    one, other = with_and_without_amx(lambda: packed(x))
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_stay_in_their_row(dtype, value):

@@ -200,7 +200,8 @@ class MedusaDraft:
         k = min(k, self.heads.n)
         model, fixed = self.engine.model, not self.engine.model.max_kernel_tokens
         with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
-            drafted = self.draw(model, self.heads, hidden, batch.inputs, self.engine.sampling, k, batch.random)
+            sampling = self.engine.sampling if batch.random else None
+            drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
         if model.split is not None:
             drafted = model.split.broadcast(drafted)
         room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
@@ -214,13 +215,14 @@ class MedusaDraft:
         return k * self.weight_bytes, 0.0
 
 
-def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling, k: int, random: bool):
-    """Draw k tokens (B,k) after the newest tokens of a batch. hidden (B,D); inputs (3,B) as in engine.decode."""
+def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling | None, k: int):
+    """Draw k tokens (B,k) after the newest tokens of a batch. hidden (B,D); inputs (3,B) as in engine.decode; without
+    `sampling`, the likeliest tokens."""
     token, position, rows = inputs.unbind(0)
     state, drafted = hidden, []
     for i in range(k):
         state = draft(state, model.embedding(token[:, None])[:, 0])
-        if random:
+        if sampling is not None:
             logits = draft.vocabulary.logits(state, sampling.counts.shape[1])[:, None]  # (B,1,V)
             token = sample(logits, rows, position + 1 + i, rows[:, None][:, :0], sampling)[0][:, 0].clamp(min=0)
         else:

@@ -169,7 +169,7 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
     heads = install_kernels(heads, kernels)
     hidden = torch.randn(3, model.config.dim, generator=torch.Generator().manual_seed(8))
     inputs = torch.tensor([[9, 8, 7], [3, 4, 5], [6, 0, 2]])
-    drafted = draw_tokens(model, heads, hidden, inputs, Sampling.make(7, 131), 3, False)
+    drafted = draw_tokens(model, heads, hidden, inputs, None, 3)
     state, token = hidden, inputs[0]
     for i in range(3):
         e = model.embedding(token[:, None])[:, 0]
@@ -207,7 +207,7 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     while len(rows := (last < 3).nonzero()[:, 0]):
         inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
-        drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2, True)
+        drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2)
         found, n, *_ = verify(MODEL, inputs, drafted, torch.full((len(rows),), 2), None, settings)
         if accepts_all:
             found[:, :2], n = drafted, n.clamp(min=3)
@@ -242,7 +242,7 @@ def test_the_noise_of_the_target_makes_samples_agree(tiny, tiny_model, monkeypat
     for seed in range(40):
         settings.seed.copy_(rows + 5 * seed)
         inputs = torch.stack([rows + 9, rows + 3, rows])
-        drafted = draw_tokens(model, heads, hidden, inputs, settings, 1, True)
+        drafted = draw_tokens(model, heads, hidden, inputs, settings, 1)
         logits = torch.full((5, 1, 131), float("-inf"))
         logits[:, 0, heads.vocabulary.ids] = model.head(hidden)[:, heads.vocabulary.ids]
         agree += (medusa.sample(logits, rows, rows + 4, rows[:, None][:, :0], settings)[0] == drafted).sum()

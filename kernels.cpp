@@ -3,8 +3,9 @@
 //
 // kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
-// are packed and multiplied with it, and it computes attention in bfloat16. Read down: vector helpers, threads, matrix
-// products, norms, attention, transformer blocks, sampling, and at the end the operations, which check their arguments.
+// are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
+// Read down: vector helpers, threads, matrix products, norms, attention, transformer blocks, sampling, and at the end
+// the operations, which check their arguments.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -506,7 +507,7 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
 // AMX is a matrix unit of some Intel processors, with eight registers, called tiles, of up to 16 rows of 64 bytes. One
 // instruction adds the products of tiles A and B to tile C:
 //   A  32 columns of up to 16 rows of x
-//   B  a group of a block of weights; its row j holds columns 2j and 2j+1 (bfloat16) or 4j..4j+3 (int8) of all 16 outputs
+//   B  a group of a block of weights; its row j holds columns 2j..2j+1 (bfloat16) or 4j..4j+3 (int8) of all 16 outputs
 //   C  sums in float32 or int32: a row of x in each row, an output in each column
 // Each row of C depends on its own row of A only. Reading bfloat16 weights takes longer than multiplying them with 16
 // rows of x, so such a product takes little longer than one with a single row. With quantized weights, each group has
@@ -515,8 +516,8 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
 constexpr int AMX_PREFETCH_DISTANCE = 2048;  // bytes
 constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpbusd is faster
 
-// Configures this thread's tiles for a number of rows of x, and for groups of 32 columns in T. Releases them at the end of
-// the scope (50 ns). Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
+// Configures this thread's tiles for a number of rows of x, and for groups of 32 columns in T. Releases them at the end
+// of the scope (50 ns). Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
 template <class T>
 struct Tiles {
   explicit Tiles(int x_rows) {
@@ -563,7 +564,8 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
 #undef STORE
 }
 
-// Prefetches a stream of cache lines. Few prefetches can be under way at a time, so they are spread over the instructions.
+// Prefetches a stream of cache lines. Few prefetches can be under way at a time, so they are spread over the other
+// instructions.
 struct Ahead {
   const uint8_t* at;
   void prefetch(int lines) {
@@ -573,8 +575,8 @@ struct Ahead {
 
 constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
 
-// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights. Prefetches
-// so many lines for each group.
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights.
+// Prefetches so many lines for each group.
 template <int COUNT>
 void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weights)[COUNT],
                      __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
@@ -598,8 +600,8 @@ void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weig
 #undef STORE
 }
 
-// A block of packed weights times rows m0..m0+rows of x that are quantized to 8 bits: acc (rows,16). The bits are those of
-// block_dot_int8.
+// A block of packed weights times rows m0..m0+rows of x that are quantized to 8 bits: acc (rows,16). The bits are those
+// of block_dot_int8.
 template <bool INT4>
 void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
   constexpr int LINES = INT4 ? 4 : 8;  // cache lines of a group
@@ -906,8 +908,8 @@ inline __m512i interleave(int from) {
   return _mm512_or_si512(one, _mm512_slli_epi32(_mm512_add_epi32(one, _mm512_set1_epi32(32)), 16));
 }
 
-// Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key head
-// k are numbered by token, then by head of the group: query i is head k * group + i % group of token i / group.
+// Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key
+// head k are numbered by token, then by head of the group: query i is head k * group + i % group of token i / group.
 template <Products P, class T>
 void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
   for (int64_t i = 0; i < count; i++) {
@@ -993,8 +995,8 @@ inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c,
   second = _mm512_permutex2var_epi16(one, interleave(LANES), two);
 }
 
-// Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from element
-// e on.
+// Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from
+// element e on.
 template <class T, int MT, int VT>
 [[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c, int64_t i,
                                   int64_t e, float* states) {

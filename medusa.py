@@ -102,9 +102,9 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
     packed = {key: pack_int8(weight.float(), GROUPSIZE) for key, weight in weights.items()}
     tensors = {f"{key}.{part}": tensor for key, parts in packed.items() for part, tensor in parts.items()}
     tensors["vocabulary"] = vocabulary.to(torch.int32)
-    about = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
+    description = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
     temporary = path.with_name(path.name + ".partial")
-    metadata = {FORMAT: json.dumps(about)}  # one entry, because the library does not sort them
+    metadata = {FORMAT: json.dumps(description)}  # one entry, because the library does not sort them
     temporary.write_bytes(save(tensors, metadata))
     temporary.replace(path)
 
@@ -115,11 +115,11 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
-        about = read_about(file.metadata() or {})
-        if about is None or header.keys() != DTYPES.keys():
+        description = read_description(file.metadata() or {})
+        if description is None or header.keys() != DTYPES.keys():
             raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
-        if about.get("fingerprint") != fingerprint(model):
-            raise UserError(f"{path} holds heads for {about.get('model')}, which is another model than {name}")
+        if description.get("fingerprint") != fingerprint(model):
+            raise UserError(f"{path} holds heads for {description.get('model')}, which is another model than {name}")
         tensors = {key: file.get_tensor(key) for key in DTYPES}
     hidden, count = tensors["down.weight"].numel() // D, tensors["vocabulary"].numel()
     shapes = {"gate_up.weight": (2 * hidden, 2 * D), "gate_up.scales": (2 * hidden, groups(2 * D))}
@@ -127,24 +127,24 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     for key, shape in shapes.items():
         if tensors[key].shape != shape or 0 in shape:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
-    numbers = [about.get("heads"), about.get("tokens")]
-    right = all(type(number) is int and number > 0 for number in numbers) and numbers[1] <= count
-    right = right and all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items())
-    right = right and all(tensor.isfinite().all() for tensor in tensors.values())
+    numbers = [description.get("heads"), description.get("tokens")]
+    is_valid = all(type(number) is int and number > 0 for number in numbers) and numbers[1] <= count
+    is_valid = is_valid and all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items())
+    is_valid = is_valid and all(tensor.isfinite().all() for tensor in tensors.values())
     vocabulary = tensors["vocabulary"].long()
-    if not right or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
+    if not is_valid or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
         raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
     packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
     return HeadsFile(packed, vocabulary.to(model.device), *numbers)
 
 
-def read_about(metadata: dict[str, str]) -> dict | None:
+def read_description(metadata: dict[str, str]) -> dict | None:
     """What a file says of its heads, or None if it is no file of heads."""
     try:
-        about = json.loads(metadata[FORMAT])
+        description = json.loads(metadata[FORMAT])
     except (KeyError, ValueError, RecursionError):
         return None
-    return about if isinstance(about, dict) else None
+    return description if isinstance(description, dict) else None
 
 
 def groups(columns: int) -> int:

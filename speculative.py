@@ -388,7 +388,7 @@ class Speculation:
         index, proposal = self._propose(batch)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
-        tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._nothing(batch))
+        tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._empty_proposal(batch))
         new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
         for draft in self.drafts:
             if hasattr(draft, "observe"):
@@ -415,7 +415,7 @@ class Speculation:
                 gains = proposals[i] and proposals[i].expected_accepted()
                 choices = [] if gains is None else [k for k in choices if k <= len(gains)]
             options.append((choices, gains))
-        index, k = self._agree(self.controller.choose(len(batch.rows), options))
+        index, k = self._choice_of_rank_0(self.controller.choose(len(batch.rows), options))
         if k == 0:
             return index, None
         proposal = proposals[index] if index in proposals else self._ask(index, batch, k)
@@ -434,13 +434,13 @@ class Speculation:
         """The largest number of tokens that any draft proposes."""
         return max(k for draft in self.drafts for k in draft.choices(self.k)) if self.automatic else self.k
 
-    def _agree(self, choice: tuple[int, int]) -> tuple[int, int]:
+    def _choice_of_rank_0(self, choice: tuple[int, int]) -> tuple[int, int]:
         """Rank 0's choice: the other ranks have measured other times."""
         if self.model.split is None:
             return choice
         return tuple(self.model.split.broadcast(torch.tensor(choice, device=self.model.device)).tolist())
 
-    def _nothing(self, batch: Batch) -> Proposal:
+    def _empty_proposal(self, batch: Batch) -> Proposal:
         """A proposal of no tokens, with which `verify` is a plain step."""
         drafted = torch.zeros(batch.inputs.shape[1], 0, dtype=torch.int64, device=batch.inputs.device)
         return Proposal(drafted, drafted.new_zeros(len(drafted)))

@@ -504,6 +504,26 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
     assert speculation.report.plain_steps == 0 and speculation.report.judged[0] == speculation.report.steps
 
 
+def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monkeypatch):
+    """On a clock that only the draft model moves: by 1,000 s when it reads a prompt, and by 1 s for a token."""
+    now, draft = [0.0], make_draft("the same model", tiny, "llama-mha")
+    forward = draft.draft.forward
+
+    def slow_forward(tokens, *rest):
+        now[0] += 1000.0 if tokens.shape[1] > 2 else 1.0
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(draft.draft, "forward", slow_forward)
+    monkeypatch.setattr(speculative.time, "perf_counter", lambda: now[0])
+    speculation = Speculation([draft], 2, automatic=False)
+    engine = Engine(tiny_model("llama-mha"), 2, LENGTH, speculation=speculation)
+    generate(engine, [Request([*range(5, 25)], GREEDY, 9)])
+    report, steps = speculation.report, speculation.report.steps
+    assert steps > 1 and report.draft_s == report.drafts[draft.name]["seconds"] == 2.0 * steps
+    assert engine.timing.prefill_s == 1000.0 and engine.timing.decode_s == 2.0 * steps
+    assert all(seconds < 1000 for seconds in engine.timing.threads.kinds["draft draft model 2"].average_s.values())
+
+
 def test_drafts_of_one_name_are_told_apart():
     """A draft model's directory may be called like another draft."""
     speculation = Speculation([RetrievalDraft(), RetrievalDraft()])

@@ -193,7 +193,7 @@ def layer_norm(x, weight, bias, eps):
 # describes.
 
 # CPU. exact: do not quantize activations to 8 bits. prepare_block returns a handle to the weights of a block, and
-# `blocks` runs all blocks, given their handles.
+# `blocks` runs all blocks, given their handles. medusa draws the greedy tokens of Medusa heads.
 define(
     "linear_bfloat16(Tensor x, Tensor weight, Tensor? bias, int N) -> Tensor",
     lambda x, *rest: empty_with_columns(x, rest[-1]),
@@ -216,6 +216,7 @@ define(
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
     empty_like_first,
 )
+define("medusa(Tensor states, Tensor tokens, Tensor ids, Tensor?[] weights, int[] sizes, int k) -> Tensor")
 
 # GPU. fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it. rotary applies
 # RoPE and writes the KV cache.

@@ -64,6 +64,17 @@ class MedusaHeads(nn.Module):
     def device(self) -> torch.device:
         return self.vocabulary.device
 
+    def kernel_arguments(self, model: Transformer) -> tuple | None:
+        """What the CPU kernels' operation `medusa` needs of the heads and of the model; None if it cannot be used."""
+        table, layers = model.embedding, (self.gate_up, self.down, self.vocabulary.output)
+        has_kernels = all(hasattr(layer, "arguments") for layer in layers) and self.device.type == "cpu"
+        if not has_kernels or model.split is not None or (hasattr(table, "scales") and not hasattr(table, "arguments")):
+            return None
+        weights = [table.weight, getattr(table, "scales", None), getattr(table, "mins", None)]
+        weights += [tensor for layer in layers for tensor in (layer.weight, layer.scales)]
+        sizes = [model.config.vocab_size, self.down.in_features, getattr(table, "groupsize", 0), GROUPSIZE]
+        return self.vocabulary.ids, weights, sizes
+
     def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
         """The next state (B,D), from the state (B,D) before it and the embedding (B,D) of the newest token."""
         gate, up = self.gate_up(block_input(state, embedded)).chunk(2, -1)  # (B,F) each
@@ -176,6 +187,7 @@ class MedusaDraft:
     def begin(self, engine):
         self.engine, self.draw = engine, engine.steps.compile(draw_tokens)
         self.no_state = torch.zeros_like(engine.model.norm.weight)
+        self.arguments = self.heads.kernel_arguments(engine.model)
         self.states.clear()
 
     def add(self, row: int, tokens: list[int]):
@@ -200,8 +212,11 @@ class MedusaDraft:
         k = min(k, self.heads.n)
         model, fixed = self.engine.model, not self.engine.model.max_kernel_tokens
         with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
-            sampling = self.engine.sampling if batch.random else None
-            drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
+            if self.arguments is not None and not batch.random:
+                drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], *self.arguments, k)
+            else:
+                sampling = self.engine.sampling if batch.random else None
+                drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
         if model.split is not None:
             drafted = model.split.broadcast(drafted)
         room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row

@@ -15,6 +15,7 @@ from test_engine import GREEDY
 from test_generate import main
 from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
 
+import kernels_cpu
 import medusa
 from cli import UserError
 from draft_model import output_vectors
@@ -229,6 +230,27 @@ def test_sampled_tokens_have_the_distribution_of_the_model(how):
 def test_a_planted_bug_breaks_the_distribution():
     how = {"temperature": 1.7, "top_k": 4}
     assert p_value(three_tokens(how, accepts_all=True)[0], how) < 1e-6
+
+
+@pytest.mark.skipif(not kernels_cpu.load_kernels(), reason="needs the CPU kernels")
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-5"])
+@pytest.mark.parametrize("quantization", [None, Quantization("int8", 32, "int8"), Quantization("int4", 32, "int4")])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+def test_one_operation_draws_the_likeliest_tokens(tiny, name, quantization, dtype, tolerance):
+    """Those with the largest logits of the heads, or nearly so; the tokens of a row are the same in every batch."""
+    model = load_model(tiny(name)[2], dtype=dtype, kernels="torch")
+    heads = install_kernels(random_heads(model, n=3, size=0.3))
+    model = install_kernels(model if quantization is None else quantize_model(model, quantization))
+    states = torch.randn(5, model.config.dim, generator=torch.Generator().manual_seed(4)).to(dtype)
+    tokens, arguments = torch.tensor([3, 99, 0, 130, 64]), heads.kernel_arguments(model)
+    drafted = torch.ops.fastpath.medusa(states, tokens, *arguments, 3)
+    assert torch.equal(torch.ops.fastpath.medusa(states[3:], tokens[3:], *arguments, 2), drafted[3:, :2])
+    state, token = states, tokens
+    for i in range(3):
+        state = heads(state, model.embedding(token[:, None])[:, 0])
+        logits, token = heads.vocabulary.logits(state, 131).float(), drafted[:, i]
+        missing = logits.amax(1) - logits.gather(1, token[:, None])[:, 0]
+        assert (missing <= tolerance * logits[:, heads.vocabulary.ids].abs().amax(1)).all()
 
 
 def test_the_noise_of_the_target_makes_samples_agree(tiny, tiny_model, monkeypatch):

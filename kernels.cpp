@@ -1171,6 +1171,12 @@ template <Products P, class T>
   }
 }
 
+// An empty state: m = -infinity, l = 0, acc = 0.
+inline void clear_state(float* state, int64_t width) {
+  std::fill(state, state + width + LANES, 0.0f);
+  state[width] = -INF;
+}
+
 // The softmax state (acc, m, l) of a tile of queries over one chunk, to states (count,stride). The queries must be in
 // the workspace already. (Which of the three steps are inlined here makes 3 % of attention's time.)
 template <Products P, class T>
@@ -1181,6 +1187,10 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), b, k, begin, count, base};
   c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
   c.is_first = base <= first, c.ahead = base + CHUNK <= last ? CHUNK : 0;
+  if (c.from >= c.to) {  // none of the queries sees this chunk, which other queries of their row see
+    for (int64_t i = 0; i < count; i++) clear_state(states + i * a.stride(), a.width());
+    return;
+  }
   chunk_products<P>(a, w, c);
   chunk_softmax<P>(a, w, c, states);
 #ifdef HAS_AMX
@@ -1210,12 +1220,6 @@ void choose_products(int64_t queries, const Work& work) {
 #endif
   }
   work(Int<FLOAT>());
-}
-
-// An empty state: m = -infinity, l = 0, acc = 0.
-inline void clear_state(float* state, int64_t width) {
-  std::fill(state, state + width + LANES, 0.0f);
-  state[width] = -INF;
 }
 
 inline void merge_state(float* state, const float* other, int64_t width) {

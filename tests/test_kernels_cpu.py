@@ -382,6 +382,19 @@ def check_bits_of_few_queries(q, k_cache, v_cache, input_pos, *rest):
         assert torch.equal(torch.cat(parts, 1), together)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window, start, T", [(None, 8000, 8100), (16, 0, 8200), (100, 8000, 8200), (16, 8000, 8200)])
+def test_queries_that_see_nothing_beside_others_that_do(dtype, window, start, T):
+    """Of 16 tokens of a row, 4 are no padding, so whole tiles of queries see none of the slots that the row sees."""
+    torch.set_num_threads(1)
+    q, cache = numbers(1, 16, 8, 16).to(dtype), numbers(2, 1, 1, T, 16, seed=1).to(dtype)
+    input_pos = torch.full((1, 16), -1)
+    input_pos[:, :4] = torch.arange(start, start + 4)
+    found = ops.attention(q, *cache, input_pos, None, None, window)
+    alone = ops.attention(q[:, :4].contiguous(), *cache, input_pos[:, :4].contiguous(), None, None, window)
+    assert torch.equal(found[:, :4], alone) and (found[:, 4:] == 0).all()
+
+
 def test_attention_refuses_what_lies_outside_the_cache():
     case = attention_case(0, torch.float32, 2, 3, 1, 2, 16, 20, None, False, False, False)
     q, k_cache, v_cache, input_pos, *rest = case

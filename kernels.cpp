@@ -46,7 +46,7 @@ using bf16 = at::BFloat16;
 using half = at::Half;
 
 constexpr int LANES = 16;               // 32-bit lanes of a 512-bit register
-constexpr int GROUP = 32;               // columns of x that share a scale when x is quantized
+constexpr int GROUP = 32;               // columns of x that share a scale when x is quantized, or that AMX adds at once
 constexpr int MAX_DECODE_TOKENS = 16;   // up to so many new tokens a row, reading the weights limits a matrix product
 constexpr int PREFETCH_DISTANCE = 4096;  // bytes between the weights in use and those being prefetched
 #if defined(__znver4__) || defined(__znver5__)
@@ -174,7 +174,8 @@ auto allocate_together(const Make& make) {
 // ---------------------------------------------------------------- matrix products
 //
 // A packed matrix consists of Nb blocks of 16 rows, a row for each lane; a block consists of Kb groups of 32 columns. N
-// and K are padded with zeros. Index j goes over the 8 (int8) or 4 (int4) registers of a group of a block.
+// and K are padded with zeros. Index j goes over the 16 (bfloat16), 8 (int8) or 4 (int4) registers of a group of a
+// block.
 //   bfloat16 (Nb,Kb,16,16,2), for AMX: columns 2j and 2j+1
 //   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3, because vpdpbusd multiplies unsigned with signed bytes
 //   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, columns 16+4j..16+4j+3 in the high nibbles
@@ -627,7 +628,7 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
       if (--left == 0) g++, left = p.groups_per_scale;
     }
     multiply_groups<COUNT>(x.q + (m0 * p.Kb + b) * GROUP, p.Kb * GROUP, weights, dots, ahead, LINES / 2);
-    for (int m = 0, due = 0; m < rows; m++) {
+    for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
       for (due += COUNT * LINES / 2; due >= rows; due -= rows) ahead.prefetch(1);
       const int64_t at = (m0 + m) * p.Kb + b;
       __m512 sum = acc[m];
@@ -684,7 +685,8 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 }
 #endif
 
-// This thread's share of out (M,N) = x W^T + bias + residual; residual may be null. Call prepare_input_rows before.
+// This thread's share of out (M,N) = x W^T + bias + residual; residual may be null, but not `out`. Call
+// prepare_input_rows before.
 template <class T>
 void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
   const int64_t N = l.N, K = l.K;
@@ -2330,9 +2332,9 @@ int64_t first_maximum(const T* x, int64_t n) {
   return 0;  // all are NaN
 }
 
-// The likeliest k tokens (B,k) that Medusa heads (medusa.py) propose after tokens (B,), from hidden states (B,D), of the
-// vocabulary ids (W,). weights: weight, scales and mins of the embedding; weight and scales of gate_up, of down, and of
-// the output vectors. sizes: rows of the embedding, F, groupsize of the embedding, groupsize of the others.
+// The likeliest k tokens (B,k) that Medusa heads (medusa.py) propose after tokens (B,), from hidden states (B,D), of
+// the vocabulary ids (W,). weights: weight, scales and mins of the embedding; weight and scales of gate_up, of down,
+// and of the output vectors. sizes: rows of the embedding, F, groupsize of the embedding, groupsize of the others.
 Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, const c10::List<MaybeTensor>& weights,
               at::IntArrayRef sizes, int64_t k) {
   TORCH_CHECK(states.dim() == 2 && weights.size() == 9 && sizes.size() == 4, "9 weights and 4 sizes were expected");
@@ -2355,8 +2357,12 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, con
       Input to_up, to_down, to_output[2];
     };
     const auto [arrays, memory] = allocate_together([&](Arena& arena) {
-      Arrays a{arena.allocate<T>(D), arena.allocate<T>(B * 2 * D), arena.allocate<T>(B * 2 * F),
-               arena.allocate<T>(B * F), {arena.allocate<T>(B * D), arena.allocate<T>(B * D)}, arena.allocate<T>(B * W)};
+      Arrays a{arena.allocate<T>(D),
+               arena.allocate<T>(B * 2 * D),
+               arena.allocate<T>(B * 2 * F),
+               arena.allocate<T>(B * F),
+               {arena.allocate<T>(B * D), arena.allocate<T>(B * D)},
+               arena.allocate<T>(B * W)};
       a.to_up = allocate_input(arena, gate_up, a.x, B), a.to_down = allocate_input(arena, down, a.act, B);
       for (int i : {0, 1}) a.to_output[i] = allocate_input(arena, output, a.state[i], B);
       return a;

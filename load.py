@@ -369,6 +369,8 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     path = Path(os.path.expanduser(name))
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
+    if not path.exists():
+        raise UserError(f"--draft lookup:{path}: there is no such file")
     try:
         check_is_file(path)
         ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)

@@ -205,7 +205,7 @@ def print_report(result: dict, timing: Timing):
         accepted = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
         line = f"speculation: {about['steps']} steps with {about['mean_proposed_tokens']:.1f} proposed tokens per row, "
-        line += f"{result['mean_accepted_tokens']:.1f} of them accepted (by position: {accepted}); "
+        line += f"{result['mean_accepted_tokens']:.1f} of them accepted (by place: {accepted}); "
         lines.append(line + f"{about['plain_steps']} steps without a proposal" + f"; {shares}" * bool(shares))
         lines += map(draft_text, about["drafts"] if len(about["drafts"]) > 1 else ())
     if "ranks" in result:

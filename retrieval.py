@@ -1,9 +1,10 @@
 """A draft without a model: it finds earlier occurrences of the newest tokens, and proposes what followed them.
 
 It searches the row's own tokens, prompt included (prompt lookup), and other texts, if there are any (retrieval). The
-longest match wins. If it occurs at several places, the tokens that followed there are counted as votes. The share of
-the votes and the length of the match give the probability that a proposed token is accepted. Both ideas are those of
-SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them takes microseconds.
+longest match, among the latest places, wins. If it occurs at several places, the tokens that followed there are counted
+as votes. The share of the votes and the length of the match give the probability that a proposed token is accepted.
+Both ideas are those of SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them
+takes microseconds.
 """
 
 from array import array
@@ -85,7 +86,7 @@ class TextIndex:
 
 # After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
 # Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts. For
-# m = 1 it is a little less, so that a single vote has a chance.
+# m = 1 it is 0.9 instead of 1, so that a single vote has a chance.
 DISCOUNTS = [1.0, 0.9, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
 
 

@@ -1,8 +1,8 @@
 """Speculative decoding: several tokens per pass over the weights, with the same output distribution as plain decoding.
 
-A draft proposes k tokens for each row, and the target model reads all of them in one pass. That pass costs little more
-than a pass over one token, because both are bound by reading the weights. The target model accepts a prefix of each
-proposal and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
+A draft proposes k tokens for each row, and the target model reads all of them in one pass. That pass costs much less
+than k + 1 passes over one token, because it reads the weights once. The target model accepts a prefix of each proposal
+and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
 Read down: verify and accept, on which exactness depends; what a draft is; Controller, which decides who proposes how
 many tokens; Speculation, whose `step` the engine calls. The drafts have files of their own: draft_model.py (another
@@ -13,9 +13,9 @@ it is rejected, a token is drawn from the residual max(0, p_target - p_draft), n
 probability
   p_draft(x) min(1, p_target(x) / p_draft(x)) + P(rejected) max(0, p_target(x) - p_draft(x)) / sum = p_target(x),
 because the first term is min(p_draft, p_target)(x), and P(rejected) equals the sum by which the residual is normalized.
-For a deterministic draft (retrieval, or a greedy draft model), p_draft is 1 at its token. Then the rule is: sample from
-the target model, with the same noise as plain decoding, and accept the proposed token if it is the sampled one. So with
-a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
+For a deterministic draft (retrieval, heads, or a greedy draft model), p_draft is 1 at its token. Then the rule is:
+sample from the target model, with the same noise as plain decoding, and accept the proposed token if it is the sampled
+one. So with a deterministic draft even the tokens themselves, not only their distribution, are those of plain decoding.
 
 What it gains. If each proposed token is accepted with probability a, a step yields 1 + a + ... + a^k =
 (1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the time of drafting one
@@ -37,7 +37,7 @@ from kernels import exponential_noise
 from report import synchronize
 from sampling import Sampling, probabilities, sample
 
-MAX_K = 15  # the verifying pass then has 16 tokens per row, and is still memory-bound
+MAX_K = 15  # the verifying pass then has 16 tokens per row, the most that the CPU kernels take in one decode pass
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
@@ -168,8 +168,8 @@ class Proposal:
 
 OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
-FIRST_USES = 3  # in its first steps a draft may have been slow by chance, so until then it is tried again sooner, with
-FIRST_OPTIMISM = 1.05
+FIRST_USES = 3  # a draft's first steps may have been slow by chance, so before it has made so many, the factor is
+FIRST_OPTIMISM = 1.05  # this one, and the draft is tried again sooner
 FIRST_FACTOR = 0.8  # a first measurement is too long: its code and data have to be read into the caches
 
 
@@ -197,9 +197,9 @@ class Seconds:
     """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
 
     A size that was never measured is assumed to take as long as the next smaller one (0 if there is none), or if
-    `proportional`, as long per token as a larger one (or else a smaller one). That is mostly too little, so sensible
-    sizes are tried. Of the sizes that were measured, the others are assumed to become faster (OPTIMISM) whenever one is
-    measured: times change.
+    `proportional`, as long per token as a larger one (or else a smaller one). That is mostly too little, so sizes that
+    may be faster are tried. Of the sizes that were measured, the others are assumed to become faster (OPTIMISM)
+    whenever one is measured: times change.
     """
 
     def __init__(self, proportional: bool):

@@ -721,6 +721,20 @@ def test_under_sanitizers(tmp_path):
                     pos = torch.arange(start, start + S).clamp(max=T).expand(2, S)
                     for window, slopes in ((None, None), (7, torch.rand(H))):
                         ops.attention(q, k, v, pos, None, slopes, window)
+            for D, F, W in ((33, 45, 37), (10, 1, 1)):
+                layers = []
+                for N, K in ((2 * F, 2 * D), (D, F), (W, D)):
+                    plain = linear.LINEAR["int8"](K, N, False, 32)
+                    plain.load_state_dict(linear.PACK["int8"](torch.randn(N, K), 32))
+                    packed = kernels_cpu.PackedLinear(plain, False)
+                    layers += [packed.weight, packed.scales]
+                weights, ids = [torch.randn(131, D).to(dtype), None, None, *layers], torch.arange(W)
+                tokens = torch.tensor([130, 0, 7])
+                ops.medusa(torch.randn(3, D).to(dtype), tokens, ids, weights, [131, F, 0, 32], 3)
+        pos = torch.cat([torch.arange(500, 504), torch.full((12,), -1)])[None]  # whole tiles of queries are padding
+        for start, window in ((0, None), (500, 16)):
+            q, k, v = torch.randn(1, 16, 8, 16), torch.randn(1, 1, 600, 16), torch.randn(1, 1, 600, 16)
+            ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), (pos - start).clamp(min=-1), None, None, window)
         for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
             config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
             for mode in (None, "int8", "int4"):

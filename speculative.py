@@ -166,11 +166,16 @@ class Proposal:
 
 # ---------------------------------------------------------------- what to propose
 
-OPTIMISM = 1.005  # in each step, what was not chosen is assumed to have become faster by this factor
+OPTIMISM = 1.0025  # what was not measured in a step is assumed to have become better by this factor
+FIRST_OPTIMISM = 1.03  # replaces OPTIMISM while there are fewer than FIRST_MEASUREMENTS, so that they are made soon
+FIRST_MEASUREMENTS = 4
+FIRST_FACTOR = 0.6  # a first measurement is much too long: code and data have to be read into the caches
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
-FIRST_USES = 3  # a draft's first steps may have been slow by chance, so before it has made so many, the factor is
-FIRST_OPTIMISM = 1.05  # this one, and the draft is tried again sooner
-FIRST_FACTOR = 0.8  # a first measurement is too long: its code and data have to be read into the caches
+MEASUREMENTS = 16  # a usual duration is an average of about so many
+SLOWNESS_RATE = 0.2  # how fast the estimated slowness of the machine follows the measurements
+OUTLIER = 1.5  # longer or shorter durations than expected count as if they differed by this factor
+RECENT = 0.9  # of the counts of accepted tokens in the last steps, so much remains after another step
+AVERAGE_WEIGHT = 10  # the acceptance rate of all steps counts like so many tokens of the last steps
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -188,51 +193,59 @@ def full_width_choices(k: int) -> list[int]:
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
 
-def running_minimum(estimate: float, seconds: float) -> float:
-    """A minimum that can rise by an eighth per measurement, so that one slow step hardly changes it."""
-    return min(seconds, 1.125 * estimate) if estimate else FIRST_FACTOR * seconds
+class Durations:
+    """Estimated seconds of several pieces of work: their usual seconds, times the present slowness of the machine.
 
-
-class Seconds:
-    """Estimated seconds of work of several sizes, such as passes over 2, 4, 8 ... tokens per row.
-
-    A size that was never measured is assumed to take as long as the next smaller one (0 if there is none), or if
-    `proportional`, as long per token as a larger one (or else a smaller one). That is mostly too little, so sizes that
-    may be faster are tried. Of the sizes that were measured, the others are assumed to become faster (OPTIMISM)
-    whenever one is measured: times change.
+    All pieces share the slowness, as other programs and longer contexts slow all of them down. So pieces remain
+    comparable that were measured at different times. A piece is a pair (what, size). The longer ago it was measured,
+    the faster it is assumed to be (OPTIMISM), because that may have changed, too.
     """
 
-    def __init__(self, proportional: bool):
-        self.measured: dict[int, float] = {}
-        self.proportional = proportional
+    def __init__(self):
+        self.slowness, self.steps = 1.0, 0
+        self.usual: dict[tuple, float] = {}  # piece -> seconds
+        self.measurements = Counter()  # piece -> how many there were
+        self.measured_at: dict[tuple, int] = {}  # piece -> the step of the last one
 
-    def add(self, size: int, seconds: float):
-        estimate = running_minimum(self.measured.get(size, 0.0), seconds)
-        self.measured = {other: old / OPTIMISM for other, old in self.measured.items()} | {size: estimate}
+    def add(self, piece: tuple, seconds: float):
+        """Add a measurement of this step."""
+        self.measurements[piece] += 1
+        self.measured_at[piece] = self.steps
+        usual = max(seconds, 1e-9) / self.slowness
+        if self.measurements[piece] <= FIRST_MEASUREMENTS:  # some are much too long: the shortest one counts
+            self.usual[piece] = min(usual, self.usual.get(piece, usual))
+            return
+        ratio = min(OUTLIER, max(1 / OUTLIER, usual / self.usual[piece]))
+        self.usual[piece] *= ratio ** (1 / min(self.measurements[piece], MEASUREMENTS))
+        self.slowness *= ratio**SLOWNESS_RATE
 
-    def of(self, size: int) -> float:
-        if size in self.measured or not self.measured:
-            return self.measured.get(size, 0.0)
-        if not self.proportional:
-            return self.measured.get(max((other for other in self.measured if other < size), default=0), 0.0)
-        other = min((other for other in self.measured if other > size), default=max(self.measured))
-        return self.measured[other] * size / other
+    def of(self, piece: tuple) -> float | None:
+        """The estimated seconds of a piece, or None if it was never measured."""
+        if piece not in self.usual:
+            return None
+        measurements, age = self.measurements[piece], self.steps - self.measured_at[piece]
+        factor = OPTIMISM if measurements >= FIRST_MEASUREMENTS else FIRST_OPTIMISM
+        return (FIRST_FACTOR if measurements == 1 else 1) * self.usual[piece] * self.slowness / factor**age
 
 
 class Acceptance:
-    """The estimated probability that a proposed token is accepted; older steps count less."""
+    """The estimated probability that a proposed token is accepted: the rate of the last steps, drawn towards the rate
+    of all steps, because few tokens say little."""
 
     def __init__(self):
-        self.accepted = self.judged = 0.0
+        self.accepted = self.judged = 0.0  # in the last steps; older steps count less
+        self.all_accepted = self.all_judged = 0
 
     @property
     def rate(self) -> float:
-        return (self.accepted + 1) / (self.judged + 2)  # Laplace's rule of succession
+        average = (self.all_accepted + 1) / (self.all_judged + 2)  # Laplace's rule of succession
+        return (self.accepted + AVERAGE_WEIGHT * average) / (self.judged + AVERAGE_WEIGHT)
 
     def add(self, accepted: list[int], k: int):
         """Add a step in which k tokens were proposed, and the rows accepted so many of them."""
-        self.accepted = 0.9 * self.accepted + sum(accepted)
-        self.judged = 0.9 * self.judged + sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
+        yes, judged = sum(accepted), sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
+        self.accepted, self.judged = RECENT * self.accepted + yes, RECENT * self.judged + judged
+        self.all_accepted, self.all_judged = self.all_accepted + yes, self.all_judged + judged
 
 
 class Controller:
@@ -242,57 +255,60 @@ class Controller:
     yields one token per row and those that are accepted. How many that will be is known from the proposal, if the draft
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
-    Plain steps, and each draft without chances, are measured only when they are chosen, and texts change. So the
-    longer one was not chosen, the faster it is assumed to be (OPTIMISM). Trying a useless draft again costs a few
-    percent of the time, and more if the draft is slow.
+    Only what is chosen is measured, and texts change. So the longer something was not chosen, the better it is assumed
+    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time.
     """
 
     def __init__(self, drafts: int):
-        self.plain_s = 0.0  # of a plain step
-        self.pass_s = Seconds(proportional=False)  # of passes over proposals, by width
-        self.draft_s = [Seconds(proportional=True) for _ in range(drafts)]  # by number of tokens
+        self.durations = Durations()  # of passes ("pass", width), and of drafting (index of the draft, k)
         self.acceptance = [Acceptance() for _ in range(drafts)]
-        self.plain_bonus, self.bonus = 1.0, [1.0] * drafts  # the assumed speedup since each was chosen
-        self.uses = [0] * drafts  # steps in which each was chosen
-        self.steps = 0
+        self.used_at = [0] * drafts  # the last step in which each was chosen
 
     def choose(self, rows: int, options: list[tuple[list[int], list[float] | None]]) -> tuple[int, int]:
         """The draft to use and the number of tokens to propose for `rows` rows; 0 tokens mean a plain step.
 
-        options: for each draft, the numbers of tokens that it can propose, and if it has proposed already, how many of
-        the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
+        options: for each draft, the numbers of tokens that it can propose, ascending, and if it has proposed already,
+        how many of the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
         """
-        if self.steps < FIRST_PLAIN_STEPS:
+        steps = self.durations.steps
+        if steps < FIRST_PLAIN_STEPS:
             return 0, 0
-        best, choice = rows / self.plain_s * self.plain_bonus, (0, 0)
+        best, choice = rows / self.durations.of(("pass", 1)), (0, 0)
         for draft, (choices, gains) in enumerate(options):
-            a = self.acceptance[draft].rate
+            a, bonus = self.acceptance[draft].rate, OPTIMISM ** (steps - self.used_at[draft])
+            if gains is None and not any(piece[0] == draft for piece in self.durations.usual):
+                choices = choices[:1]  # a slow draft is noticed at the least cost
             for k in reversed(choices):
-                seconds = self.pass_s.of(width_of(k)) or self.plain_s
                 if gains is not None:
-                    rate = (rows + gains[k - 1]) / seconds
+                    rate = (rows + gains[k - 1]) / self.pass_s(width_of(k))
                 else:
-                    rate = rows * expected_tokens(a, k) / (seconds + self.draft_s[draft].of(k)) * self.bonus[draft]
+                    seconds = self.pass_s(width_of(k)) + self.draft_s(draft, k, choices)
+                    rate = rows * expected_tokens(a, k) / seconds * bonus
                 if rate > best:
                     best, choice = rate, (draft, k)
         return choice
 
+    def pass_s(self, width: int) -> float:
+        """Seconds of a pass. One that was never measured is assumed to take as long as the next smaller one: that is
+        too little, so it is tried."""
+        return self.durations.of(("pass", width)) or self.pass_s(width // 2)
+
+    def draft_s(self, draft: int, k: int, choices: list[int]) -> float:
+        """Seconds of drafting k tokens. If they were never measured, they are assumed to take as long per token as a
+        larger number of tokens, or else as a smaller one; 0 if there is none."""
+        known = [other for other in choices if (draft, other) in self.durations.usual]
+        other = next((other for other in known if other >= k), known[-1] if known else None)
+        return self.durations.of((draft, other)) * k / other if other else 0.0
+
     def update(self, draft: int, k: int, draft_s: float, target_s: float, accepted: list[int]):
         """Update the estimates with a step: what was chosen, the seconds of draft and target, and how many tokens each
         row accepted."""
-        self.steps += 1
-        self.plain_bonus *= OPTIMISM
-        factors = (OPTIMISM if uses >= FIRST_USES else FIRST_OPTIMISM for uses in self.uses)
-        self.bonus = [bonus * factor for bonus, factor in zip(self.bonus, factors)]
-        if k == 0:
-            self.plain_s = running_minimum(self.plain_s, target_s)
-            self.plain_bonus = 1.0
-            return
-        self.pass_s.add(width_of(k), target_s)
-        self.draft_s[draft].add(k, draft_s)
-        self.acceptance[draft].add(accepted, k)
-        self.bonus[draft] = 1.0
-        self.uses[draft] += 1
+        self.durations.steps += 1
+        self.durations.add(("pass", width_of(k)), target_s)
+        if k:
+            self.durations.add((draft, k), draft_s)
+            self.acceptance[draft].add(accepted, k)
+            self.used_at[draft] = self.durations.steps
 
 
 # ---------------------------------------------------------------- a step
@@ -384,7 +400,7 @@ class Speculation:
         batch, timing = Batch(rows, inputs), self.engine.timing
         if self.rehearsing:
             self._rehearse(batch)
-        start = time.perf_counter() - timing.prefill_s
+        start, trials = time.perf_counter() - timing.prefill_s, timing.threads.trials
         index, proposal = self._propose(batch)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
@@ -397,7 +413,8 @@ class Speculation:
                 draft.accepted(row.index, new)
         if not self.rehearsing:
             accepted = [len(new) - 1 for new in new_tokens]
-            self._measure(rows, index, proposal, accepted, drafted - start, time.perf_counter() - drafted)
+            seconds = drafted - start, time.perf_counter() - drafted
+            self._measure(rows, index, proposal, accepted, seconds, is_trial=timing.threads.trials > trials)
         return new_tokens, logprobs, logits
 
     def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
@@ -445,17 +462,19 @@ class Speculation:
         drafted = torch.zeros(batch.inputs.shape[1], 0, dtype=torch.int64, device=batch.inputs.device)
         return Proposal(drafted, drafted.new_zeros(len(drafted)))
 
-    def _measure(self, rows: list, index: int, proposal, accepted: list[int], draft_s: float, target_s: float):
-        """Add a step to the report, the controller's estimates and the engine's timing."""
-        self.report.draft_s += draft_s
-        self.report.target_s += target_s
-        if proposal is None:
+    def _measure(self, rows: list, index: int, proposal, accepted: list[int], seconds, is_trial: bool):
+        """Add a step to the report, the engine's timing, and the controller's estimates, unless it was a trial of
+        another number of threads. seconds: of the draft and of the target."""
+        self.report.draft_s += seconds[0]
+        self.report.target_s += seconds[1]
+        k = 0 if proposal is None else proposal.drafted.shape[1]
+        lengths = [] if proposal is None else proposal.lengths.tolist()[: len(rows)]
+        if not is_trial and (k == 0 or any(lengths)):  # a draft model that still reads the prompts proposes nothing
+            self.controller.update(index, k, *seconds, accepted)
+        if k == 0:
             self.report.plain_steps += 1
-            return self.controller.update(index, 0, draft_s, target_s, accepted)
-        lengths, k = proposal.lengths.tolist()[: len(rows)], proposal.drafted.shape[1]
+            return
         self.report.add(self.drafts[index].name, accepted, lengths)
-        if any(lengths):  # a draft model that still reads the prompts proposes nothing
-            self.controller.update(index, k, draft_s, target_s, accepted)
         weights, kv = self.drafts[index].bytes_read(k, [len(row.tokens) for row in rows])
         self.engine.timing.draft_bytes += weights
         self.engine.timing.kv_bytes += kv

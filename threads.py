@@ -144,6 +144,7 @@ class Threads:
         self.spent = Spent()
         self.most = torch.get_num_threads()
         self.steps: dict[str, Counter] = {}  # first word of the kind -> number of threads -> steps
+        self.trials = 0  # steps in trials
         self.cpu_times = CpuTimes.now()  # the last measurement of other programs' processor time
         self.free = float(self.most)  # processors that other programs had left to us at that time
 
@@ -166,6 +167,7 @@ class Threads:
         finally:
             torch.set_num_threads(self.most)
         self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1
+        self.trials += not fixed and n != self.kinds[kind].count
         if not fixed:
             self.kinds[kind].add(time.perf_counter() - start)
 

@@ -1,4 +1,4 @@
-"""Builds and installs the C++ kernels of kernels.cpp, for CPUs with AVX-512.
+"""Builds and installs the C++ kernels of csrc/, for CPUs with AVX-512.
 
 Read down: `install`, which makes a loaded model use the kernels; FusedBlocks, which runs all blocks as one operation;
 the packed layers; the packing of weights; the build, which happens at first use. kernels.py says what each operation
@@ -37,7 +37,7 @@ from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpac
 from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Embedding, Linear, Transformer
 
-SOURCE = Path(__file__).resolve().parent / "kernels.cpp"
+SOURCES = Path(__file__).resolve().parent / "csrc"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
@@ -194,7 +194,7 @@ PACKED_FOR_AMX = {Linear: PackedLinear, Embedding: PackedEmbedding}  # in bfloat
 
 # ---------------------------------------------------------------- packing
 #
-# kernels.cpp describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
+# csrc/products.h describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
 
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -264,7 +264,7 @@ def allow_amx() -> bool:
 
 
 def build(compiler: str) -> Path:
-    """Compile kernels.cpp to a cached library, and return its path. If several processes need it at once, one builds
+    """Compile csrc/ to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
@@ -272,7 +272,8 @@ def build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on the CPU
-    key = repr((SOURCE.read_text(), compiler, version, FLAGS, torch.__version__, cpu))
+    sources = [path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
+    key = repr((sources, compiler, version, FLAGS, torch.__version__, cpu))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
@@ -290,7 +291,7 @@ def build(compiler: str) -> Path:
             return path
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(temporary), *link]
+            command = [compiler, *FLAGS, *include, str(SOURCES / "operations.cpp"), "-o", str(temporary), *link]
             with Stopwatch("building the CPU kernels", "ten seconds or so, once"):
                 done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:

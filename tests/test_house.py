@@ -109,8 +109,8 @@ GENERATE = """if True:
 def test_generation_works_without_optional_files(tiny, tmp_path, python):
     """After each of them is deleted, and after all are."""
     for i, absent in enumerate([*OPTIONAL, " ".join(OPTIONAL)]):
-        (tmp_path / str(i)).mkdir()
-        for path in [*FILES.values(), ROOT / "kernels.cpp"]:
+        shutil.copytree(ROOT / "csrc", tmp_path / str(i) / "csrc")
+        for path in FILES.values():
             if path.stem not in absent.split():
                 shutil.copy(path, tmp_path / str(i))
     options = ["--prompt_ids", "5,6,7", "--max_new_tokens", "3", "--checkpoint_path", str(tiny("llama-mha")[2])]

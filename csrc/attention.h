@@ -1,0 +1,581 @@
+// FlashAttention (arXiv:2205.14135). The cache is processed in chunks of 64 slots. For each chunk a query has a softmax
+// state: the largest score m, the sum l of e^(score - m), and acc, the sum of e^(score - m) * value. The states of two
+// chunks are merged by
+//   m = max(m1, m2),   l = l1 e^(m1-m) + l2 e^(m2-m),   acc = acc1 e^(m1-m) + acc2 e^(m2-m)
+// and the output is acc / l. Chunks begin at multiples of 64 and are merged in ascending order. The bits of an output
+// therefore depend neither on the other queries nor on whether one thread computes all chunks (prefill) or several
+// threads share them (decode).
+//
+// Scores are computed for 16 slots at a time, one in each lane: their keys are transposed, so that a register holds the
+// same 32-bit word of 16 keys. A word is one element in float32, or two in bfloat16.
+
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "matmul.h"
+
+namespace {
+
+constexpr int CHUNK = 64;       // slots
+constexpr int QUERY_TILE = 32;  // queries that share the transposed keys
+
+// What computes the products of queries with keys, and of weights with values. If AMX is allowed, bfloat16 uses AMX for
+// many queries, and FLOAT for few, because AMX needs half a microsecond to wake up. Both give the same bits: FLOAT adds
+// up 32 products at a time, those with even and those with odd index apart, as AMX does.
+enum Products {
+  FLOAT,  // float32, after a conversion
+  PAIRS,  // vdpbf16ps
+  AMX,
+};
+constexpr int MIN_AMX_QUERIES = 8;
+
+constexpr int elements_per_word(Products products) { return products == FLOAT ? 1 : 2; }
+
+template <class T>
+struct Attention {
+  int64_t B, S, H, K, E, slots;
+  const T* q;                // (B,S,H,E)
+  int64_t q_stride;          // elements between two tokens of q
+  const T *k, *v;            // (R,K,slots,E)
+  const int64_t* positions;  // (B,S)
+  const int64_t* rows;       // (B,), or null for rows 0..B-1
+  const float* slopes;       // (H,), or null
+  int64_t window;            // a token sees so many of the latest slots
+  T* out;                    // (B,S,H,E)
+
+  int64_t group() const { return H / K; }  // query heads that share a key head
+  int64_t width() const { return (E + LANES - 1) / LANES * LANES; }  // elements of acc, padded to whole registers
+  int64_t words(Products products) const {  // of a query or key, padded as well
+    return (width() / elements_per_word(products) + LANES - 1) / LANES * LANES;
+  }
+  int64_t stride() const { return width() + LANES; }  // floats of a state: acc (width), m, l, padding
+  const T* cache_row(const T* cache, int64_t b, int64_t k) const {
+    return cache + ((rows ? rows[b] : b) * K + k) * slots * E;
+  }
+
+  // (first, last) of the slots that at least one of the tokens begin..end of row b sees; last = -1 if all are padding.
+  std::pair<int64_t, int64_t> visible_slots(int64_t b, int64_t begin, int64_t end) const {
+    int64_t least = slots, most = -1;
+    for (int64_t s = begin; s < end; s++) {
+      const int64_t p = positions[b * S + s];
+      if (p >= 0) least = std::min(least, p), most = std::max(most, p);
+    }
+    return {std::max<int64_t>(0, least - window + 1), most};
+  }
+};
+
+// One thread's temporary arrays.
+struct Workspace {
+  uint32_t *queries, *keys;    // (QUERY_TILE,words), (words,16)
+  int32_t* positions;          // (QUERY_TILE,), of the queries
+  float* slopes;               // (QUERY_TILE,), of the queries; 0 without ALiBi
+  uint32_t* values;            // (CHUNK/2,2*words) pairs of values, for AMX
+  float* weights;              // (QUERY_TILE,CHUNK) products, then e^(score - m)
+  float *state, *chunk_state;  // (QUERY_TILE,stride) each
+
+  template <class T>
+  static std::vector<Workspace> allocate(Arena& arena, const Attention<T>& a) {
+    std::vector<Workspace> all(omp_get_max_threads());
+    for (auto& w : all)
+      w = {arena.allocate<uint32_t>(QUERY_TILE * a.words(FLOAT)), arena.allocate<uint32_t>(a.words(FLOAT) * LANES),
+           arena.allocate<int32_t>(QUERY_TILE), arena.allocate<float>(QUERY_TILE),
+           arena.allocate<uint32_t>(CHUNK * a.words(AMX)), arena.allocate<float>(QUERY_TILE * CHUNK),
+           arena.allocate<float>(QUERY_TILE * a.stride()), arena.allocate<float>(QUERY_TILE * a.stride())};
+    return all;
+  }
+};
+
+// In its scope, denormal numbers count as zero, as operands and as results.
+struct FlushDenormals {
+  const unsigned before = _mm_getcsr();
+  explicit FlushDenormals(bool enabled) {
+    if (enabled) _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  }
+  ~FlushDenormals() { _mm_setcsr(before); }
+};
+
+inline __m512 rounded_to_bf16(__m512 x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+
+// 16 words of a query, key or value, from word number `word` on; elements from E on are zero.
+template <Products P, class T>
+__m512i load_words(const T* row, int64_t word, int64_t E) {
+  if constexpr (P == FLOAT) return _mm512_castps_si512(load(row + word, first_lanes(E - word)));
+  const int64_t left = E - 2 * word;
+  return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1, row + 2 * word);
+}
+
+// Transposes 16 registers of 16 words.
+inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);  // quarters 0 and 2
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);  // 1 and 3
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+// Indices for _mm512_permutex2var_epi16 that interleave the 16-bit elements from..from+16 of two registers.
+inline __m512i interleave(int from) {
+  const __m512i one = _mm512_add_epi32(lane_indices(), _mm512_set1_epi32(from));
+  return _mm512_or_si512(one, _mm512_slli_epi32(_mm512_add_epi32(one, _mm512_set1_epi32(32)), 16));
+}
+
+// Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key
+// head k are numbered by token, then by head of the group: query i is head k * group + i % group of token i / group.
+template <Products P, class T>
+void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t s = (begin + i) / a.group(), h = k * a.group() + (begin + i) % a.group();
+    w.positions[i] = a.positions[b * a.S + s], w.slopes[i] = a.slopes ? a.slopes[h] : 0.0f;
+    const T* query = a.q + (b * a.S + s) * a.q_stride + h * a.E;
+    for (int64_t j = 0; j < a.words(P); j += LANES)
+      _mm512_store_si512(w.queries + i * a.words(P) + j, load_words<P>(query, j, a.E));
+  }
+}
+
+// Always inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
+[[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
+}
+
+// w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache the last slot is repeated; the
+// causal mask hides it.
+template <Products P, class T>
+void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
+  const T* rows[LANES];
+  for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
+  const int64_t words = a.words(P), E = a.E;
+  uint32_t* to = w.keys;
+  for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
+    __m512i r[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) r[i] = load_words<P>(rows[i], j, E);
+    transpose(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * LANES, r[i]);
+  }
+}
+
+// acc = dot products of queries i..i+MT with the 16 transposed keys.
+template <Products P, class T, int MT>
+void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc)[MT]) {
+  std::fill(acc, acc + MT, _mm512_setzero_ps());
+  const int64_t words = a.words(P);
+  auto add = [&](__m512& sum, int64_t j, int m) {
+    const __m512i key = _mm512_load_si512(w.keys + j * LANES);
+    const __m512i query = _mm512_set1_epi32(w.queries[(i + m) * words + j]);
+    if constexpr (P == PAIRS)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
+    else
+      sum = _mm512_fmadd_ps(_mm512_castsi512_ps(key), _mm512_castsi512_ps(query), sum);
+  };
+  for (int64_t start = 0; start < words; start += GROUP) {
+    __m512 even[MT], odd[MT];
+    std::fill(even, even + MT, _mm512_setzero_ps());
+    std::fill(odd, odd + MT, _mm512_setzero_ps());
+    for (int64_t j = start; j < std::min(start + GROUP, words); j += 2) {
+#pragma GCC unroll 4
+      for (int m = 0; m < MT; m++) add(even[m], j, m), add(odd[m], j + 1, m);
+    }
+    for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], _mm512_add_ps(even[m], odd[m]));
+  }
+}
+
+// A chunk of slots, and the tile of queries that attends to it.
+template <class T>
+struct ChunkTile {
+  const T *keys, *values;      // of row b and key head k, from slot 0 on
+  int64_t b, k, begin, count;  // queries begin..begin+count of row b and key head k
+  int64_t base;                // the first slot of the chunk
+  int64_t from, to;            // some of the queries see slots from..to
+  bool is_first;               // there is no visible chunk before it, so nothing has been prefetched
+  int64_t ahead;               // how many slots ahead to prefetch; 0 in the last chunk
+
+  int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
+};
+
+// 16 words of the values of `slot` and slot + 1, from word number `word` on, as pairs of the two: the first and the
+// second 16. Zeros in place of slots that no query sees, which may hold NaN.
+inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c, int64_t slot, int64_t word,
+                             __m512i& first, __m512i& second) {
+  auto words_of = [&](int64_t slot) {
+    const bool is_seen = slot >= c.from && slot < c.to;
+    return is_seen ? load_words<PAIRS>(c.values + slot * a.E, word, a.E) : _mm512_setzero_si512();
+  };
+  const __m512i one = words_of(slot), two = words_of(slot + 1);
+  first = _mm512_permutex2var_epi16(one, interleave(0), two);
+  second = _mm512_permutex2var_epi16(one, interleave(LANES), two);
+}
+
+// Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from
+// element e on.
+template <class T, int MT, int VT>
+[[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c, int64_t i,
+                                  int64_t e, float* states) {
+  const __mmask16 valid = first_lanes(a.E - e - (VT - 1) * LANES);  // of the last register
+  __m512 acc[MT][VT], even_sum[MT][VT];
+  for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
+  for (int64_t group = c.from / GROUP * GROUP; group < c.to; group += GROUP) {
+    const int64_t begin = std::max(group, c.from), end = std::min(group + GROUP, c.to);
+    for (int odd = 0; odd < 2; odd++) {
+      __m512 sum[MT][VT];
+      for (auto& row : sum) std::fill(row, row + VT, _mm512_setzero_ps());
+      for (int64_t slot = begin + (begin + odd) % 2; slot < end; slot += 2) {
+        if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, VT * LANES * sizeof(T));
+        __m512 v[VT];
+#pragma GCC unroll 4
+        for (int j = 0; j < VT; j++) v[j] = load(c.values + slot * a.E + e + j * LANES, j == VT - 1 ? valid : 0xffff);
+#pragma GCC unroll 4
+        for (int m = 0; m < MT; m++) {
+          const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
+#pragma GCC unroll 4
+          for (int j = 0; j < VT; j++) sum[m][j] = _mm512_fmadd_ps(weight, v[j], sum[m][j]);
+        }
+      }
+      for (int m = 0; m < MT; m++)
+        for (int j = 0; j < VT; j++) {
+          if (odd)
+            acc[m][j] = _mm512_add_ps(acc[m][j], _mm512_add_ps(even_sum[m][j], sum[m][j]));
+          else
+            even_sum[m][j] = sum[m][j];
+        }
+    }
+  }
+  for (int m = 0; m < MT; m++)
+    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+}
+
+// The same with PAIRS, two slots at a time.
+template <int MT, int VT>
+[[gnu::noinline]] void add_value_pairs(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c,
+                                       int64_t i, int64_t e, float* states) {
+  __m512 acc[MT][VT];
+  for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
+  for (int64_t slot = c.from / 2 * 2; slot < c.to; slot += 2) {
+    if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, 2 * VT * LANES * sizeof(bf16));
+    __m512i v[VT + 1];
+#pragma GCC unroll 4
+    for (int j = 0; j < VT; j += 2) load_value_pairs(a, c, slot, e / 2 + j * LANES / 2, v[j], v[j + 1]);
+#pragma GCC unroll 4
+    for (int m = 0; m < MT; m++) {
+      const __m512i weight = _mm512_set1_epi32(((const uint32_t*)(w.weights + (i + m) * CHUNK))[slot % CHUNK / 2]);
+#pragma GCC unroll 4
+      for (int j = 0; j < VT; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], (__m512bh)v[j], (__m512bh)weight);
+    }
+  }
+  for (int m = 0; m < MT; m++)
+    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+}
+
+#ifdef HAS_AMX
+// out (count,16) = a (count,32*steps) times b, whose steps are tiles of 16 pairs of bfloat16. Strides are in bytes. The
+// tile of the last rows may overlap the one before it.
+void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t steps, float* out,
+                    int64_t out_stride, int64_t count) {
+  asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from memory
+  const int64_t rows = std::min<int64_t>(count, LANES);
+  for (int64_t i = 0; i < count; i += rows) {
+    const int64_t first = std::min(i, count - rows);
+    _tile_zero(0);
+    for (int64_t step = 0; step < steps; step++) {
+      _tile_loadd(6, (const char*)a + first * a_stride + step * 64, a_stride);
+      _tile_loadd(7, (const char*)b + step * LANES * b_stride, b_stride);
+      _tile_dpbf16ps(0, 6, 7);
+    }
+    _tile_stored(0, (char*)out + first * out_stride, out_stride);
+  }
+}
+
+// The same with AMX, for all queries, 32 slots at a time.
+void add_values_amx(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c, float* states) {
+  const int64_t words = a.words(AMX), begin = c.from / GROUP * GROUP, end = (c.to + GROUP - 1) / GROUP * GROUP;
+  uint32_t* pairs = w.values;
+  for (int64_t slot = begin; slot < end; slot += 2) {
+    if (slot < c.to) prefetch(c.values + (slot + c.ahead) * a.E, 2 * a.E * sizeof(bf16));
+    for (int64_t word = 0; word < words; word += LANES, pairs += 2 * LANES) {
+      __m512i low, high;
+      load_value_pairs(a, c, slot, word, low, high);
+      _mm512_store_si512(pairs, low), _mm512_store_si512(pairs + LANES, high);
+    }
+  }
+  for (int64_t e = 0; e < a.width(); e += LANES)
+    multiply_tiles((const bf16*)w.weights + begin % CHUNK, CHUNK * sizeof(float), w.values + e,
+                   2 * words * sizeof(uint32_t), (end - begin) / GROUP, states + e, a.stride() * sizeof(float),
+                   c.count);
+}
+#endif
+
+// Divides 0..count into steps of 4 and a last one of 1 to 3: calls work(Int<n>(), i) for each step i..i+n.
+template <class Work>
+void by_fours(int64_t count, const Work& work) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) work(Int<4>(), i);
+  if (count - i == 3) work(Int<3>(), i);
+  if (count - i == 2) work(Int<2>(), i);
+  if (count - i == 1) work(Int<1>(), i);
+}
+
+// Step 1 of a chunk: w.weights = the dot products of queries and keys.
+template <Products P, class T>
+[[gnu::always_inline]] inline void chunk_products(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c) {
+  // Without these prefetches attention takes three times as long.
+  const int64_t bytes = LANES * a.E * sizeof(T);
+  if (c.is_first) prefetch(c.keys + c.low() * a.E, (c.to - c.low()) * a.E * sizeof(T));
+  for (int64_t slot = c.low(); slot < c.to; slot += LANES) {
+    if (c.ahead) prefetch(c.keys + (slot + c.ahead) * a.E, bytes);
+    if (c.is_first) prefetch(c.values + slot * a.E, bytes);
+    transpose_keys<P>(a, c.keys, slot, w);
+    float* products = w.weights + slot - c.base;
+#ifdef HAS_AMX
+    if constexpr (P == AMX) {
+      multiply_tiles(w.queries, a.words(P) * sizeof(uint32_t), w.keys, LANES * sizeof(uint32_t), a.words(P) / LANES,
+                     products, CHUNK * sizeof(float), c.count);
+      continue;
+    }
+#endif
+    by_fours(c.count, [&](auto queries, int64_t i) {
+      constexpr int MT = decltype(queries)::value;
+      __m512 acc[MT];
+      dot_keys<P, T, MT>(a, w, i, acc);
+      for (int m = 0; m < MT; m++) store(products + (i + m) * CHUNK, acc[m], 0xffff);
+    });
+  }
+}
+
+// Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is; m and l of each query go to states. The scores are
+// q k / sqrt(E) - slope * distance, -infinity where a query must not look.
+template <Products P, class T>
+[[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
+                                                 float* states) {
+  const int64_t low = c.low() - c.base, high = (c.to - c.base + LANES - 1) / LANES * LANES;
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(a.E)));
+  for (int64_t i = 0; i < c.count; i++) {
+    float* weights = w.weights + i * CHUNK;
+    const int64_t p = w.positions[i];
+    const __m512i window = _mm512_set1_epi32(p < 0 ? 0 : a.window);
+    const __m512 slope = _mm512_set1_ps(w.slopes[i]);
+    __m512 max = _mm512_set1_ps(-INF), sum = _mm512_setzero_ps();
+    for (int64_t j = low; j < high; j += LANES) {
+      const __m512i distance = _mm512_sub_epi32(_mm512_set1_epi32(p - c.base - j), lane_indices());
+      __m512 score = _mm512_mul_ps(load(weights + j), scale);
+      if (a.slopes) score = _mm512_fnmadd_ps(slope, _mm512_cvtepi32_ps(distance), score);
+      // Future slots wrap around to huge unsigned distances, so they are masked as well.
+      score = _mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(distance, window), _mm512_set1_ps(-INF), score);
+      max = _mm512_max_ps(max, score);
+      store(weights + j, score, 0xffff);
+    }
+    const float m = _mm512_reduce_max_ps(max);
+    const __m512 shift = _mm512_set1_ps(m == -INF ? 0.0f : m);
+    for (int64_t j = low; j < high; j += LANES) {
+      const __m512 weight = fast_exp(_mm512_sub_ps(load(weights + j), shift));
+      sum = _mm512_add_ps(sum, weight);
+      if constexpr (P == FLOAT)
+        store(weights + j, std::is_same_v<T, bf16> ? rounded_to_bf16(weight) : weight, 0xffff);
+      else
+        store((bf16*)weights + j, weight, 0xffff);  // overwrites only scores that have been read
+    }
+    if constexpr (P == AMX) {  // it multiplies whole groups of 32 slots
+      for (int64_t j = low / GROUP * GROUP; j < low; j += LANES) store((bf16*)weights + j, _mm512_setzero_ps(), 0xffff);
+      if (high % GROUP) store((bf16*)weights + high, _mm512_setzero_ps(), 0xffff);
+    }
+    states[i * a.stride() + a.width()] = m;
+    states[i * a.stride() + a.width() + 1] = _mm512_reduce_add_ps(sum);
+  }
+}
+
+// An empty state: m = -infinity, l = 0, acc = 0.
+inline void clear_state(float* state, int64_t width) {
+  std::fill(state, state + width + LANES, 0.0f);
+  state[width] = -INF;
+}
+
+// The softmax state (acc, m, l) of a tile of queries over one chunk, to states (count,stride). The queries must be in
+// the workspace already. (Which of the three steps are inlined here makes 3 % of attention's time.)
+template <Products P, class T>
+void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, int64_t chunk,
+                  const Workspace& w, float* states) {
+  const auto [first, last] = a.visible_slots(b, begin / a.group(), (begin + count - 1) / a.group() + 1);
+  const int64_t base = chunk * CHUNK;
+  ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), b, k, begin, count, base};
+  c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
+  c.is_first = base <= first, c.ahead = base + CHUNK <= last ? CHUNK : 0;
+  if (c.from >= c.to) {  // none of the queries sees this chunk, which other queries of their row see
+    for (int64_t i = 0; i < count; i++) clear_state(states + i * a.stride(), a.width());
+    return;
+  }
+  chunk_products<P>(a, w, c);
+  chunk_softmax<P>(a, w, c, states);
+#ifdef HAS_AMX
+  if constexpr (P == AMX) return add_values_amx(a, w, c, states);
+#endif
+  by_fours(a.width() / LANES, [&](auto registers, int64_t e) {
+    by_fours(count, [&](auto queries, int64_t i) {
+      constexpr int MT = decltype(queries)::value, VT = decltype(registers)::value;
+      if constexpr (P == FLOAT)
+        add_values<T, MT, VT>(a, w, c, i, e * LANES, states);
+      else if constexpr (P == PAIRS)
+        add_value_pairs<MT, VT>(a, w, c, i, e * LANES, states);
+    });
+  });
+}
+
+// Calls work(Int<P>()) with the Products for a tile of so many queries.
+template <class T, class Work>
+void choose_products(int64_t queries, const Work& work) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (!amx_allowed) return work(Int<PAIRS>());
+#ifdef HAS_AMX
+    if (queries >= MIN_AMX_QUERIES) {
+      const Tiles<bf16> tiles(std::min<int64_t>(queries, LANES));
+      return work(Int<AMX>());
+    }
+#endif
+  }
+  work(Int<FLOAT>());
+}
+
+inline void merge_state(float* state, const float* other, int64_t width) {
+  const float m = std::max(state[width], other[width]);
+  if (m == -INF) return;
+  const float a = fast_exp(state[width] - m), c = fast_exp(other[width] - m);
+  for (int64_t e = 0; e < width; e += LANES) {
+    const __m512 part = _mm512_mul_ps(load(other + e), _mm512_set1_ps(c));
+    store(state + e, _mm512_fmadd_ps(load(state + e), _mm512_set1_ps(a), part), 0xffff);
+  }
+  state[width] = m;
+  state[width + 1] = state[width + 1] * a + other[width + 1] * c;
+}
+
+template <class T>
+void write_output(const float* state, int64_t width, T* out, int64_t E) {
+  const float l = state[width + 1];
+  const __m512 inverse = _mm512_set1_ps(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
+  for (int64_t e = 0; e < E; e += LANES) store(out + e, _mm512_mul_ps(load(state + e), inverse), first_lanes(E - e));
+}
+
+// Prefill: a thread computes all chunks of a tile of queries. Consecutive tiles go to different threads, because later
+// tiles see more slots.
+template <class T>
+void attention_by_queries(const Team& team, const Attention<T>& a, const Workspace& w) {
+  const int64_t G = a.group(), queries = a.S * G, tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
+  const int64_t stride = a.stride();
+  for (int64_t item = team.thread; item < a.B * a.K * tiles; item += team.threads) {
+    const int64_t b = item / (a.K * tiles), k = item / tiles % a.K, begin = item % tiles * QUERY_TILE;
+    const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
+    const auto [least, most] = a.visible_slots(b, begin / G, (begin + count - 1) / G + 1);
+    for (int64_t i = 0; i < count; i++) clear_state(w.state + i * stride, a.width());
+    choose_products<T>(count, [&](auto products) {
+      constexpr Products P = Products(decltype(products)::value);
+      load_queries<P>(a, b, k, begin, count, w);
+      for (int64_t chunk = least / CHUNK; chunk * CHUNK <= most; chunk++) {
+        attend_chunk<P>(a, b, k, begin, count, chunk, w, w.chunk_state);
+        for (int64_t i = 0; i < count; i++) merge_state(w.state + i * stride, w.chunk_state + i * stride, a.width());
+      }
+    });
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t s = (begin + i) / G, h = k * G + (begin + i) % G;
+      write_output(w.state + i * stride, a.width(), a.out + ((b * a.S + s) * a.H + h) * a.E, a.E);
+    }
+  }
+}
+
+// Decode with few rows (flash-decoding): the threads share the chunks of all rows and heads (attend_split), and then
+// merge the states of the chunks (merge_split). An item is one chunk of one key head of one row.
+struct SplitPlan {
+  bool enabled;  // otherwise attention_by_queries is used, and there are no items
+  std::vector<int64_t> first_chunk, first_item;  // of each row
+
+  template <class T>
+  explicit SplitPlan(const Attention<T>& a) : first_item{0} {
+    const int64_t tiles = (a.S * a.group() + QUERY_TILE - 1) / QUERY_TILE;
+    enabled = a.S <= MAX_DECODE_TOKENS && a.B * a.K * tiles < 8 * omp_get_max_threads();
+    for (int64_t b = 0; b < a.B && enabled; b++) {
+      const auto [least, most] = a.visible_slots(b, 0, a.S);
+      first_chunk.push_back(least / CHUNK);
+      first_item.push_back(first_item.back() + (most < 0 ? 0 : most / CHUNK - least / CHUNK + 1) * a.K);
+    }
+  }
+
+  int64_t items() const { return first_item.back(); }
+
+  template <class T>
+  float* allocate(Arena& arena, const Attention<T>& a) const {
+    return arena.allocate<float>(items() * a.S * a.group() * a.stride());
+  }
+};
+
+template <class T>
+void attend_split(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w, float* states) {
+  const int64_t queries = a.S * a.group();
+  const auto& first_item = plan.first_item;
+  team.split(plan.items(), 1, [&](int64_t item, int64_t end) {
+    for (; item < end; item++) {
+      const int64_t b = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
+      const int64_t chunks = (first_item[b + 1] - first_item[b]) / a.K, i = item - first_item[b];
+      for (int64_t begin = 0; begin < queries; begin += QUERY_TILE) {
+        const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
+        float* to = states + (item * queries + begin) * a.stride();
+        choose_products<T>(count, [&](auto products) {
+          constexpr Products P = Products(decltype(products)::value);
+          load_queries<P>(a, b, i / chunks, begin, count, w);
+          attend_chunk<P>(a, b, i / chunks, begin, count, plan.first_chunk[b] + i % chunks, w, to);
+        });
+      }
+    }
+  });
+}
+
+template <class T>
+void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w,
+                 const float* states) {
+  const int64_t queries = a.S * a.group(), G = a.group();
+  team.split(a.B * a.S * a.H, 1, [&](int64_t at, int64_t end) {
+    for (; at < end; at++) {
+      const int64_t b = at / (a.S * a.H), s = at / a.H % a.S, h = at % a.H;
+      const int64_t first = plan.first_item[b], chunks = (plan.first_item[b + 1] - first) / a.K;
+      clear_state(w.state, a.width());
+      for (int64_t item = first + h / G * chunks, last = item + chunks; item < last; item++)
+        merge_state(w.state, states + (item * queries + s * G + h % G) * a.stride(), a.width());
+      write_output(w.state, a.width(), a.out + at * a.E, a.E);
+    }
+  });
+}
+
+template <class T>
+void run_attention(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w, float* states) {
+  const FlushDenormals flush(std::is_same_v<T, bf16>);  // as AMX does
+  if (plan.enabled) {
+    attend_split(team, a, plan, w, states), team.barrier();
+    merge_split(team, a, plan, w, states);
+  } else {
+    attention_by_queries(team, a, w);
+  }
+  team.barrier();
+}
+
+}  // namespace

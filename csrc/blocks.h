@@ -1,0 +1,182 @@
+// Norms, and transformer blocks.
+//
+// All blocks of a model run as one operation, in one parallel region: threads are woken once for each forward pass.
+// Results between the steps of a block are rounded to x's dtype, as in model.py.
+
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "attention.h"
+
+namespace {
+
+// ---------------------------------------------------------------- norms: one thread a row, sums in float32
+
+template <class T>
+void rms_norm_row(const T* x, const T* w, T* out, int64_t D, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < D; i += LANES) {
+    const __m512 v = load(x + i, first_lanes(D - i));
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps));
+  for (int64_t i = 0; i < D; i += LANES) {
+    const __mmask16 m = first_lanes(D - i);
+    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i, m), scale), load(w + i, m)), m);
+  }
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* w, const T* bias, T* out, int64_t D, float eps) {
+  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < D; i += LANES) sum = _mm512_add_ps(sum, load(x + i, first_lanes(D - i)));
+  const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / D);
+  for (int64_t i = 0; i < D; i += LANES) {
+    const __mmask16 m = first_lanes(D - i);
+    const __m512 v = _mm512_maskz_sub_ps(m, load(x + i, m), mean);
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps));
+  for (int64_t i = 0; i < D; i += LANES) {
+    const __mmask16 m = first_lanes(D - i);
+    const __m512 v = _mm512_mul_ps(_mm512_sub_ps(load(x + i, m), mean), scale);
+    store(out + i, _mm512_fmadd_ps(v, load(w + i, m), load(bias + i, m)), m);
+  }
+}
+
+// ---------------------------------------------------------------- blocks
+
+// What a block's calls have in common. prepare_block checks it once.
+struct PreparedBlock {
+  std::vector<std::optional<Tensor>> tensors;  // own the memory that the pointers below refer to
+  at::ScalarType dtype;
+  int64_t H, K, E, D, F, window;
+  Linear qkv, out, up, down;
+  const void *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
+  const void *q_norm, *k_norm;                  // null where the model has none
+  float eps;
+  bool gated, post_norm_residual;
+};
+
+// One call of a block.
+template <class T>
+struct Block {
+  const PreparedBlock& prepared;
+  const SplitPlan& plan;
+  Attention<T> attention;  // allocate() fills in q and out
+  int64_t M;  // B * S tokens
+  const float *cos, *sin;  // (M,E), or null
+  T *k, *v;  // the caches of `attention`, for writing
+  const T* x;  // (M,D)
+  T* result;  // (M,D), may be x
+
+  // Temporary arrays, from allocate():
+  T *normed, *qkv, *attended;           // (M,D), (M,(H+2K)*E), (M,H*E)
+  T *residual, *mlp_normed, *up, *act;  // (M,D), (M,D), (M,F or 2F), (M,F)
+  Input to_qkv, to_out, to_up, to_down;
+  std::vector<Workspace> workspaces;
+  float* states;
+
+  void allocate(Arena& arena) {
+    const PreparedBlock& p = prepared;
+    normed = arena.allocate<T>(M * p.D), qkv = arena.allocate<T>(M * p.qkv.N);
+    attended = arena.allocate<T>(M * p.out.K);
+    residual = arena.allocate<T>(M * p.D), mlp_normed = arena.allocate<T>(M * p.D);
+    up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
+    to_qkv = allocate_input(arena, p.qkv, normed, M), to_out = allocate_input(arena, p.out, attended, M);
+    to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
+    workspaces = Workspace::allocate(arena, attention);
+    states = plan.allocate(arena, attention);
+    attention.q = qkv, attention.q_stride = p.qkv.N, attention.out = attended;
+  }
+
+  void norm(const Team& team, const T* from, const void* const (&weights)[2], T* to, const Linear& l,
+                        const Input& in) const {
+    const T *weight = (const T*)weights[0], *bias = (const T*)weights[1];
+    const int64_t D = prepared.D;
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        bias ? layer_norm_row(from + m * D, weight, bias, to + m * D, D, prepared.eps)
+             : rms_norm_row(from + m * D, weight, to + m * D, D, prepared.eps);
+        prepare_input<T>(l, in, m, 0, l.Kb);
+      }
+    });
+    team.barrier();
+  }
+
+  // QK-norm and RoPE (arXiv:2104.09864), in place; then keys and values are copied to the caches.
+  void rotate_and_cache(const Team& team) const {
+    const auto& a = attention;
+    const int64_t E = a.E, per_token = a.H + 2 * a.K;
+    team.split(M * per_token, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / per_token, h = at % per_token;
+        T* head = qkv + at * E;
+        const T* weight = (const T*)(h < a.H ? prepared.q_norm : prepared.k_norm);
+        if (h < a.H + a.K) {
+          if (weight) rms_norm_row(head, weight, head, E, prepared.eps);
+          if (cos) rotate(head, cos + m * E, sin + m * E, E);
+        }
+        if (h < a.H) continue;
+        const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S;
+        const int64_t slot = a.positions[m] < 0 ? a.slots - 1 : a.positions[m];  // padding goes to the scratch slot
+        T* cache = h < a.H + a.K ? k : v;
+        std::copy(head, head + E, cache + ((row * a.K + (h - a.H) % a.K) * a.slots + slot) * E);
+      }
+    });
+    team.barrier();
+  }
+
+  static void rotate(T* x, const float* cos, const float* sin, int64_t E) {
+    const int64_t half = E / 2;
+    for (int64_t e = 0; e < half; e += LANES) {
+      const __mmask16 m = first_lanes(half - e);
+      const __m512 a = load(x + e, m), b = load(x + half + e, m);
+      store(x + e, _mm512_fmadd_ps(a, load(cos + e, m), _mm512_mul_ps(b, load(sin + e, m))), m);
+      store(x + half + e, _mm512_fmadd_ps(b, load(cos + half + e, m), _mm512_mul_ps(a, load(sin + half + e, m))), m);
+    }
+  }
+
+  // act = SwiGLU or tanh-GELU of up, and its conversion for the down projection. Both are of the form x sigmoid(z).
+  void activate(const Team& team) const {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const int64_t F = prepared.F, groups = (F + GROUP - 1) / GROUP;
+    team.split(M * groups, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / groups, group = at % groups;
+        for (int64_t f = group * GROUP; f < std::min(F, (group + 1) * GROUP); f += LANES) {
+          const __mmask16 valid = first_lanes(F - f);
+          const T* from = up + m * prepared.up.N + f;
+          const __m512 x = load(from, valid);
+          const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
+          // SwiGLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
+          const __m512 z = prepared.gated ? x : _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_add_ps(x, cube));
+          __m512 y = _mm512_div_ps(x, _mm512_add_ps(one, fast_exp(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+          if (prepared.gated) y = _mm512_mul_ps(y, load(from + F, valid));
+          store(act + m * F + f, y, valid);
+        }
+        prepare_input<T>(prepared.down, to_down, m, group, group + 1);
+      }
+    });
+    team.barrier();
+  }
+
+  void run(const Team& team) const {
+    const Workspace& w = workspaces[team.thread];
+    const PreparedBlock& p = prepared;
+    norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
+    matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv), team.barrier();
+    rotate_and_cache(team);
+    run_attention(team, attention, plan, w, states);
+    prepare_input_rows<T>(team, p.out, to_out, M);
+    matmul<T>(team, p.out, to_out, M, p.post_norm_residual ? normed : x, residual), team.barrier();
+    norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
+    matmul<T>(team, p.up, to_up, M, nullptr, up), team.barrier();
+    activate(team);
+    matmul<T>(team, p.down, to_down, M, p.post_norm_residual ? mlp_normed : residual, result), team.barrier();
+  }
+};
+
+}  // namespace

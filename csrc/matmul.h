@@ -1,0 +1,241 @@
+// `matmul`, which chooses how a matrix is multiplied, and the products with AMX.
+//
+// AMX is a matrix unit of some Intel processors, with eight registers, called tiles, of up to 16 rows of 64 bytes. One
+// instruction adds the products of tiles A and B to tile C:
+//   A  32 columns of up to 16 rows of x
+//   B  a group of a block of weights; its row j holds columns 2j..2j+1 (bfloat16) or 4j..4j+3 (int8) of all 16 outputs
+//   C  sums in float32 or int32: a row of x in each row, an output in each column
+// Each row of C depends on its own row of A only. Reading bfloat16 weights takes longer than multiplying them with 16
+// rows of x, so such a product takes little longer than one with a single row. With quantized weights, each group has
+// to be scaled in float32.
+
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+#ifdef HAS_AMX
+constexpr int AMX_PREFETCH_DISTANCE = 2048;  // bytes
+constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpbusd is faster
+
+// Configures this thread's tiles for a number of rows of x, and for groups of 32 columns in T. Releases them at the end
+// of the scope (50 ns). Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
+template <class T>
+struct Tiles {
+  explicit Tiles(int x_rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, GROUP * sizeof(T), 64};
+      uint8_t rows[16] = {};
+    } config;
+    std::fill(config.rows, config.rows + 7, x_rows);
+    config.rows[7] = GROUP * sizeof(T) / 4;
+    asm volatile("" ::"r"(&config) : "memory");  // compilers do not know that the next instruction reads all of it
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// A block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1] ...: acc
+// (COUNT,rows,16).
+template <int COUNT>
+void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
+  const bf16* w = (const bf16*)p.weight + block * p.Kb * GROUP * LANES;
+// The numbers of tiles are part of the instructions, so these are no loops.
+#define FOR_EACH_TILE(STATEMENT)             \
+  if constexpr (COUNT > 0) { STATEMENT(0); } \
+  if constexpr (COUNT > 1) { STATEMENT(1); } \
+  if constexpr (COUNT > 2) { STATEMENT(2); } \
+  if constexpr (COUNT > 3) { STATEMENT(3); }
+#define ZERO(I) _tile_zero(I)
+#define MULTIPLY(I)                                                \
+  _tile_loadd(6, x[I] + b * GROUP, p.K * sizeof(bf16)); \
+  _tile_dpbf16ps(I, 6, 7)
+#define STORE(I) _tile_stored(I, acc[I], 64)
+  FOR_EACH_TILE(ZERO)
+  for (int64_t b = 0; b < p.Kb; b++, w += GROUP * LANES) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm_prefetch((const char*)w + AMX_PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
+    _tile_loadd(7, w, 64);
+    FOR_EACH_TILE(MULTIPLY)
+  }
+  FOR_EACH_TILE(STORE)
+#undef FOR_EACH_TILE
+#undef ZERO
+#undef MULTIPLY
+#undef STORE
+}
+
+// Prefetches a stream of cache lines. Few prefetches can be under way at a time, so they are spread over the other
+// instructions.
+struct Ahead {
+  const uint8_t* at;
+  void prefetch(int lines) {
+    for (int i = 0; i < lines; i++, at += 64) _mm_prefetch(at, PREFETCH_TO);
+  }
+};
+
+constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
+
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights.
+// Prefetches so many lines for each group.
+template <int COUNT>
+void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weights)[COUNT],
+                     __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
+  asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from memory
+#define MULTIPLY(I)                          \
+  if constexpr (I < COUNT) {                 \
+    _tile_zero(I);                           \
+    _tile_loadd(6, q + I * GROUP, q_stride); \
+    _tile_loadd(7, weights[I], 64);          \
+    _tile_dpbsud(I, 6, 7);                   \
+    ahead.prefetch(lines / 2);               \
+  }
+#define STORE(I)                       \
+  if constexpr (I < COUNT) {           \
+    _tile_stored(I, dots[I], 64);      \
+    ahead.prefetch(lines - lines / 2); \
+  }
+  MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5)
+  STORE(0) STORE(1) STORE(2) STORE(3) STORE(4) STORE(5)
+#undef MULTIPLY
+#undef STORE
+}
+
+// A block of packed weights times rows m0..m0+rows of x that are quantized to 8 bits: acc (rows,16). The bits are those
+// of block_dot_int8.
+template <bool INT4>
+void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
+  constexpr int LINES = INT4 ? 4 : 8;  // cache lines of a group
+  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * LINES * 64;
+  const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  Ahead ahead{w + PREFETCH_DISTANCE};
+  __m512i dots[AMX_GROUPS][LANES], unpacked[AMX_GROUPS][8];
+  std::fill(acc, acc + rows, _mm512_setzero_ps());
+  int64_t b = 0, g = 0, left = p.groups_per_scale;
+  auto add_groups = [&](auto groups) {
+    constexpr int COUNT = decltype(groups)::value;
+    const void* weights[COUNT];
+    __m512 scale[COUNT], min[COUNT];
+    for (int i = 0; i < COUNT; i++, w += LINES * 64) {
+      weights[i] = INT4 ? (const void*)unpacked[i] : w;
+      for (int j = 0; INT4 && j < 4; j++) {
+        const __m512i bytes = _mm512_loadu_si512(w + 64 * j);
+        unpacked[i][j] = _mm512_and_si512(bytes, nibble);
+        unpacked[i][4 + j] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+      }
+      scale[i] = load(scales + g * LANES), min[i] = INT4 ? load(mins + g * LANES) : _mm512_setzero_ps();
+      if (--left == 0) g++, left = p.groups_per_scale;
+    }
+    multiply_groups<COUNT>(x.q + (m0 * p.Kb + b) * GROUP, p.Kb * GROUP, weights, dots, ahead, LINES / 2);
+    for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
+      for (due += COUNT * LINES / 2; due >= rows; due -= rows) ahead.prefetch(1);
+      const int64_t at = (m0 + m) * p.Kb + b;
+      __m512 sum = acc[m];
+#pragma GCC unroll 6
+      for (int i = 0; i < COUNT; i++) {
+        const __m512i start = INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(x.dot_start[at + i]);
+        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at + i]), scale[i]);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(dots[i][m], start)), step, sum);
+        if constexpr (INT4) sum = _mm512_fmadd_ps(min[i], _mm512_set1_ps(x.scaled_sum[at + i]), sum);
+      }
+      acc[m] = sum;
+    }
+    b += COUNT;
+  };
+  while (b + AMX_GROUPS <= p.Kb) add_groups(Int<AMX_GROUPS>());
+  while (b + 2 <= p.Kb) add_groups(Int<2>());
+  if (b < p.Kb) add_groups(Int<1>());
+}
+
+// A block of packed weights times rows m..stop of x that are quantized, in tiles of min(M,16) rows. `out` must not be
+// `residual`, because the last tile overlaps the one before it, and computes the same bits again.
+template <bool INT4, class T>
+void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
+                           const T* residual, T* out) {
+  const int rows = std::min<int64_t>(M, LANES);
+  for (; m < stop; m += rows) {
+    const int64_t first = std::min(m, M - rows);
+    __m512 acc[LANES];
+    block_dot_amx_int8<INT4>(l, block, x, first, rows, acc);
+    for (int i = 0; i < rows; i++) finish_outputs(l, block, first + i, acc[i], residual, out);
+  }
+}
+
+// A block of packed bfloat16 weights times rows m..stop of x, in tiles of min(M,16) rows. `out` must not be `residual`,
+// because the last tile overlaps the one before it, and computes the same bits again.
+void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
+                      const bf16* residual, bf16* out) {
+  const int64_t rows = std::min<int64_t>(M, LANES);
+  auto multiply_tiles = [&](auto count) {
+    constexpr int COUNT = decltype(count)::value;
+    const bf16* x_tiles[COUNT];
+    int64_t first[COUNT];
+    alignas(64) float acc[COUNT][LANES * LANES];
+    for (int i = 0; i < COUNT; i++, m += rows) {
+      first[i] = std::min(m, M - rows);
+      x_tiles[i] = (const bf16*)x.x + first[i] * l.K;
+    }
+    block_dot_amx<COUNT>(l, block, x_tiles, acc);
+    for (int i = 0; i < COUNT; i++)
+      for (int r = 0; r < rows; r++) finish_outputs(l, block, first[i] + r, load(acc[i] + r * LANES), residual, out);
+  };
+  while (stop - m > 3 * rows) multiply_tiles(Int<4>());
+  while (m < stop) multiply_tiles(Int<1>());
+}
+#endif
+
+// This thread's share of out (M,N) = x W^T + bias + residual; residual may be null, but not `out`. Call
+// prepare_input_rows before.
+template <class T>
+void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
+  const int64_t N = l.N, K = l.K;
+  if (l.bits == 16 && !l.Kb) {
+    const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
+    return team.split(N, 2, [&](int64_t n, int64_t end) {
+      auto rows = [&](auto count) {
+        constexpr int NT = decltype(count)::value;
+        auto at = [&](const T* p) { return p ? p + n : nullptr; };
+        linear_rows<T, NT>(w + n * K, x, at(bias), at(residual), out + n, M, N, K);
+        n += NT;
+      };
+      // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
+      while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
+      while (M > 2 && n + 4 <= end) rows(Int<4>());  // times 4 rows of x
+      while (n < end) rows(Int<1>());
+    });
+  }
+  auto by_blocks = [&](const auto& run_block) {
+    for (int64_t start = 0, stop; start < M; start = stop) {
+      stop = std::min<int64_t>(M, start + 256);  // 256 rows of x stay in the L2 cache for all blocks of W
+      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
+        for (; block < end; block++) run_block(block, start, stop);
+      });
+    }
+  };
+#ifdef HAS_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (l.bits == 16) {
+      const Tiles<bf16> tiles(std::clamp<int64_t>(M, 1, LANES));
+      return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+        packed_block_amx(l, block, in, start, stop, M, residual, out);
+      });
+    }
+  }
+  if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
+    const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
+    return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+      l.bits == 4 ? packed_block_amx_int8<true>(l, block, in, start, stop, M, residual, out)
+                  : packed_block_amx_int8<false>(l, block, in, start, stop, M, residual, out);
+    });
+  }
+#endif
+  by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+    l.bits == 4 ? packed_block<true>(l, block, in, start, stop, residual, out)
+                : packed_block<false>(l, block, in, start, stop, residual, out);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,372 @@
+// The CPU kernels: matrix products with bfloat16, float16, float32, int8 and int4 weights, norms, attention, all blocks
+// of a transformer as one operation, and sampling.
+//
+// kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
+// what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
+// are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
+// Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
+// Before it come vectors.h, threads.h, products.h, matmul.h, attention.h, blocks.h, sampling.h, checks.h and medusa.h,
+// in this order. All are one translation unit.
+//
+// A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
+// bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
+// output, in a fixed order. The bits of an output therefore depend only on its own row of x: neither the other rows nor
+// the number of threads change them.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include <deque>
+#include <mutex>
+#include <tuple>
+
+#include "attention.h"
+#include "blocks.h"
+#include "checks.h"
+#include "medusa.h"
+#include "sampling.h"
+
+namespace {
+
+Tensor empty_with_width(const Tensor& x, int64_t width) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = width;
+  return at::empty(sizes, x.options());
+}
+
+Tensor run_layer(const Tensor& x, const Linear& l) {
+  const Tensor xs = x.contiguous(), out = empty_with_width(x, l.N);
+  const int64_t M = l.K ? x.numel() / l.K : 0;
+  dispatch_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    const T* from = xs.const_data_ptr<T>();
+    auto [in, memory] = allocate_together([&](Arena& arena) { return allocate_input(arena, l, from, M); });
+    parallel(l.N * l.K * (l.bits == 16 ? 1 : M) < MIN_PARALLEL_WORK, [&, &in = in](const Team& team) {
+      prepare_input_rows<T>(team, l, in, M);
+      matmul<T>(team, l, in, M, nullptr, out.data_ptr<T>());
+    });
+  });
+  return out;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  if (x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS) return at::linear(x, weight, bias);  // prefill
+  const Tensor w = weight.contiguous();
+  return run_layer(x, checked_layer(w, {}, {}, bias, x.scalar_type(), w.size(0), x.size(-1), 0, true));
+}
+
+Tensor linear_bfloat16(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t N) {
+  return run_layer(x, checked_layer(weight, {}, {}, bias, x.scalar_type(), N, x.size(-1), 0, true));
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t groupsize,
+                   const MaybeTensor& bias, int64_t N, bool exact) {
+  return run_layer(x, checked_layer(weight, scales, {}, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
+}
+
+Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& mins, int64_t groupsize,
+                   const MaybeTensor& bias, int64_t N, bool exact) {
+  return run_layer(x, checked_layer(weight, scales, mins, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
+}
+
+template <class Row>
+Tensor norm(const Tensor& x, const Row& row) {
+  const int64_t D = x.size(-1);
+  const Tensor xs = x.contiguous(), out = at::empty(x.sizes(), x.options());
+  dispatch_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    const T* from = xs.const_data_ptr<T>();
+    T* to = out.data_ptr<T>();
+    parallel(x.numel() < MIN_PARALLEL_WORK, [&](const Team& team) {
+      team.split(D ? x.numel() / D : 0, 1, [&](int64_t m, int64_t end) {
+        for (; m < end; m++) row(from + m * D, to + m * D, D);
+      });
+    });
+  });
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  checked(weight, "weight", x.scalar_type(), {x.size(-1)});
+  return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
+    rms_norm_row(from, weight.const_data_ptr<T>(), to, D, float(eps));
+  });
+}
+
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  checked(weight, "weight", x.scalar_type(), {x.size(-1)});
+  checked(bias, "bias", x.scalar_type(), {x.size(-1)});
+  return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
+    layer_norm_row(from, weight.const_data_ptr<T>(), bias.const_data_ptr<T>(), to, D, float(eps));
+  });
+}
+
+// Checks the arguments of attention; q and out are still missing in what it returns.
+template <class T>
+Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_cache, const Tensor& v_cache,
+                               const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& slopes,
+                               std::optional<int64_t> window) {
+  checked(k_cache, "k_cache", c10::CppTypeToScalarType<T>::value, {-1, -1, -1, -1});
+  checked(v_cache, "v_cache", k_cache.scalar_type(), k_cache.sizes());
+  const int64_t R = k_cache.size(0), K = k_cache.size(1), slots = k_cache.size(2);
+  TORCH_CHECK(K > 0 && H % K == 0, H, " query heads are no multiple of ", K, " key heads");
+  TORCH_CHECK(slots < (1 << 30) && (rows || B <= R), "a cache of ", k_cache.sizes(), " for ", B, " rows");
+  const int64_t* positions = checked(input_pos, "input_pos", at::kLong, {B, S}).const_data_ptr<int64_t>();
+  const int64_t* row = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
+  checked(slopes, "slopes", at::kFloat, {H});
+  for (int64_t i = 0; i < B * S; i++)
+    TORCH_CHECK(positions[i] >= -1 && positions[i] < slots, "position ", positions[i], " of ", slots);
+  for (int64_t i = 0; row && i < B; i++) TORCH_CHECK(row[i] >= 0 && row[i] < R, "row ", row[i], " of ", R);
+  Attention<T> a{B, S, H, K, k_cache.size(3), slots};
+  a.k = k_cache.const_data_ptr<T>(), a.v = v_cache.const_data_ptr<T>();
+  a.positions = positions, a.rows = row, a.slopes = data<float>(slopes);
+  a.window = std::min(window.value_or(slots), slots);
+  return a;
+}
+
+Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& input_pos,
+                 const MaybeTensor& rows, const MaybeTensor& slopes, std::optional<int64_t> window) {
+  const Tensor qs = q.contiguous(), out = at::empty(q.sizes(), q.options());
+  dispatch_dtype(q, [&](auto type) {
+    using T = decltype(type);
+    const Tensor at = input_pos.contiguous();
+    auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window);
+    TORCH_CHECK(q.size(3) == a.E, "queries of width ", q.size(3), ", keys of ", a.E);
+    a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
+    const SplitPlan plan(a);
+    auto [b, memory] = allocate_together([&](Arena& arena) {
+      return std::make_pair(Workspace::allocate(arena, a), plan.allocate(arena, a));
+    });
+    parallel(a.B * a.S * a.H * a.E < MIN_PARALLEL_WORK / CHUNK, [&, &b = b](const Team& team) {
+      run_attention(team, a, plan, b.first[team.thread], b.second);
+    });
+  });
+  return out;
+}
+
+// The checked arguments of `sample` and `probabilities`; logits are (B,S,V). sampling.py describes them.
+struct Sampling {
+  Tensor logits, rows, position, drafted;
+  at::TensorList settings;  // seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts
+  int64_t B, S, V;
+
+  Sampling(const Tensor& x, const Tensor& rows, const Tensor& position, const Tensor& drafted, at::TensorList settings)
+      : logits(x.stride(-1) == 1 ? x : x.contiguous()), rows(rows.contiguous()), position(position.contiguous()),
+        drafted(drafted.contiguous()), settings(settings) {
+    TORCH_CHECK(x.dim() == 3 && x.size(2) > 0 && x.size(2) < INT32_MAX, "logits (B,S,V) expected, got ", x.sizes());
+    B = x.size(0), S = x.size(1), V = x.size(2);
+    checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
+    checked(this->drafted, "drafted", at::kLong, {B, std::max<int64_t>(0, S - 1)});
+    const int64_t R = settings[0].numel();
+    const char* names[] = {"seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+                           "presence_penalty"};
+    for (int i = 0; i < 8; i++) checked(settings[i], names[i], i == 0 || i == 2 ? at::kLong : at::kFloat, {R});
+    checked(settings[8], "counts", at::kInt, {R, -1});
+    TORCH_CHECK(settings[8].size(1) >= V, "counts of ", settings[8].size(1), " tokens for logits of ", V);
+    for (int64_t b = 0; b < B; b++) {
+      const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
+      TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
+    }
+    for (int64_t i = 0; i < this->drafted.numel(); i++) {
+      const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK(id < V, "drafted token ", id, " of ", V);
+    }
+  }
+
+  bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
+
+  RowSettings row_settings(int64_t b, int64_t place) const {
+    const int64_t row = rows.const_data_ptr<int64_t>()[b], at = position.const_data_ptr<int64_t>()[b] + place;
+    auto float_at = [&](int i) { return settings[i].const_data_ptr<float>()[row]; };
+    auto int_at = [&](int i) { return settings[i].const_data_ptr<int64_t>()[row]; };
+    const int32_t* counts = settings[8].const_data_ptr<int32_t>() + row * settings[8].size(1);
+    const int64_t* tokens = drafted.const_data_ptr<int64_t>() + b * std::max<int64_t>(0, S - 1);
+    return {int_at(0),   int_at(2),   at,          float_at(1), float_at(3), float_at(4),
+            float_at(5), float_at(6), float_at(7), counts,      tokens,      place};
+  }
+
+  // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.
+  template <class Work>
+  void for_each(const Work& work) const {
+    std::vector<int64_t> places;
+    for (int64_t i = 0; i < B * S; i++)
+      if (!is_padding(i / S)) places.push_back(i);
+    const int64_t n = places.size();
+    const int threads = n <= 1 ? 1 : omp_get_max_threads();
+    auto [scratch, memory] = allocate_together([&](Arena& arena) {
+      std::vector<Scratch> all;
+      for (int i = 0; i < threads; i++) all.push_back(Scratch::allocate(arena, V));
+      return all;
+    });
+    dispatch_dtype(logits, [&](auto type) {
+      const auto* x = logits.const_data_ptr<decltype(type)>();
+      parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&, &scratch = scratch](const Team& team) {
+        team.split(n, 1, [&](int64_t i, int64_t end) {
+          for (; i < end; i++) {
+            const int64_t b = places[i] / S, s = places[i] % S;
+            work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], places[i]);
+          }
+        });
+      });
+    });
+  }
+};
+
+#define SAMPLING_ARGUMENTS                                                                                        \
+  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted, const Tensor &seed,    \
+      const Tensor &temperature, const Tensor &top_k, const Tensor &top_p, const Tensor &min_p,                   \
+      const Tensor &repetition, const Tensor &frequency, const Tensor &presence, const Tensor &counts
+#define SAMPLING_SETTINGS {seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts}
+
+std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
+  const Tensor settings[] = SAMPLING_SETTINGS;
+  const Sampling all(logits, rows, position, drafted, settings);
+  const Tensor ids = at::full({all.B, all.S}, -1, rows.options());
+  const Tensor logprobs = at::full({all.B, all.S}, NAN, temperature.options());
+  auto *id = ids.data_ptr<int64_t>();
+  auto *logprob = logprobs.data_ptr<float>();
+  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
+    sample_row(x, all.V, r, s, id[i], logprob[i]);
+  });
+  return {ids, logprobs};
+}
+
+Tensor probabilities(SAMPLING_ARGUMENTS) {
+  const Tensor settings[] = SAMPLING_SETTINGS;
+  const Sampling all(logits, rows, position, drafted, settings);
+  const Tensor probs = at::empty({all.B, all.S, all.V}, temperature.options());
+  float* out = probs.data_ptr<float>();
+  for (int64_t b = 0; b < all.B; b++)
+    if (all.is_padding(b)) std::fill(out + b * all.S * all.V, out + (b + 1) * all.S * all.V, 0.0f);
+  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
+    probabilities_row(x, all.V, r, s, out + i * all.V);
+  });
+  return probs;
+}
+
+std::mutex prepared_lock;
+std::vector<std::shared_ptr<const PreparedBlock>> prepared_blocks;  // a handle is an index
+
+// Returns a handle of a block for the operation `blocks`. weights: weight and bias of the two norms; q_norm and k_norm;
+// weight, scales, mins and bias of qkv, of out, of up (or gate and up), and of down. sizes: H, K, E, F, and the
+// groupsizes of these four layers.
+int64_t prepare_block(const c10::List<MaybeTensor>& weights, at::IntArrayRef sizes, std::optional<int64_t> window,
+                      double eps, bool gated, bool post_norm_residual, bool exact) {
+  TORCH_CHECK(weights.size() == 22 && sizes.size() == 8, "22 weights and 8 sizes were expected");
+  auto made = std::make_shared<PreparedBlock>();
+  PreparedBlock& p = *made;
+  auto& w = p.tensors;
+  w.assign(weights.begin(), weights.end());
+  for (int i : {0, 2, 6, 10, 14, 18}) TORCH_CHECK(w[i], "weight ", i, " is missing");
+  p.dtype = w[0]->scalar_type(), p.D = w[0]->numel();
+  p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.F = sizes[3];
+  p.window = window.value_or(std::numeric_limits<int64_t>::max());
+  auto vector = [&](int i, int64_t size) {
+    return checked(w[i], "weight of a norm", p.dtype, {size}) ? w[i]->const_data_ptr() : nullptr;
+  };
+  auto linear = [&](int i, int64_t N, int64_t columns) {
+    const auto* t = &w[6 + 4 * i];
+    return checked_layer(*t[0], t[1], t[2], t[3], p.dtype, N, columns, sizes[4 + i], exact);
+  };
+  p.qkv = linear(0, (p.H + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
+  p.up = linear(2, gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+  for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
+  p.q_norm = vector(4, p.E), p.k_norm = vector(5, p.E);
+  p.eps = eps, p.gated = gated, p.post_norm_residual = post_norm_residual;
+  const std::lock_guard lock(prepared_lock);
+  prepared_blocks.push_back(std::move(made));
+  return prepared_blocks.size() - 1;
+}
+
+void release_blocks(at::IntArrayRef handles) {
+  const std::lock_guard lock(prepared_lock);
+  for (int64_t i : handles) prepared_blocks.at(i).reset();
+}
+
+Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& cos,
+              const MaybeTensor& sin, const MaybeTensor& slopes, at::TensorList k_caches, at::TensorList v_caches,
+              at::IntArrayRef handles) {
+  TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() && v_caches.size() == handles.size(),
+              "x (B,S,D) and two caches a block were expected");
+  std::vector<std::shared_ptr<const PreparedBlock>> prepared;
+  {
+    const std::lock_guard lock(prepared_lock);
+    for (int64_t i : handles) {
+      TORCH_CHECK(i >= 0 && i < int64_t(prepared_blocks.size()) && prepared_blocks[i], "there is no block ", i);
+      prepared.push_back(prepared_blocks[i]);
+    }
+  }
+  const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
+  const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
+  dispatch_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    std::vector<Block<T>> all;
+    std::deque<SplitPlan> plans;  // one for consecutive blocks of the same window; a deque does not move its elements
+    int64_t window = -1, work = 0;
+    for (size_t i = 0; i < prepared.size(); i++) {
+      const PreparedBlock& p = *prepared[i];
+      auto a = checked_attention<T>(B, S, p.H, k_caches[i], v_caches[i], at, rows, slopes, p.window);
+      TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D && p.K == a.K && p.E == a.E, "block ", handles[i], " has D ",
+                  p.D, ", K ", p.K, ", E ", p.E, " in ", p.dtype, ", not x ", x.sizes(), " in ", x.scalar_type(),
+                  ", k_cache ", k_caches[i].sizes());
+      if (p.window != window || a.slots != all.back().attention.slots) plans.emplace_back(a), window = p.window;
+      Block<T> block{p, plans.back(), a, B * S};
+      block.cos = data<float>(checked(cos, "cos", at::kFloat, {B, S, 1, p.E}));
+      block.sin = data<float>(checked(sin, "sin", at::kFloat, {B, S, 1, p.E}));
+      block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
+      block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
+      all.push_back(block);
+      work += B * S * (p.qkv.N * D + p.out.K * D + p.up.N * D + p.F * D);
+    }
+    // All blocks use the same memory, since they run one after the other.
+    auto allocate_blocks = [&](Arena from) {
+      Arena furthest = from;
+      for (auto& block : all) {
+        Arena arena = from;
+        block.allocate(arena);
+        furthest.next = std::max(furthest.next, arena.next);
+      }
+      return furthest;
+    };
+    const auto [furthest, memory] = allocate_together([&](Arena& arena) { return arena = allocate_blocks(arena); });
+    parallel(work < MIN_PARALLEL_WORK, [&](const Team& team) {
+      for (const auto& block : all) block.run(team);
+    });
+  });
+  return result;
+}
+
+// Returns whether AMX is used from now on: whether it is allowed and this library was compiled for it.
+bool allow_amx(bool allowed) {
+#ifdef HAS_AMX
+  return amx_allowed = allowed;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+// kernels.py and sampling.py declare the schemas of these operations.
+TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
+  m.impl("linear", &linear);
+  m.impl("linear_bfloat16", &linear_bfloat16);
+  m.impl("linear_int8", &linear_int8);
+  m.impl("linear_int4", &linear_int4);
+  m.impl("rms_norm", &rms_norm);
+  m.impl("layer_norm", &layer_norm);
+  m.impl("attention", &attention);
+  m.impl("sample", &sample);
+  m.impl("probabilities", &probabilities);
+  m.impl("blocks", &blocks);
+  m.impl("prepare_block", &prepare_block);
+  m.impl("medusa", &medusa);
+}
+
+TORCH_LIBRARY_IMPL(fastpath, CompositeImplicitAutograd, m) {
+  // These have no tensor whose device could be dispatched on.
+  m.impl("release_blocks", &release_blocks);
+  m.impl("allow_amx", &allow_amx);
+}

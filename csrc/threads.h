@@ -1,0 +1,95 @@
+// Threads: all of them work on one operation, divide its work, and wait for each other at barriers.
+
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int SPINS = 2000;  // iterations of about 25 ns that a thread waits awake for the others
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
+
+// Where the threads of a parallel region wait for each other. A waiting thread spins for some 50 us, which is nearly
+// always enough, and then sleeps: while another program has one processor, the thread that it waits for may need this
+// one.
+class Barrier {
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<int> phase{0};
+
+ public:
+  void wait(int threads) {
+    const int now = phase.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived.store(0, std::memory_order_relaxed);
+      phase.store(now + 1, std::memory_order_release);
+      return phase.notify_all();
+    }
+    for (int i = 0; i < SPINS; i++, _mm_pause())
+      if (phase.load(std::memory_order_acquire) != now) return;
+    phase.wait(now, std::memory_order_acquire);
+  }
+};
+
+// The threads of a parallel region, as one of them sees it. All of them call the same functions.
+struct Team {
+  int thread, threads;
+  Barrier* meeting_point = nullptr;
+
+  // Divides 0..n among the threads, in multiples of `grain`, and calls work(begin, end) for this thread's share.
+  template <class Work>
+  void split(int64_t n, int64_t grain, const Work& work) const {
+    const int64_t pieces = (n + grain - 1) / grain;
+    const int64_t begin = pieces * thread / threads * grain, end = std::min(n, pieces * (thread + 1) / threads * grain);
+    if (begin < end) work(begin, end);
+  }
+
+  void barrier() const {  // returns when all threads have arrived
+    if (threads > 1) meeting_point->wait(threads);
+  }
+};
+
+// Runs work(team) on all of torch's threads, or on the calling thread alone if `serial`.
+template <class Work>
+void parallel(bool serial, const Work& work) {
+  const int threads = serial || omp_in_parallel() ? 1 : omp_get_max_threads();
+  if (threads <= 1) return work(Team{0, 1});
+  Barrier barrier;
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
+    work(team);
+    team.barrier();  // OpenMP's own at the end of a region never sleeps
+  }
+}
+
+// A bump allocator: hands out arrays of one piece of memory, aligned to 64 bytes. From a null pointer it counts bytes.
+struct Arena {
+  uint8_t* next = nullptr;
+  template <class T>
+  T* allocate(int64_t n) {
+    T* p = reinterpret_cast<T*>(next);
+    next += (n * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// Calls make(arena) twice: first to count the bytes that it needs, then to allocate from a tensor of that size. Returns
+// the second call's result and the tensor, which must live as long as the arrays.
+template <class Make>
+auto allocate_together(const Make& make) {
+  Arena counting;
+  make(counting);
+  const Tensor memory = at::empty({(counting.next - (uint8_t*)nullptr) + 64}, at::kByte);
+  Arena arena{memory.data_ptr<uint8_t>()};
+  arena.next += -(uintptr_t)arena.next % 64;
+  return std::make_pair(make(arena), memory);
+}
+
+}  // namespace

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
+from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization, safetensors_header
 from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
@@ -150,7 +150,7 @@ def choose_cache_length(args, config: Config, needed: int) -> int:
 def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> tuple[Engine, float]:
     """An engine with `rows` cache rows of `length` positions, and the seconds that loading model and draft took."""
     device, dtype = choose_device(ranks.device(args.device)), DTYPES[args.dtype]
-    texts = ranks.share(lambda: read_lookup_texts(args, checkpoint))
+    sources = open_drafts(args, checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
     if device.type == "cpu":
@@ -159,7 +159,7 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.directory, device, dtype, *how)
-    speculation = make_speculation(args, checkpoint, model, ranks, texts)
+    speculation = make_speculation(args, checkpoint, model, sources)
     load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)
     chunk_tokens = 128 if checkpoint.quantization else 256
@@ -304,17 +304,60 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
 # ---------------------------------------------------------------- drafts
 
 
-def make_speculation(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]):
-    """The Speculation that the arguments ask for, or None. texts: token ids of the texts that lookup searches."""
+@dataclass
+class DraftSources:
+    """What the drafts need from files, apart from weights."""
+
+    kinds: dict[str, str]  # of --draft: kind -> what follows its colon
+    texts: list[list[int]]  # token ids of the files of lookup:FILE
+    directory: Path | None  # of the draft model, if it is read from a checkpoint
+
+
+def open_drafts(args, checkpoint: Checkpoint, ranks) -> DraftSources:
+    """Check what can be checked before the model's weights are read."""
+    kinds = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}
+    texts = ranks.share(lambda: read_lookup_texts(args, checkpoint))
+    if kinds.get("medusa"):
+        path = Path(os.path.expanduser(kinds["medusa"]))
+        check_is_file(path)
+        safetensors_header(path)
+    directory = None if args.draft_checkpoint_path is None else open_draft_model(args, checkpoint, ranks)
+    quantization = checkpoint.quantization
+    if "int4-self" in kinds and directory is None and quantization is not None and quantization.mode != "int8":
+        raise UserError(f"--draft int4-self: {checkpoint.directory} has 4 bits already; a draft should be smaller")
+    return DraftSources(kinds, texts, directory)
+
+
+def open_draft_model(args, checkpoint: Checkpoint, ranks) -> Path:
+    """The directory of --draft_checkpoint_path, after checking that this model can be a draft."""
+    directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
+    path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
+    ranks.check_same(path)
+    other = read_config(path)
+    if "int4-self" in (args.draft or ()) and other != config:
+        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft int4-self")
+    if difference := Tokenizer(path).difference(tokenizer):
+        raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
+    if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
+        raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
+    return path
+
+
+def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources):
+    """The Speculation that the arguments ask for, or None."""
     if not (args.draft or args.draft_checkpoint_path):
         return None
     from speculative import MAX_K, Speculation
 
-    drafts, automatic = make_drafts(args, checkpoint, model, ranks, texts), args.speculate_k in (None, "auto")
-    return Speculation(drafts, MAX_K if automatic else args.speculate_k, automatic)
+    drafts, automatic = make_drafts(args, checkpoint, model, sources), args.speculate_k in (None, "auto")
+    k = MAX_K if automatic else args.speculate_k
+    most = max(draft.choices(k)[-1] for draft in drafts)
+    if not automatic and most < k:
+        print_status(f"--speculate_k {k}: there are only {most} heads, so {most} tokens are proposed")
+    return Speculation(drafts, k, automatic)
 
 
-def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: list[list[int]]) -> list:
+def make_drafts(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list:
     """The drafts that the arguments ask for, the cheapest first."""
     from draft_model import DraftVocabulary, ModelDraft, output_vectors
     from medusa import MedusaDraft, make_heads
@@ -323,15 +366,15 @@ def make_drafts(args, checkpoint: Checkpoint, model: Transformer, ranks, texts: 
     def with_kernels(module):
         return install_kernels(module, args.kernels, args.exact_activations)
 
-    kinds, drafts = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}, []
+    kinds, drafts = sources.kinds, []
     file = read_heads_file(kinds, checkpoint, model)
     if kinds.keys() & {"prompt-lookup", "lookup"}:
-        drafts.append(RetrievalDraft(texts, lookup_name(args.draft)))
+        drafts.append(RetrievalDraft(sources.texts, lookup_name(args.draft)))
     if "medusa" in kinds:
         drafts.append(MedusaDraft(with_kernels(make_heads(file, model))))
     if "int4-self" in kinds or args.draft_checkpoint_path:
         shares_caches, vocabulary = "int4-self" in kinds, None
-        draft = load_draft(args, checkpoint, model, ranks, shares_caches)
+        draft = load_draft(args, checkpoint, model, sources)
         if file is not None:
             ids = file.vocabulary[file.vocabulary < draft.config.vocab_size]
             vocabulary = with_kernels(DraftVocabulary(ids, output_vectors(model if shares_caches else draft, ids)))
@@ -380,31 +423,18 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     return ids
 
 
-def load_draft(args, checkpoint: Checkpoint, model: Transformer, ranks, is_int4_self: bool) -> Transformer:
+def load_draft(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> Transformer:
     """The model of --draft_checkpoint_path, or for --draft int4-self the model itself in 4 bits with groups of 32.
 
     Each rank has the whole draft, unless --draft_tp splits it, or the target model is split and shares its caches.
     """
-    directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    if args.draft_checkpoint_path is None:
-        quantization = checkpoint.quantization
-        if quantization is not None and quantization.mode != "int8":
-            raise UserError(f"--draft int4-self: {directory} has 4 bits already; a draft should be smaller")
-        print_status("quantizing the draft to 4 bits ...")
-        draft = quantize_model(read_model(directory, device, dtype), Quantization("int4", 32, "int8"))
-        if model.split is not None:
-            model.split.cut(draft)
-            model.split.connect(draft)
-        return install_kernels(draft, args.kernels, args.exact_activations)
-    path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
-    ranks.check_same(path)
-    other = read_config(path)
-    if is_int4_self and other != config:
-        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft int4-self")
-    if difference := Tokenizer(path).difference(tokenizer):
-        raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
-    if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
-        raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
-    shard = model.split if args.draft_tp or is_int4_self else None
-    return load_model(path, device, dtype, args.kernels, args.exact_activations, shard)
+    if sources.directory is not None:
+        shard = model.split if args.draft_tp or "int4-self" in sources.kinds else None
+        return load_model(sources.directory, device, dtype, args.kernels, args.exact_activations, shard)
+    print_status("quantizing the draft to 4 bits ...")
+    draft = quantize_model(read_model(checkpoint.directory, device, dtype), Quantization("int4", 32, "int8"))
+    if model.split is not None:
+        model.split.cut(draft)
+        model.split.connect(draft)
+    return install_kernels(draft, args.kernels, args.exact_activations)

@@ -53,6 +53,21 @@ def test_heads_come_back_from_their_file(tiny, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_the_program_uses_a_file_of_heads(tiny, tmp_path, capsys, monkeypatch):
+    """And says so if there are fewer heads than tokens to propose."""
+    ours = tiny("qwen3-gqa")[2]
+    write_heads(tmp_path / "heads.safetensors", load_model(ours, dtype=torch.float32))
+    args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7", "--max_new_tokens", 30, "--dtype", "float32"]
+    args += ["--json", "--temperature", 0]
+    plain, _ = main(capsys, monkeypatch, *args)
+    for k, said in ((3, False), (5, True), ("auto", False)):
+        more = ["--draft", f"medusa:{tmp_path}/heads.safetensors", "--speculate_k", k]
+        result, err = main(capsys, monkeypatch, *args, *more)
+        assert result["samples"][0]["token_ids"] == plain["samples"][0]["token_ids"]
+        assert [draft["name"] for draft in result["speculation"]["drafts"]] == ["medusa"]
+        assert ("--speculate_k 5: there are only 3 heads, so 3 tokens are proposed" in err) == said
+
+
 def damage(key, value):
     def change(tensors, about):
         tensors[key] = value(tensors[key])

@@ -193,6 +193,11 @@ def full_width_choices(k: int) -> list[int]:
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
 
+def optimism(age: int, factor: float = OPTIMISM) -> float:
+    """How much better something is assumed to have become that was not tried for so many steps."""
+    return factor ** min(age, 1000)
+
+
 class Durations:
     """Estimated seconds of several pieces of work: their usual seconds, times the present slowness of the machine.
 
@@ -223,9 +228,10 @@ class Durations:
         """The estimated seconds of a piece, or None if it was never measured."""
         if piece not in self.usual:
             return None
-        measurements, age = self.measurements[piece], self.steps - self.measured_at[piece]
-        factor = OPTIMISM if measurements >= FIRST_MEASUREMENTS else FIRST_OPTIMISM
-        return (FIRST_FACTOR if measurements == 1 else 1) * self.usual[piece] * self.slowness / factor**age
+        seconds, age = self.usual[piece] * self.slowness, self.steps - self.measured_at[piece]
+        if self.measurements[piece] >= FIRST_MEASUREMENTS:
+            return seconds / optimism(age)
+        return (FIRST_FACTOR if self.measurements[piece] == 1 else 1) * seconds / optimism(age, FIRST_OPTIMISM)
 
 
 class Acceptance:
@@ -275,7 +281,7 @@ class Controller:
             return 0, 0
         best, choice = rows / self.durations.of(("pass", 1)), (0, 0)
         for draft, (choices, gains) in enumerate(options):
-            a, bonus = self.acceptance[draft].rate, OPTIMISM ** (steps - self.used_at[draft])
+            a, bonus = self.acceptance[draft].rate, optimism(steps - self.used_at[draft])
             if gains is None and not any(piece[0] == draft for piece in self.durations.usual):
                 choices = choices[:1]  # a slow draft is noticed at the least cost
             for k in reversed(choices):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -482,6 +483,35 @@ def test_a_draft_that_was_slow_at_first_is_tried_again_soon():
     assert any(steps[:10]) and sum(k > 0 for k in steps[-20:]) > 10
 
 
+def test_what_was_not_chosen_for_a_million_steps_is_chosen():
+    """However slow it was, and without an overflow."""
+    controller = Controller(2)
+    controller.update(0, 0, 0.0, 1.0, [0])
+    for _ in range(8):
+        controller.update(1, 1, 2.0, 2.0, [0])
+    controller.update(0, 0, 0.0, 1.0, [0])
+    assert controller.choose(1, [([], None), ([1, 3], None)]) == (0, 0)
+    controller.durations.steps += 1_000_000
+    controller.durations.add(("pass", 1), 1.0)
+    assert controller.choose(1, [([], None), ([1, 3], None)])[0] == 1
+
+
+def test_a_slow_machine_is_slow_for_all_choices():
+    """While one choice is measured, the others' estimates follow the machine, and the choice stays the same."""
+    controller = Controller(1)
+    for _ in range(20):
+        controller.update(0, 0, 0.0, 1.0, [0])
+        controller.update(0, 3, 0.4, 1.2, [2])
+    option = [([3], None)]
+    before = controller.choose(1, option)
+    for machine in (1.0, 1.6, 0.7):
+        for _ in range(30):
+            assert controller.choose(1, option) == before
+            controller.update(*before, 0.4 * machine, 1.2 * machine, [2])
+        durations = controller.durations
+        assert durations.usual["pass", 1] * durations.slowness == pytest.approx(machine, rel=0.15)
+
+
 def test_the_controller_chooses_between_drafts():
     """Between a draft that costs time and is often right, and one whose proposals tell their chances."""
     controller = Controller(2)
@@ -565,6 +595,8 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     """After warm-up, no graph is missing for steps of any number of tokens, plain steps, one row or all rows, greedy or
     sampled. The tokens are those of eager steps. (test_rows_come_and_go tests draft models with padding rows.)"""
     torch._dynamo.reset()
+    if kind != "lookup":  # without Inductor, which takes a minute; when a graph is compiled, Dynamo decides
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
     everything = RetrievalDraft(random_prompts([40_000]))  # contains most pairs of tokens
     speculation = Speculation([everything] if kind == "lookup" else make_drafts(kind, tiny, name), k)
@@ -584,7 +616,7 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     requests = random_requests(14, 4)
     run_randomly(engine, requests, 4)
     generate(engine, [Request([5, 6], SamplingParams(seed=2), 20)])
-    assert compile_counts() == before and speculation.report.steps > 10
+    assert compile_counts() == before and before[0] >= 5 and speculation.report.steps > 10
     for request in requests:
         if request.params.temperature == 0 or kind == "lookup":
             [(alone, _)] = results(Engine(model, 1, LENGTH), [request])
@@ -650,6 +682,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
         (["--draft", "medusa", "--draft", "int4-self", "--draft", "int4-self"], "--draft int4-self is given twice"),
         (["--draft", "medusa:"], "'medusa:' is none of"),
+        (["--draft", "medusa:nowhere.safetensors"], "nowhere.safetensors"),
         (["--draft", "int4-self", "--draft_checkpoint_path", "{other}"], "is another model"),
         (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already; a draft should be smaller"),
         (["--draft_checkpoint_path", "nowhere"], "nowhere"),
@@ -657,6 +690,8 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
     ],
 )
 def test_what_is_refused(tiny, tmp_path, capsys, monkeypatch, arguments, said):
+    """Before the weights are read, which may take minutes."""
+    monkeypatch.setattr("load.read_model", lambda *_: pytest.fail("the weights were read"))
     ours, other = tiny("qwen3-gqa")[2], tiny("llama-mha")[2]
     small, int4 = tmp_path / "small", tmp_path / "int4"
     shutil.copytree(other, small)

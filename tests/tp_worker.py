@@ -26,7 +26,7 @@ from speculative import Speculation
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths
-NEW, FEW = 20, 6  # new tokens
+NEW, FEW = 14, 6  # new tokens
 ROWS, LENGTH = 2, 64  # fewer rows than prompts, so that one joins later
 
 GREEDY = [SamplingParams(temperature=0.0)] * 3

@@ -7,7 +7,7 @@
 // threads share them (decode).
 //
 // Scores are computed for 16 slots at a time, one in each lane: their keys are transposed, so that a register holds the
-// same 32-bit word of 16 keys. A word is one element in float32, or two in bfloat16.
+// same 32-bit word of 16 keys. A word is one element in float32, or two in bfloat16. (float16 is converted to float32.)
 
 #pragma once
 
@@ -35,6 +35,8 @@ constexpr int elements_per_word(Products products) { return products == FLOAT ? 
 
 template <class T>
 struct Attention {
+  static constexpr Products KEY_WORDS = std::is_same_v<T, bf16> ? PAIRS : FLOAT;  // what transposed keys consist of
+
   int64_t B, S, H, K, E, slots;
   const T* q;                // (B,S,H,E)
   int64_t q_stride;          // elements between two tokens of q
@@ -47,9 +49,10 @@ struct Attention {
 
   int64_t group() const { return H / K; }  // query heads that share a key head
   int64_t width() const { return (E + LANES - 1) / LANES * LANES; }  // elements of acc, padded to whole registers
-  int64_t words(Products products) const {  // of a query or key, padded as well
+  int64_t words(Products products) const {  // of a query, padded as well
     return (width() / elements_per_word(products) + LANES - 1) / LANES * LANES;
   }
+  int64_t key_words() const { return words(KEY_WORDS); }
   int64_t stride() const { return width() + LANES; }  // floats of a state: acc (width), m, l, padding
   const T* cache_row(const T* cache, int64_t b, int64_t k) const {
     return cache + ((rows ? rows[b] : b) * K + k) * slots * E;
@@ -79,7 +82,7 @@ struct Workspace {
   static std::vector<Workspace> allocate(Arena& arena, const Attention<T>& a) {
     std::vector<Workspace> all(omp_get_max_threads());
     for (auto& w : all)
-      w = {arena.allocate<uint32_t>(QUERY_TILE * a.words(FLOAT)), arena.allocate<uint32_t>(a.words(FLOAT) * LANES),
+      w = {arena.allocate<uint32_t>(QUERY_TILE * a.words(FLOAT)), arena.allocate<uint32_t>(a.key_words() * LANES),
            arena.allocate<int32_t>(QUERY_TILE), arena.allocate<float>(QUERY_TILE),
            arena.allocate<uint32_t>(CHUNK * a.words(AMX)), arena.allocate<float>(QUERY_TILE * CHUNK),
            arena.allocate<float>(QUERY_TILE * a.stride()), arena.allocate<float>(QUERY_TILE * a.stride())};
@@ -106,6 +109,22 @@ __m512i load_words(const T* row, int64_t word, int64_t E) {
   if constexpr (P == FLOAT) return _mm512_castps_si512(load(row + word, first_lanes(E - word)));
   const int64_t left = E - 2 * word;
   return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1, row + 2 * word);
+}
+
+// 16 words of two bfloat16 elements each, as float32: the first elements, and the second ones.
+inline void split_pairs(__m512i words, __m512& first, __m512& second) {
+  first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+  second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff0000)));
+}
+
+// Puts 32 elements, of which x has the even and y the odd ones, back in order.
+inline void join_pairs(__m512& x, __m512& y) {
+  const __m512i half = _mm512_srli_epi32(lane_indices(), 1);
+  const __m512i odd = _mm512_slli_epi32(_mm512_and_si512(lane_indices(), _mm512_set1_epi32(1)), 4);
+  const __m512i low = _mm512_or_si512(half, odd), high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512 first = _mm512_permutex2var_ps(x, low, y);
+  y = _mm512_permutex2var_ps(x, high, y);
+  x = first;
 }
 
 // Transposes 16 registers of 16 words.
@@ -165,16 +184,16 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
 
 // w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache the last slot is repeated; the
 // causal mask hides it.
-template <Products P, class T>
+template <class T>
 void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
   const T* rows[LANES];
   for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
-  const int64_t words = a.words(P), E = a.E;
+  const int64_t words = a.key_words(), E = a.E;
   uint32_t* to = w.keys;
   for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
     __m512i r[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) r[i] = load_words<P>(rows[i], j, E);
+    for (int i = 0; i < LANES; i++) r[i] = load_words<Attention<T>::KEY_WORDS>(rows[i], j, E);
     transpose(r);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * LANES, r[i]);
@@ -186,21 +205,25 @@ template <Products P, class T, int MT>
 void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc)[MT]) {
   std::fill(acc, acc + MT, _mm512_setzero_ps());
   const int64_t words = a.words(P);
-  auto add = [&](__m512& sum, int64_t j, int m) {
-    const __m512i key = _mm512_load_si512(w.keys + j * LANES);
-    const __m512i query = _mm512_set1_epi32(w.queries[(i + m) * words + j]);
+  auto add = [&](__m512& sum, __m512 key, int64_t j, int m) {
+    const __m512 query = _mm512_castsi512_ps(_mm512_set1_epi32(w.queries[(i + m) * words + j]));
     if constexpr (P == PAIRS)
       sum = _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
     else
-      sum = _mm512_fmadd_ps(_mm512_castsi512_ps(key), _mm512_castsi512_ps(query), sum);
+      sum = _mm512_fmadd_ps(key, query, sum);
   };
   for (int64_t start = 0; start < words; start += GROUP) {
     __m512 even[MT], odd[MT];
     std::fill(even, even + MT, _mm512_setzero_ps());
     std::fill(odd, odd + MT, _mm512_setzero_ps());
     for (int64_t j = start; j < std::min(start + GROUP, words); j += 2) {
+      __m512 key, next;
+      if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS)
+        split_pairs(_mm512_load_si512(w.keys + j / 2 * LANES), key, next);
+      else
+        key = _mm512_load_ps(w.keys + j * LANES), next = _mm512_load_ps(w.keys + (j + 1) * LANES);
 #pragma GCC unroll 4
-      for (int m = 0; m < MT; m++) add(even[m], j, m), add(odd[m], j + 1, m);
+      for (int m = 0; m < MT; m++) add(even[m], key, j, m), add(odd[m], next, j + 1, m);
     }
     for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], _mm512_add_ps(even[m], odd[m]));
   }
@@ -237,7 +260,7 @@ inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c,
 template <class T, int MT, int VT>
 [[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c, int64_t i,
                                   int64_t e, float* states) {
-  const __mmask16 valid = first_lanes(a.E - e - (VT - 1) * LANES);  // of the last register
+  constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // two registers have 32 elements in turns
   __m512 acc[MT][VT], even_sum[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
   for (int64_t group = c.from / GROUP * GROUP; group < c.to; group += GROUP) {
@@ -247,9 +270,15 @@ template <class T, int MT, int VT>
       for (auto& row : sum) std::fill(row, row + VT, _mm512_setzero_ps());
       for (int64_t slot = begin + (begin + odd) % 2; slot < end; slot += 2) {
         if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, VT * LANES * sizeof(T));
+        const T* value = c.values + slot * a.E;
         __m512 v[VT];
 #pragma GCC unroll 4
-        for (int j = 0; j < VT; j++) v[j] = load(c.values + slot * a.E + e + j * LANES, j == VT - 1 ? valid : 0xffff);
+        for (int j = 0; j < VT; j += 1 + BY_PAIRS) {
+          if constexpr (BY_PAIRS)
+            split_pairs(load_words<PAIRS>(value, (e + j * LANES) / 2, a.E), v[j], v[j + 1]);
+          else
+            v[j] = load(value + e + j * LANES, first_lanes(a.E - e - j * LANES));
+        }
 #pragma GCC unroll 4
         for (int m = 0; m < MT; m++) {
           const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
@@ -266,8 +295,11 @@ template <class T, int MT, int VT>
         }
     }
   }
-  for (int m = 0; m < MT; m++)
+  for (int m = 0; m < MT; m++) {
+    if constexpr (BY_PAIRS)
+      for (int j = 0; j < VT; j += 2) join_pairs(acc[m][j], acc[m][j + 1]);
     for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+  }
 }
 
 // The same with PAIRS, two slots at a time.
@@ -349,7 +381,7 @@ template <Products P, class T>
   for (int64_t slot = c.low(); slot < c.to; slot += LANES) {
     if (c.ahead) prefetch(c.keys + (slot + c.ahead) * a.E, bytes);
     if (c.is_first) prefetch(c.values + slot * a.E, bytes);
-    transpose_keys<P>(a, c.keys, slot, w);
+    transpose_keys(a, c.keys, slot, w);
     float* products = w.weights + slot - c.base;
 #ifdef HAS_AMX
     if constexpr (P == AMX) {

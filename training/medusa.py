@@ -111,7 +111,7 @@ def main():
     parser = make_parser(__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
     parser.add_argument("--heads", type=positive, default=3, help="tokens that the heads propose")
-    parser.add_argument("--vocabulary", type=positive, default=6144, help="tokens that the heads propose from")
+    parser.add_argument("--vocabulary", type=positive, default=4096, help="tokens that the heads propose from")
     parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
     args = parser.parse_args()
     if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():

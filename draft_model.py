@@ -15,7 +15,7 @@ from linear import Int8Linear, pack_int8
 from model import Transformer
 from report import kv_bytes, synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
-from speculative import Proposal
+from speculative import Proposal, full_width_choices
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
@@ -200,7 +200,7 @@ class ModelDraft:
         self.engine.timing.decode_s -= seconds
 
     def choices(self, k: int) -> list[int]:
-        return list(range(1, min(k, AUTO_K) + 1))
+        return full_width_choices(min(k, AUTO_K))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * kv_bytes(self.draft, positions)

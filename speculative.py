@@ -262,11 +262,15 @@ class Controller:
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
     Only what is chosen is measured, and texts change. So the longer something was not chosen, the better it is assumed
-    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time.
+    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time. After a change the first step is
+    slower, because its weights and code have left the caches. So it is repeated at once, and does not count, unless
+    little is known.
     """
 
     def __init__(self, drafts: int):
         self.durations = Durations()  # of passes ("pass", width), and of drafting (index of the draft, k)
+        self.last: tuple[int, int] | None = None  # the last choice, if it was no proposal with known chances
+        self.must_repeat = False
         self.acceptance = [Acceptance() for _ in range(drafts)]
         self.used_at = [0] * drafts  # the last step in which each was chosen
 
@@ -292,7 +296,11 @@ class Controller:
                     rate = rows * expected_tokens(a, k) / seconds * bonus
                 if rate > best:
                     best, choice = rate, (draft, k)
-        return choice
+        has_chances = choice[1] > 0 and options[choice[0]][1] is not None
+        if not self.must_repeat or has_chances:
+            return choice
+        draft, k = self.last
+        return self.last if k == 0 or k in options[draft][0] else choice
 
     def pass_s(self, width: int) -> float:
         """Seconds of a pass. One that was never measured is assumed to take as long as the next smaller one: that is
@@ -306,13 +314,19 @@ class Controller:
         other = next((other for other in known if other >= k), known[-1] if known else None)
         return self.durations.of((draft, other)) * k / other if other else 0.0
 
-    def update(self, draft: int, k: int, draft_s: float, target_s: float, accepted: list[int]):
-        """Update the estimates with a step: what was chosen, the seconds of draft and target, and how many tokens each
-        row accepted."""
+    def update(self, choice: tuple[int, int], seconds: tuple[float, float], accepted: list[int], has_chances: bool):
+        """Update the estimates with a step: what `choose` chose, the seconds of draft and target, how many tokens each
+        row accepted, and whether the chances of the proposed tokens were known."""
+        (draft, k), (draft_s, target_s) = choice, seconds
         self.durations.steps += 1
-        self.durations.add(("pass", width_of(k)), target_s)
+        pieces = {("pass", width_of(k)): target_s} | ({(draft, k): draft_s} if k else {})
+        after_change = self.last is None or (draft, k > 0) != (self.last[0], self.last[1] > 0)
+        self.must_repeat = after_change and not has_chances
+        for piece, piece_s in pieces.items():
+            if not self.must_repeat or self.durations.measurements[piece] < FIRST_MEASUREMENTS:
+                self.durations.add(piece, piece_s)
+        self.last = None if has_chances else choice
         if k:
-            self.durations.add((draft, k), draft_s)
             self.acceptance[draft].add(accepted, k)
             self.used_at[draft] = self.durations.steps
 
@@ -476,7 +490,7 @@ class Speculation:
         k = 0 if proposal is None else proposal.drafted.shape[1]
         lengths = [] if proposal is None else proposal.lengths.tolist()[: len(rows)]
         if not is_trial and (k == 0 or any(lengths)):  # a draft model that still reads the prompts proposes nothing
-            self.controller.update(index, k, *seconds, accepted)
+            self.controller.update((index if k else 0, k), seconds, accepted, k > 0 and self.drafts[index].is_free)
         if k == 0:
             self.report.plain_steps += 1
             return

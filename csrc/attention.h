@@ -99,69 +99,12 @@ struct FlushDenormals {
   ~FlushDenormals() { _mm_setcsr(before); }
 };
 
-inline __m512 rounded_to_bf16(__m512 x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-
 // 16 words of a query, key or value, from word number `word` on; elements from E on are zero.
 template <Products P, class T>
 __m512i load_words(const T* row, int64_t word, int64_t E) {
   if constexpr (P == FLOAT) return _mm512_castps_si512(load(row + word, first_lanes(E - word)));
   const int64_t left = E - 2 * word;
   return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1, row + 2 * word);
-}
-
-// 16 words of two bfloat16 elements each, as float32: the first elements, and the second ones.
-inline void split_pairs(__m512i words, __m512& first, __m512& second) {
-  first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-  second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff0000)));
-}
-
-// Puts 32 elements, of which x has the even and y the odd ones, back in order.
-inline void join_pairs(__m512& x, __m512& y) {
-  const __m512i half = _mm512_srli_epi32(lane_indices(), 1);
-  const __m512i odd = _mm512_slli_epi32(_mm512_and_si512(lane_indices(), _mm512_set1_epi32(1)), 4);
-  const __m512i low = _mm512_or_si512(half, odd), high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const __m512 first = _mm512_permutex2var_ps(x, low, y);
-  y = _mm512_permutex2var_ps(x, high, y);
-  x = first;
-}
-
-// Transposes 16 registers of 16 words.
-inline void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);  // quarters 0 and 2
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);  // 1 and 3
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
-  }
-}
-
-// Indices for _mm512_permutex2var_epi16 that interleave the 16-bit elements from..from+16 of two registers.
-inline __m512i interleave(int from) {
-  const __m512i one = _mm512_add_epi32(lane_indices(), _mm512_set1_epi32(from));
-  return _mm512_or_si512(one, _mm512_slli_epi32(_mm512_add_epi32(one, _mm512_set1_epi32(32)), 16));
 }
 
 // Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key
@@ -175,11 +118,6 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
     for (int64_t j = 0; j < a.words(P); j += LANES)
       _mm512_store_si512(w.queries + i * a.words(P) + j, load_words<P>(query, j, a.E));
   }
-}
-
-// Always inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
-[[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
 }
 
 // w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache the last slot is repeated; the

@@ -118,8 +118,8 @@ def test_a_file_with_other_prompts_is_refused(tmp_path, chat_checkpoint, write_t
         self_text.write_samples(Engine(load_model(chat_checkpoint), 1, 64), None, prompts, path, 200)
     assert path.read_bytes() == written
     prompts.seed = 5
-    prompts.seeds.words = prompts.seeds.words[1:]
-    prompts.seeds.passages = prompts.seeds.passages[1:]
+    prompts.texts.words = prompts.texts.words[1:]
+    prompts.texts.passages = prompts.texts.passages[1:]
     with pytest.raises(UserError, match=reasons):
         prompts.check_samples(list(samples.values()), path)
 

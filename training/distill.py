@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser, positive
-from teacher import Sequence, TeacherText, likely_tokens, new_token_positions, read_teacher_text, special_tokens
+from teacher import Sequence, TeacherText, end_tokens, likely_tokens, new_token_positions, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
@@ -222,7 +222,7 @@ def main():
     del target
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)
-    task = Distillation(draft, head, text, special_tokens(source), args.epochs, args.seed)
+    task = Distillation(draft, head, text, end_tokens(source), args.epochs, args.seed)
     state = out.with_name(f"{out.name}.state")
     settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
     settings |= {"checkpoint_path": str(source), "text": text.checksum}

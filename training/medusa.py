@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser, positive
-from teacher import TeacherText, likely_tokens, new_token_positions, read_teacher_text, special_tokens
+from teacher import TeacherText, end_tokens, likely_tokens, new_token_positions, read_teacher_text
 from torch import Tensor, nn
 
 from cli import UserError, keep_freed_memory, print_status, run_command
@@ -121,7 +121,7 @@ def main():
     model = load_model(directory)
     teacher = read_teacher_text(args.text, model, args.tokens)
     answers = teacher.answers
-    vocabulary = likely_tokens(answers, MODEL_TOKENS, special_tokens(directory))
+    vocabulary = likely_tokens(answers, MODEL_TOKENS, end_tokens(directory))
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")

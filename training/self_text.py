@@ -69,7 +69,7 @@ def variants(text: str) -> list[str]:
 # ---------------------------------------------------------------- prompts
 
 
-class Seeds:
+class PackageTexts:
     """Passages and words of the descriptions and docstrings of the installed packages."""
 
     def __init__(self):
@@ -89,7 +89,8 @@ class Prompts:
     """Makes the request of each index. For every second index, there is a request for the question before it."""
 
     def __init__(self, directory: Path, seed: int, max_new_tokens: int):
-        self.tokenizer, self.seeds, self.seed, self.max_new_tokens = Tokenizer(directory), Seeds(), seed, max_new_tokens
+        self.tokenizer, self.texts, self.seed = Tokenizer(directory), PackageTexts(), seed
+        self.max_new_tokens = max_new_tokens
         if not (directory / "chat_template.jinja").exists():
             raise UserError(f"{directory} has no chat template, and training text needs a model that answers")
         self.template = ChatTemplate(directory, self.tokenizer)
@@ -104,8 +105,8 @@ class Prompts:
             opening = chance.choice(variants(OPENINGS))
             ids = self.tokenizer.encode(self.user_turn + opening, add_bos=False)
             return Request(ids, self.sampled(index), QUESTION_TOKENS, self.stop_ids), opening
-        word, other = chance.sample(self.seeds.words, 2)
-        passage = chance.choice(self.seeds.passages)
+        word, other = chance.sample(self.texts.words, 2)
+        passage = chance.choice(self.texts.passages)
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
         return self.answer(index, chance.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None

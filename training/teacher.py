@@ -88,7 +88,7 @@ def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
     return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
 
 
-def special_tokens(directory: Path) -> set[int]:
+def end_tokens(directory: Path) -> set[int]:
     """The tokens that end an answer of the checkpoint in a directory."""
     tokenizer = Tokenizer(directory)
     has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()

@@ -281,7 +281,7 @@ class Controller:
         how many of the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
         """
         steps = self.durations.steps
-        if steps < FIRST_PLAIN_STEPS:
+        if self.durations.measurements["pass", 1] < FIRST_PLAIN_STEPS:
             return 0, 0
         best, choice = rows / self.durations.of(("pass", 1)), (0, 0)
         for draft, (choices, gains) in enumerate(options):

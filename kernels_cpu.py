@@ -292,7 +292,7 @@ def build(compiler: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             command = [compiler, *FLAGS, *include, str(SOURCES / "operations.cpp"), "-o", str(temporary), *link]
-            with Stopwatch("building the CPU kernels", "ten seconds or so, once"):
+            with Stopwatch("building the CPU kernels", "some 15 seconds, once"):
                 done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 temporary.unlink(missing_ok=True)

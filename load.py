@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization, safetensors_header
+from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
 from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
@@ -317,10 +317,10 @@ def open_drafts(args, checkpoint: Checkpoint, ranks) -> DraftSources:
     """Check what can be checked before the model's weights are read."""
     kinds = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}
     texts = ranks.share(lambda: read_lookup_texts(args, checkpoint))
-    if kinds.get("medusa"):
-        path = Path(os.path.expanduser(kinds["medusa"]))
-        check_is_file(path)
-        safetensors_header(path)
+    if "medusa" in kinds:
+        from medusa import describe_heads
+
+        describe_heads(heads_path(kinds))
     directory = None if args.draft_checkpoint_path is None else open_draft_model(args, checkpoint, ranks)
     quantization = checkpoint.quantization
     if "int4-self" in kinds and directory is None and quantization is not None and quantization.mode != "int8":
@@ -351,9 +351,9 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: 
 
     drafts, automatic = make_drafts(args, checkpoint, model, sources), args.speculate_k in (None, "auto")
     k = MAX_K if automatic else args.speculate_k
-    most = max(draft.choices(k)[-1] for draft in drafts)
-    if not automatic and most < k:
-        print_status(f"--speculate_k {k}: there are only {most} heads, so {most} tokens are proposed")
+    heads = getattr(drafts[0], "heads", None)
+    if not automatic and len(drafts) == 1 and heads is not None and heads.n < k:
+        print_status(f"--speculate_k {k}: there are only {heads.n} heads, so {heads.n} tokens are proposed")
     return Speculation(drafts, k, automatic)
 
 
@@ -389,14 +389,18 @@ def lookup_name(kinds: list[str]) -> str:
     return "+".join(kind + colon + Path(path).name for kind, colon, path in parts)
 
 
+def heads_path(kinds: dict[str, str]) -> Path:
+    """The file that --draft medusa or medusa:FILE names."""
+    return Path(os.path.expanduser(kinds["medusa"])) if kinds.get("medusa") else DEFAULT_HEADS
+
+
 def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer):
     """The file of --draft medusa:FILE, by default that of the default model. Its vocabulary makes draft models faster,
     too; so without --draft medusa, the file is read as well, if it is one for this model. Otherwise returns None."""
     from medusa import read_heads
 
-    path = Path(os.path.expanduser(kinds["medusa"])) if kinds.get("medusa") else DEFAULT_HEADS
     try:
-        return read_heads(path, model, checkpoint.directory.name)
+        return read_heads(heads_path(kinds), model, checkpoint.directory.name)
     except UserError:
         if "medusa" in kinds:
             raise

@@ -123,14 +123,10 @@ def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads
 def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     """Read a file of heads. UserError if it does not hold heads for this model, which is called `name`."""
     D, V = model.config.dim, model.config.n_token or model.config.vocab_size
-    check_is_file(path)
-    header = safetensors_header(path)
+    description = describe_heads(path)
+    if description.get("fingerprint") != fingerprint(model):
+        raise UserError(f"{path} holds heads for {description.get('model')}, which is another model than {name}")
     with safe_open(path, "pt") as file:
-        description = read_description(file.metadata() or {})
-        if description is None or header.keys() != DTYPES.keys():
-            raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
-        if description.get("fingerprint") != fingerprint(model):
-            raise UserError(f"{path} holds heads for {description.get('model')}, which is another model than {name}")
         tensors = {key: file.get_tensor(key) for key in DTYPES}
     hidden, count = tensors["down.weight"].numel() // D, tensors["vocabulary"].numel()
     shapes = {"gate_up.weight": (2 * hidden, 2 * D), "gate_up.scales": (2 * hidden, groups(2 * D))}
@@ -147,6 +143,17 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
         raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
     packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
     return HeadsFile(packed, vocabulary.to(model.device), *numbers)
+
+
+def describe_heads(path: Path) -> dict:
+    """What a file of heads says of itself. UserError if it is no such file."""
+    check_is_file(path)
+    header = safetensors_header(path)
+    with safe_open(path, "pt") as file:
+        description = read_description(file.metadata() or {})
+    if description is None or header.keys() != DTYPES.keys():
+        raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
+    return description
 
 
 def read_description(metadata: dict[str, str]) -> dict | None:

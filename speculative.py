@@ -120,7 +120,7 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   remove(row)              the request in this cache row has ended
 #   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
 #                            number of filled cache positions of each row
-#   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from
+#   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
 # and `name`, what the report calls it, and `is_free`: whether proposing takes next to no time, and its proposals have
 # `chances`. Then the proposal is made first, and decides whether it is used.
@@ -148,7 +148,7 @@ class Proposal:
     chances: Tensor | None = None
 
     def cut(self, k: int) -> "Proposal":
-        """The first k tokens of each row."""
+        """The first k tokens of each row, without their chances."""
         if k >= self.drafted.shape[1]:
             return self
         # A copy with the strides of a new tensor: for others, compiled graphs would be compiled again.
@@ -169,7 +169,7 @@ class Proposal:
 OPTIMISM = 1.0025  # what was not measured in a step is assumed to have become better by this factor
 FIRST_OPTIMISM = 1.03  # replaces OPTIMISM while there are fewer than FIRST_MEASUREMENTS, so that they are made soon
 FIRST_MEASUREMENTS = 4
-FIRST_FACTOR = 0.6  # a first measurement is much too long: code and data have to be read into the caches
+FIRST_FACTOR = 0.6  # of a single measurement: it is much too long, as code and data have to be read into the caches
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
 MEASUREMENTS = 16  # a usual duration is an average of about so many
 SLOWNESS_RATE = 0.2  # how fast the estimated slowness of the machine follows the measurements
@@ -189,7 +189,8 @@ def width_of(k: int) -> int:
 
 
 def full_width_choices(k: int) -> list[int]:
-    """The numbers of tokens up to k that fill one of WIDTHS, and k: a pass over fewer tokens would cost as much."""
+    """The numbers of tokens up to k that fill one of WIDTHS, and k: a compiled pass over fewer tokens would cost as
+    much, and of few choices each is measured sooner."""
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
 
@@ -262,15 +263,17 @@ class Controller:
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
     Only what is chosen is measured, and texts change. So the longer something was not chosen, the better it is assumed
-    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time. After a change the first step is
-    slower, because its weights and code have left the caches. So it is repeated at once, and does not count, unless
-    little is known.
+    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time.
+
+    The first step after a change (to another draft, or between drafts and plain steps) is slower, because weights and
+    code have left the caches. So it is repeated at once, and is measured only while measurements are few. Proposals
+    with known chances are neither repeated nor left out.
     """
 
     def __init__(self, drafts: int):
         self.durations = Durations()  # of passes ("pass", width), and of drafting (index of the draft, k)
-        self.last: tuple[int, int] | None = None  # the last choice, if it was no proposal with known chances
-        self.must_repeat = False
+        self.last: tuple[int, int] | None = None  # the last choice; None after a proposal with known chances
+        self.must_repeat = False  # the last step was the first after a change
         self.acceptance = [Acceptance() for _ in range(drafts)]
         self.used_at = [0] * drafts  # the last step in which each was chosen
 

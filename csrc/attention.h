@@ -167,14 +167,15 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc
   }
 }
 
-// A chunk of slots, and the tile of queries that attends to it.
+// A chunk of slots, and the tile of queries that attends to it, in three steps: products with the keys
+// (chunk_products), softmax (chunk_softmax), weighted sum of the values (add_values).
 template <class T>
 struct ChunkTile {
-  const T *keys, *values;      // of row b and key head k, from slot 0 on
-  int64_t b, k, begin, count;  // queries begin..begin+count of row b and key head k
+  const T *keys, *values;      // from slot 0 on
+  int64_t count;               // queries
   int64_t base;                // the first slot of the chunk
   int64_t from, to;            // some of the queries see slots from..to
-  bool is_first;               // there is no visible chunk before it, so nothing has been prefetched
+  bool is_first;               // of the visible chunks, so no chunk before it has prefetched it
   int64_t ahead;               // how many slots ahead to prefetch; 0 in the last chunk
 
   int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
@@ -391,7 +392,7 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
                   const Workspace& w, float* states) {
   const auto [first, last] = a.visible_slots(b, begin / a.group(), (begin + count - 1) / a.group() + 1);
   const int64_t base = chunk * CHUNK;
-  ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), b, k, begin, count, base};
+  ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), count, base};
   c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
   c.is_first = base <= first, c.ahead = base + CHUNK <= last ? CHUNK : 0;
   if (c.from >= c.to) {  // none of the queries sees this chunk, which other queries of their row see

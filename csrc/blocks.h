@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <memory>
 #include <optional>
 
 #include "attention.h"
@@ -77,7 +76,7 @@ struct Block {
   T *residual, *mlp_normed, *up, *act;  // (M,D), (M,D), (M,F or 2F), (M,F)
   Input to_qkv, to_out, to_up, to_down;
   std::vector<Workspace> workspaces;
-  float* states;
+  float* states;  // of attention's chunks: see SplitPlan
 
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
@@ -93,7 +92,7 @@ struct Block {
   }
 
   void norm(const Team& team, const T* from, const void* const (&weights)[2], T* to, const Linear& l,
-                        const Input& in) const {
+            const Input& in) const {
     const T *weight = (const T*)weights[0], *bias = (const T*)weights[1];
     const int64_t D = prepared.D;
     team.split(M, 1, [&](int64_t m, int64_t end) {

@@ -38,7 +38,8 @@ const MaybeTensor& checked(const MaybeTensor& t, const char* name, at::ScalarTyp
   return t;
 }
 
-// A linear layer of N outputs and K inputs. Weights without scales are (N,K) in x's dtype, with mins they are int4.
+// A linear layer of N outputs and K inputs. Weights without scales are in x's dtype: (N,K), or packed for AMX. With
+// scales they are int8, with mins as well int4.
 Linear checked_layer(const Tensor& weight, const MaybeTensor& scales, const MaybeTensor& mins, const MaybeTensor& bias,
                      at::ScalarType dtype, int64_t N, int64_t K, int64_t groupsize, bool exact) {
   Linear l{N, K, !scales ? 16 : mins ? 4 : 8, exact || dtype == at::kFloat, weight.const_data_ptr()};

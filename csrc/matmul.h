@@ -16,7 +16,7 @@
 namespace {
 
 #ifdef HAS_AMX
-constexpr int AMX_PREFETCH_DISTANCE = 2048;  // bytes
+constexpr int AMX_BF16_PREFETCH_DISTANCE = 2048;  // bytes, in products with bfloat16 weights
 constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpbusd is faster
 
 // Configures this thread's tiles for a number of rows of x, and for groups of 32 columns in T. Releases them at the end
@@ -49,14 +49,14 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
   if constexpr (COUNT > 2) { STATEMENT(2); } \
   if constexpr (COUNT > 3) { STATEMENT(3); }
 #define ZERO(I) _tile_zero(I)
-#define MULTIPLY(I)                                                \
+#define MULTIPLY(I)                                       \
   _tile_loadd(6, x[I] + b * GROUP, p.K * sizeof(bf16)); \
   _tile_dpbf16ps(I, 6, 7)
 #define STORE(I) _tile_stored(I, acc[I], 64)
   FOR_EACH_TILE(ZERO)
   for (int64_t b = 0; b < p.Kb; b++, w += GROUP * LANES) {
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm_prefetch((const char*)w + AMX_PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
+    for (int i = 0; i < 16; i++) _mm_prefetch((const char*)w + AMX_BF16_PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
     _tile_loadd(7, w, 64);
     FOR_EACH_TILE(MULTIPLY)
   }
@@ -169,7 +169,7 @@ void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64
 void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
                       const bf16* residual, bf16* out) {
   const int64_t rows = std::min<int64_t>(M, LANES);
-  auto multiply_tiles = [&](auto count) {
+  auto multiply_rows = [&](auto count) {
     constexpr int COUNT = decltype(count)::value;
     const bf16* x_tiles[COUNT];
     int64_t first[COUNT];
@@ -182,8 +182,8 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
     for (int i = 0; i < COUNT; i++)
       for (int r = 0; r < rows; r++) finish_outputs(l, block, first[i] + r, load(acc[i] + r * LANES), residual, out);
   };
-  while (stop - m > 3 * rows) multiply_tiles(Int<4>());
-  while (m < stop) multiply_tiles(Int<1>());
+  while (stop - m > 3 * rows) multiply_rows(Int<4>());
+  while (m < stop) multiply_rows(Int<1>());
 }
 #endif
 

@@ -1,5 +1,5 @@
 // The CPU kernels: matrix products with bfloat16, float16, float32, int8 and int4 weights, norms, attention, all blocks
-// of a transformer as one operation, and sampling.
+// of a transformer as one operation, sampling, and Medusa heads.
 //
 // kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
@@ -19,6 +19,7 @@
 #include <torch/library.h>
 
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <tuple>
 

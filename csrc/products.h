@@ -12,6 +12,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -48,7 +49,7 @@ struct Linear {
 
 // M rows of x, converted to what a matrix product reads.
 struct Input {
-  const void* x;   // (M,K)
+  const void* x;       // (M,K)
   int8_t* q;           // (M,Kb,32), x quantized to 8 bits
   float* scale;        // (M,Kb), x = q * scale
   int32_t* dot_start;  // (M,Kb), -128 * sum(q): cancels the 128 that is added to packed int8 weights
@@ -81,14 +82,6 @@ struct Step<bf16> {
   }
   static __m512 multiply_add(__m512 acc, Vector w, Vector x) { return _mm512_dpbf16_ps(acc, w, x); }
 };
-
-// The sum of 16 lanes, in a fixed order: lanes i and i + 8 are added first, then i and i + 4, i + 2, i + 1.
-inline float sum_of_lanes(__m512 x) {
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
 
 // The lane sums of 16 registers, with the same bits as sum_of_lanes and a fifth of the instructions.
 inline __m512 sums_of_lanes(const __m512* x) {

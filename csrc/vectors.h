@@ -51,6 +51,14 @@ inline __m512 fast_exp(__m512 x) {
 
 inline float fast_exp(float x) { return _mm512_cvtss_f32(fast_exp(_mm512_set1_ps(x))); }
 
+// The sum of 16 lanes, in a fixed order: lanes i and i + 8 are added first, then i and i + 4, i + 2, i + 1.
+inline float sum_of_lanes(__m512 x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 // Always inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
 [[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);

@@ -60,12 +60,13 @@ def test_the_program_uses_a_file_of_heads(tiny, tmp_path, capsys, monkeypatch):
     args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7", "--max_new_tokens", 30, "--dtype", "float32"]
     args += ["--json", "--temperature", 0]
     plain, _ = main(capsys, monkeypatch, *args)
-    for k, said in ((3, False), (5, True), ("auto", False)):
-        more = ["--draft", f"medusa:{tmp_path}/heads.safetensors", "--speculate_k", k]
-        result, err = main(capsys, monkeypatch, *args, *more)
+    heads = f"medusa:{tmp_path}/heads.safetensors"
+    for kind, k, said in ((heads, 3, False), (heads, 5, True), (heads, "auto", False), ("int4-self", 10, False)):
+        result, err = main(capsys, monkeypatch, *args, "--draft", kind, "--speculate_k", k)
         assert result["samples"][0]["token_ids"] == plain["samples"][0]["token_ids"]
-        assert [draft["name"] for draft in result["speculation"]["drafts"]] == ["medusa"]
+        assert [draft["name"] for draft in result["speculation"]["drafts"]] == [kind.partition(":")[0]]
         assert ("--speculate_k 5: there are only 3 heads, so 3 tokens are proposed" in err) == said
+        assert said == ("heads, so" in err)
 
 
 def damage(key, value):

@@ -702,6 +702,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         (["--draft", "medusa", "--draft", "int4-self", "--draft", "int4-self"], "--draft int4-self is given twice"),
         (["--draft", "medusa:"], "'medusa:' is none of"),
         (["--draft", "medusa:nowhere.safetensors"], "nowhere.safetensors"),
+        (["--draft", "medusa:{other}/model.safetensors"], "is not a file of Medusa heads"),
         (["--draft", "int4-self", "--draft_checkpoint_path", "{other}"], "is another model"),
         (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already; a draft should be smaller"),
         (["--draft_checkpoint_path", "nowhere"], "nowhere"),

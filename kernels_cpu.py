@@ -272,7 +272,8 @@ def build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on the CPU
-    sources = [path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
+    paths = sorted([*SOURCES.glob("[!.]*.h"), *SOURCES.glob("[!.]*.cpp")])  # without the hidden files of editors
+    sources = [path.read_text() for path in paths if path.is_file()]
     key = repr((sources, compiler, version, FLAGS, torch.__version__, cpu))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:

@@ -24,7 +24,7 @@ and v while it runs.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -171,11 +171,12 @@ FIRST_OPTIMISM = 1.03  # replaces OPTIMISM while there are fewer than FIRST_MEAS
 FIRST_MEASUREMENTS = 4
 FIRST_FACTOR = 0.6  # of a single measurement: it is much too long, as code and data have to be read into the caches
 FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
-MEASUREMENTS = 16  # a usual duration is an average of about so many
+MEASUREMENTS = 8  # a usual duration is an average of about so many
 SLOWNESS_RATE = 0.2  # how fast the estimated slowness of the machine follows the measurements
 OUTLIER = 1.5  # longer or shorter durations than expected count as if they differed by this factor
 RECENT = 0.9  # of the counts of accepted tokens in the last steps, so much remains after another step
-AVERAGE_WEIGHT = 10  # the acceptance rate of all steps counts like so many tokens of the last steps
+LONG_RECENT = 0.99  # the same for a longer time
+AVERAGE_WEIGHT = 10  # the acceptance rate of the longer time counts like so many tokens of the last steps
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -236,23 +237,24 @@ class Durations:
 
 
 class Acceptance:
-    """The estimated probability that a proposed token is accepted: the rate of the last steps, drawn towards the rate
-    of all steps, because few tokens say little."""
+    """The estimated probability that a proposed token is accepted: the rate of the last steps, drawn towards that of a
+    longer time, because few tokens say little. Older steps count less."""
 
     def __init__(self):
-        self.accepted = self.judged = 0.0  # in the last steps; older steps count less
-        self.all_accepted = self.all_judged = 0
+        self.accepted = self.judged = 0.0  # in the last steps
+        self.long_accepted = self.long_judged = 0.0
 
     @property
     def rate(self) -> float:
-        average = (self.all_accepted + 1) / (self.all_judged + 2)  # Laplace's rule of succession
+        average = (self.long_accepted + 1) / (self.long_judged + 2)  # Laplace's rule of succession
         return (self.accepted + AVERAGE_WEIGHT * average) / (self.judged + AVERAGE_WEIGHT)
 
     def add(self, accepted: list[int], k: int):
         """Add a step in which k tokens were proposed, and the rows accepted so many of them."""
         yes, judged = sum(accepted), sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
         self.accepted, self.judged = RECENT * self.accepted + yes, RECENT * self.judged + judged
-        self.all_accepted, self.all_judged = self.all_accepted + yes, self.all_judged + judged
+        self.long_accepted = LONG_RECENT * self.long_accepted + yes
+        self.long_judged = LONG_RECENT * self.long_judged + judged
 
 
 class Controller:
@@ -271,7 +273,10 @@ class Controller:
     """
 
     def __init__(self, drafts: int):
-        self.durations = Durations()  # of passes ("pass", width), and of drafting (index of the draft, k)
+        # Of passes ("pass", width), and of drafting (index of the draft, k). 1, 2 to 3, 4 to 7 ... rows have their own.
+        self.durations_of_rows: defaultdict[int, Durations] = defaultdict(Durations)
+        self.durations = self.durations_of_rows[1]  # those of the present number of rows
+        self.steps = 0
         self.last: tuple[int, int] | None = None  # the last choice; None after a proposal with known chances
         self.must_repeat = False  # the last step was the first after a change
         self.acceptance = [Acceptance() for _ in range(drafts)]
@@ -283,12 +288,12 @@ class Controller:
         options: for each draft, the numbers of tokens that it can propose, ascending, and if it has proposed already,
         how many of the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
         """
-        steps = self.durations.steps
+        self.durations = self.durations_of_rows[rows.bit_length()]
         if self.durations.measurements["pass", 1] < FIRST_PLAIN_STEPS:
             return 0, 0
         best, choice = rows / self.durations.of(("pass", 1)), (0, 0)
         for draft, (choices, gains) in enumerate(options):
-            a, bonus = self.acceptance[draft].rate, optimism(steps - self.used_at[draft])
+            a, bonus = self.acceptance[draft].rate, optimism(self.steps - self.used_at[draft])
             if gains is None and not any(piece[0] == draft for piece in self.durations.usual):
                 choices = choices[:1]  # a slow draft is noticed at the least cost
             for k in reversed(choices):
@@ -321,6 +326,7 @@ class Controller:
         """Update the estimates with a step: what `choose` chose, the seconds of draft and target, how many tokens each
         row accepted, and whether the chances of the proposed tokens were known."""
         (draft, k), (draft_s, target_s) = choice, seconds
+        self.steps += 1
         self.durations.steps += 1
         pieces = {("pass", width_of(k)): target_s} | ({(draft, k): draft_s} if k else {})
         after_change = self.last is None or (draft, k > 0) != (self.last[0], self.last[1] > 0)
@@ -331,7 +337,7 @@ class Controller:
         self.last = None if has_chances else choice
         if k:
             self.acceptance[draft].add(accepted, k)
-            self.used_at[draft] = self.durations.steps
+            self.used_at[draft] = self.steps
 
 
 # ---------------------------------------------------------------- a step

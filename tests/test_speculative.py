@@ -470,6 +470,24 @@ def test_the_controller_finds_the_best_length():
         assert k == 0
     spent, plain, _ = drive(lambda step: 0.97 * (step % 1000 > 500), 1.0, 0.2, 1.6)  # the acceptance rate changes
     assert plain / spent > 1.05
+    _, _, k = drive(lambda step: 0.9 if step < 3000 else 0.1, 1.0, 0.05, 1.4)  # a long history does not count forever
+    assert k == 0
+
+
+def test_each_number_of_rows_has_its_own_times():
+    """A proposal takes little more time than a plain step with one row, and three times as much with 16 rows."""
+    controller, chosen = Controller(1), {1: [], 16: []}
+    for rows, pass_s in ((1, 1.2), (16, 3.0), (1, 1.2), (16, 3.0)):
+        chosen[rows].append([])
+        for _ in range(200):
+            choice = controller.choose(rows, [([3], None)])
+            times = (0.1, pass_s) if choice[1] else (0.0, 1.0)
+            controller.update(choice, times, [1] * rows, False)
+            chosen[rows][-1].append(choice[1])
+    for drafts in chosen[1]:
+        assert drafts[20:].count(3) > 150
+    for drafts in chosen[16]:
+        assert drafts[20:].count(0) > 150
 
 
 def test_a_draft_that_was_slow_at_first_is_tried_again_soon():
@@ -492,6 +510,7 @@ def test_what_was_not_chosen_for_a_million_steps_is_chosen():
     for _ in range(2):
         controller.update((0, 0), (0.0, 1.0), [0], False)
     assert controller.choose(1, [([], None), ([1, 3], None)]) == (0, 0)
+    controller.steps += 1_000_000
     controller.durations.steps += 1_000_000
     controller.durations.add(("pass", 1), 1.0)
     assert controller.choose(1, [([], None), ([1, 3], None)])[0] == 1

@@ -265,7 +265,7 @@ class Controller:
     estimates the chances of its tokens, and otherwise from the share that was accepted before.
 
     Only what is chosen is measured, and texts change. So the longer something was not chosen, the better it is assumed
-    to be (OPTIMISM). Trying a useless draft again costs about one percent of the time.
+    to be (OPTIMISM), until it is tried again.
 
     The first step after a change (to another draft, or between drafts and plain steps) is slower, because weights and
     code have left the caches. So it is repeated at once, and is measured only while measurements are few. Proposals

@@ -490,6 +490,23 @@ def test_each_number_of_rows_has_its_own_times():
         assert drafts[20:].count(0) > 150
 
 
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
+    """A step with another number of threads takes another time."""
+    speculation = Speculation([RetrievalDraft()])
+    engine = Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation)
+    threads, real = engine.timing.threads, engine.timing.threads.of
+
+    def of(*arguments, **options):
+        threads.trials += is_trial
+        return real(*arguments, **options)
+
+    threads.of = of
+    generate(engine, [Request([5, 6, 7], GREEDY, 20)])
+    steps = speculation.report.plain_steps + speculation.report.steps
+    assert steps > 2 and speculation.controller.steps == (0 if is_trial else steps)
+
+
 def test_a_draft_that_was_slow_at_first_is_tried_again_soon():
     """Five times too slow in its first step, as beside another program, it is used again within 50 steps."""
     controller, steps = Controller(1), []

@@ -233,3 +233,19 @@ def test_a_rank_takes_its_share_of_the_processors(two_threads, monkeypatch, tmp_
 def test_the_report_in_words():
     assert threads_text({"prefill": {2: 1}, "decode": {2: 97, 1: 3}}) == "prefill 2, decode 2 (97%) or 1 (3%)"
     assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]
+
+
+def test_steps_in_trials_are_counted():
+    threads, before = Threads(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for trying, trials in ((None, 0), (1, 1), (None, 1)):
+            with threads.of("decode", 1):
+                pass
+            threads.kinds["decode"].trying = trying
+            with threads.of("decode", 1):
+                pass
+            assert threads.trials == trials
+            threads.kinds["decode"].trying = None
+    finally:
+        torch.set_num_threads(before)

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import HugePages, UserError, available_memory, print_status, progress_bar
-from linear import Quantization, matrices, swap
+from formats import Quantization, matrices, swap
 from model import Config, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

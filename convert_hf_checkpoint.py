@@ -1,7 +1,7 @@
 """Converts a Hugging Face directory, a hub id, a GGUF file or the default model to a checkpoint directory.
 
 Read down: the table of tensor names; Source, and `convert`, which has the only loop over tensors; the two kinds of
-source (hf_directory.py and gguf_file.py read their files); where sources come from; the command.
+source (sources/hf_directory.py and sources/gguf_file.py read their files); where sources come from; the command.
 
 A source is a Config, a stream of (name, tensor) and a function that writes the tokenizer's files. `convert` knows
 from the model which tensors are needed and in which shapes, and stacks q, k, v and gate, up as they arrive. A tensor
@@ -24,9 +24,9 @@ import torch
 
 from checkpoint import DTYPES, Writer, check_memory, empty_model, is_ours, print_written, total_weight_bytes
 from cli import ArgumentParser, UserError, first_line, print_status, progress_bar, run_command
-from hf_directory import bloom_tensors, hf_config, hf_tensors, vocabulary_size, write_hf_tokenizer
-from linear import Packed, Quantization, matrices
+from formats import Packed, Quantization, matrices
 from model import Config
+from sources.hf_directory import bloom_tensors, hf_config, hf_tensors, vocabulary_size, write_hf_tokenizer
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
@@ -169,7 +169,7 @@ def gguf_source(path: Path, keep_quantized: bool = False) -> Source:
     Quantized tensors are dequantized. With keep_quantized, a tensor stays quantized if one of our formats can hold its
     values exactly.
     """
-    from gguf_file import GgufFile
+    from sources.gguf_file import GgufFile
 
     file = GgufFile(path)
     config, quantization, keep = file.config(), None, {}

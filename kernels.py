@@ -1,5 +1,5 @@
 """The operations that have hand-written kernels. Each has a reference in plain PyTorch, which is its specification,
-and a schema, under which kernels_cpu.py (C++) and kernels_triton.py (GPUs) register their implementations. PyTorch's
+and a schema, under which cpu/install.py (C++) and kernels_triton.py (GPUs) register their implementations. PyTorch's
 dispatcher picks one by the device of the tensors.
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
@@ -21,12 +21,12 @@ import torch.nn.functional as F
 # ---------------------------------------------------------------- which implementation runs
 
 LIBRARY = torch.library.Library("fastpath", "DEF")
-DEVICES_WITH_KERNELS = set()  # "cpu" or "cuda", once kernels_cpu.py or kernels_triton.py has registered its kernels
+DEVICES_WITH_KERNELS = set()  # "cpu" or "cuda", once cpu/install.py or kernels_triton.py has registered its kernels
 MAX_DECODE_TOKENS = 16  # up to this many new tokens per row, products are memory-bound; more are a prefill
 
 
 def define(schema, fake=None):
-    """Declare an operation torch.ops.fastpath.NAME(...), which kernels_cpu.py and kernels_triton.py implement.
+    """Declare an operation torch.ops.fastpath.NAME(...), which cpu/install.py and kernels_triton.py implement.
 
     fake: a function with the same arguments that returns empty tensors of the right shapes, for torch.compile.
     """
@@ -189,7 +189,7 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- operations of one kind of device
 #
-# Only kernels_cpu.py and kernels_triton.py call these operations. Each has its own layout of packed weights, which it
+# Only cpu/install.py and kernels_triton.py call these operations. Each has its own layout of packed weights, which it
 # describes.
 
 # CPU. exact: do not quantize activations to 8 bits. prepare_block returns a handle to the weights of a block, and

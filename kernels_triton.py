@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
+from formats import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from kernels import (
     DEVICES_WITH_KERNELS,
     FUSED_FIELDS,
@@ -52,7 +53,6 @@ from kernels import (
     unpack_nibbles,
     uses_only,
 )
-from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2

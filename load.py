@@ -20,12 +20,12 @@ from torch import Tensor
 from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
 from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
+from cpu.threads import Threads, share_processors
 from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
-from linear import Quantization, quantize_model
+from formats import Quantization, quantize_model
 from model import SCRATCH_SLOTS, Config, Transformer
 from report import Timing
 from sampling import SamplingParams
-from threads import Threads, share_processors
 from tokenizer import Tokenizer
 
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
@@ -205,7 +205,7 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
         if model.device.type == "cuda":
             from kernels_triton import install
         else:
-            from kernels_cpu import install
+            from cpu.install import install
     except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
         print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
         return model
@@ -318,7 +318,7 @@ def open_drafts(args, checkpoint: Checkpoint, ranks) -> DraftSources:
     kinds = {kind.partition(":")[0]: kind.partition(":")[2] for kind in args.draft or ()}
     texts = ranks.share(lambda: read_lookup_texts(args, checkpoint))
     if "medusa" in kinds:
-        from medusa import describe_heads
+        from drafts.heads import describe_heads
 
         describe_heads(heads_path(kinds))
     directory = None if args.draft_checkpoint_path is None else open_draft_model(args, checkpoint, ranks)
@@ -359,9 +359,9 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: 
 
 def make_drafts(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list:
     """The drafts that the arguments ask for, the cheapest first."""
-    from draft_model import DraftVocabulary, ModelDraft, output_vectors
-    from medusa import MedusaDraft, make_heads
-    from retrieval import RetrievalDraft
+    from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
+    from drafts.heads import MedusaDraft, make_heads
+    from drafts.retrieval import RetrievalDraft
 
     def with_kernels(module):
         return install_kernels(module, args.kernels, args.exact_activations)
@@ -397,7 +397,7 @@ def heads_path(kinds: dict[str, str]) -> Path:
 def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer):
     """The file of --draft medusa:FILE, by default that of the default model. Its vocabulary makes draft models faster,
     too; so without --draft medusa, the file is read as well, if it is one for this model. Otherwise returns None."""
-    from medusa import read_heads
+    from drafts.heads import read_heads
 
     try:
         return read_heads(heads_path(kinds), model, checkpoint.directory.name)

@@ -1,6 +1,6 @@
 """Writes a checkpoint with its matrices in 8 or 4 bits: `python quantize.py --mode int4`.
 
-Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves are in linear.py.
+Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves are in formats.py.
 
 int8 and int4 round each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the same format as int4, but
 quantizes column by column, and adjusts the weights of the remaining columns to compensate for each column's error. The
@@ -16,8 +16,8 @@ from torch import Tensor
 import checkpoint as ck
 from cli import ArgumentParser, UserError, print_status, progress_bar, release_freed_memory, run_command
 from engine import Engine, Request, generate
+from formats import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
 from kernels import unpack_int4
-from linear import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
 from model import Linear, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from cli import peak_memory
-from linear import Quantization, swap
+from cpu.threads import CpuTimes, Threads
+from formats import Quantization, swap
 from model import Config, Transformer
-from threads import CpuTimes, Threads
 
 
 @dataclass
@@ -241,7 +241,7 @@ def main():
     """Print the roofline of a model; only its config.json is needed."""
     from checkpoint import DTYPES, is_ours, read_config, read_quantization
     from cli import ArgumentParser
-    from hf_directory import hf_config
+    from sources.hf_directory import hf_config
 
     parser = ArgumentParser(description="The upper bound on tokens per second, from the bytes that a token reads.")
     parser.add_argument("directory", type=Path, help="has a config.json, ours or Hugging Face's")

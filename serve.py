@@ -5,9 +5,9 @@ of the engine. Nothing of generation is here: that is engine.py.
 
 There are two processes, because a thread beside the engine would take its time: both need Python's lock. The first one
 runs the engine (with torchrun it is rank 0), and turns new tokens into text. It starts the second one, which has the
-sockets, knows JSON and tokenizes prompts (http_server.py). Between them is a pipe. One way go requests, as tuples
-(key, and the other arguments of Job), and cancellations, (key,). The other way goes a News after each step of the
-engine, and four times a second while it is idle.
+sockets, knows JSON and tokenizes prompts (server/http_server.py). Between them is a pipe. One way go requests, as
+tuples (key, and the other arguments of Job), and cancellations, (key,). The other way goes a News after each step of
+the engine, and four times a second while it is idle.
 """
 
 import os
@@ -24,10 +24,8 @@ import time
 from bisect import bisect_left
 from contextlib import contextmanager
 
-from api import Event
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
 from engine import Engine, Request
-from http_server import News, Settings, run_http
 from load import (
     SingleProcess,
     add_model_options,
@@ -38,6 +36,8 @@ from load import (
     open_checkpoint,
     warm_up,
 )
+from server.api import Event
+from server.http_server import News, Settings, run_http
 from tokenizer import TextStream, Tokenizer
 
 STALLED_SECONDS = 30  # a client that reads nothing of its answer for so long is disconnected

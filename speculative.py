@@ -5,8 +5,8 @@ than k + 1 passes over one token, because it reads the weights once. The target 
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
 Read down: verify and accept, on which exactness depends; what a draft is; Controller, which decides who proposes how
-many tokens; Speculation, whose `step` the engine calls. The drafts have files of their own: draft_model.py (another
-model), retrieval.py (earlier text), medusa.py (trained heads). Knows nothing of text.
+many tokens; Speculation, whose `step` the engine calls. The drafts have files of their own: drafts/draft_model.py
+(another model), drafts/retrieval.py (earlier text), drafts/heads.py (trained heads). Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with

@@ -20,10 +20,10 @@ import torch
 from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
 
 from cli import keep_freed_memory, run_command
+from cpu.threads import Threads, powers_of_two, processors
 from engine import Engine, Request, generate
 from load import compiled_steps, load_model
 from report import Timing
-from threads import Threads, powers_of_two, processors
 
 
 @contextlib.contextmanager

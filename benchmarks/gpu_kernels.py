@@ -39,7 +39,7 @@ from triton.testing import do_bench_cudagraph
 import kernels_triton as kt
 from cli import UserError, print_status, run_command
 from engine import Engine
-from linear import LINEAR, Quantization, swap
+from formats import LINEAR, Quantization, swap
 from load import compiled_steps
 from model import Config, RopeScaling, Transformer
 from report import weight_bytes

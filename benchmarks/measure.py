@@ -31,7 +31,7 @@ import torch
 from cli import ArgumentParser, UserError, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
-from linear import Quantization
+from formats import Quantization
 from quantize import quantize_checkpoint
 from report import Timing, compile_counts, synchronize
 from sampling import SamplingParams

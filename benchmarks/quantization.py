@@ -18,7 +18,7 @@ import torch
 from cli import print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from evaluate import evaluate
-from linear import Quantization
+from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from tokenizer import Tokenizer

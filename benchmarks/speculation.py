@@ -17,15 +17,15 @@ import measure
 from measure import FORMATS, ROOT, column, quantized
 
 from cli import keep_freed_memory, print_status, run_command
-from draft_model import DraftVocabulary, ModelDraft, output_vectors
+from cpu.threads import Threads
+from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
+from drafts.heads import MedusaDraft, make_heads, read_heads
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
-from linear import Quantization, quantize_model
+from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
-from medusa import MedusaDraft, make_heads, read_heads
 from report import Timing
-from retrieval import RetrievalDraft
 from speculative import MAX_K, Report, Speculation, expected_tokens
-from threads import Threads
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from measure import BF16, FORMATS, count
 
 from cli import keep_freed_memory, run_command
+from cpu.install import linears_of
 from engine import Engine
-from kernels_cpu import linears_of
 from load import compiled_steps, load_model
 from model import Transformer
 from report import kv_bytes, weight_bytes

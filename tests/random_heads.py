@@ -2,9 +2,9 @@
 
 import torch
 
-from draft_model import GROUPSIZE, DraftVocabulary, output_vectors
-from linear import pack_int8
-from medusa import MedusaHeads
+from drafts.draft_model import GROUPSIZE, DraftVocabulary, output_vectors
+from drafts.heads import MedusaHeads
+from formats import pack_int8
 
 
 def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:

@@ -9,8 +9,8 @@ import pytest
 from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
-from metrics import Metrics
+from server.api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
+from server.metrics import Metrics
 
 
 @pytest.fixture(scope="module")

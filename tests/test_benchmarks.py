@@ -22,9 +22,9 @@ import measure
 import speculation
 
 from cli import UserError
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, StepFunctions
 from load import load_model
-from retrieval import RetrievalDraft
 
 pytestmark = pytest.mark.slow
 

@@ -22,17 +22,17 @@ from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F4
 
 import checkpoint
 import convert_hf_checkpoint
-import hf_directory
 from checkpoint import empty_model, read_config, read_quantization
 from cli import UserError
 from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_source
 from engine import Engine, Request, generate
-from gguf_file import GgufFile
-from hf_directory import hf_config
-from linear import Quantization, matrices
+from formats import Quantization, matrices
 from load import load_model
 from model import RopeScaling
 from sampling import SamplingParams
+from sources import hf_directory
+from sources.gguf_file import GgufFile
+from sources.hf_directory import hf_config
 from tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

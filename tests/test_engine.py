@@ -13,12 +13,12 @@ from conftest import VOCABULARY, hf_greedy, random_prompts
 
 import engine as engine_module
 from cli import UserError
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
-from linear import Quantization
+from formats import Quantization
 from load import compiled_steps, load_model, warm_up
 from quantize import quantize_checkpoint
 from report import compile_counts
-from retrieval import RetrievalDraft
 from sampling import SamplingParams
 from speculative import Speculation
 

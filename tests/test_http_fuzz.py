@@ -33,8 +33,8 @@ from test_serve import (  # noqa: F401 (fixtures)
 )
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from api import MAX_BODY, NEUTRAL
-from http_server import Call, EngineClient, answer
+from server.api import MAX_BODY, NEUTRAL
+from server.http_server import Call, EngineClient, answer
 
 LENGTH = 256  # of the context: short, so that a request without max_tokens ends soon
 HOST = b"Host: localhost\r\n"

@@ -32,7 +32,7 @@ from test_serve import (  # noqa: F401
 )
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from http_server import is_local
+from server.http_server import is_local
 
 pytestmark = pytest.mark.slow
 

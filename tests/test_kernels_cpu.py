@@ -15,10 +15,10 @@ from conftest import ROOT, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels_cpu
 from checkpoint import Writer, empty_model
+from cpu import install as kernels_cpu
+from formats import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
 from kernels import attention_reference, unpack_int4, unpack_int8
-from linear import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
 from load import install_kernels, load_model
 from model import Config, Embedding, Linear
 from quantize import quantize_checkpoint
@@ -683,9 +683,9 @@ def test_without_a_compiler_torch_is_used(tiny, tmp_path, environment, why):
 
 
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "kernels_cpu", None)
+    monkeypatch.setitem(sys.modules, "cpu.install", None)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
-    assert model.fused is None and "kernels_cpu is not there: torch's own" in capsys.readouterr().err
+    assert model.fused is None and "cpu.install is not there: torch's own" in capsys.readouterr().err
 
 
 @pytest.mark.full  # a build with sanitizers takes a minute
@@ -694,7 +694,8 @@ def test_under_sanitizers(tmp_path):
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
         import sys, torch
-        import kernels_cpu, linear
+        import formats
+        from cpu import install as kernels_cpu
         from checkpoint import Writer, empty_model
         from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -706,8 +707,8 @@ def test_under_sanitizers(tmp_path):
                 layers = []
                 for format in ("int8", "int4"):
                     for size in (0, 32, 64):
-                        plain = linear.LINEAR[format](K, N, False, size if size < K else 0)
-                        plain.load_state_dict(linear.PACK[format](w, size if size < K else 0))
+                        plain = formats.LINEAR[format](K, N, False, size if size < K else 0)
+                        plain.load_state_dict(formats.PACK[format](w, size if size < K else 0))
                         plain.bias = b
                         layers += [kernels_cpu.PackedLinear(plain, exact) for exact in (False, True)]
                 for M in (1, 2, 3, 5, 8, 13, 45):
@@ -724,8 +725,8 @@ def test_under_sanitizers(tmp_path):
             for D, F, W in ((33, 45, 37), (10, 1, 1)):
                 layers = []
                 for N, K in ((2 * F, 2 * D), (D, F), (W, D)):
-                    plain = linear.LINEAR["int8"](K, N, False, 32)
-                    plain.load_state_dict(linear.PACK["int8"](torch.randn(N, K), 32))
+                    plain = formats.LINEAR["int8"](K, N, False, 32)
+                    plain.load_state_dict(formats.PACK["int8"](torch.randn(N, K), 32))
                     packed = kernels_cpu.PackedLinear(plain, False)
                     layers += [packed.weight, packed.scales]
                 weights, ids = [torch.randn(131, D).to(dtype), None, None, *layers], torch.arange(W)
@@ -738,7 +739,7 @@ def test_under_sanitizers(tmp_path):
         for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
             config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
             for mode in (None, "int8", "int4"):
-                quantization = mode and linear.Quantization(mode, 0 if mode == "int4" else 32, mode)
+                quantization = mode and formats.Quantization(mode, 0 if mode == "int4" else 32, mode)
                 model = empty_model(config, quantization).to_empty(device="cpu")
                 for tensor in model.state_dict().values():
                     tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)

@@ -19,8 +19,8 @@ with INTERPRET:
     import kernels_triton as kt
 
 import kernels
+from formats import EMBEDDING, PACK, Quantization
 from kernels import attention_reference, unpack_levels
-from linear import EMBEDDING, PACK, Quantization
 from load import load_model
 from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint

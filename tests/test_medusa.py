@@ -15,15 +15,15 @@ from test_engine import GREEDY
 from test_generate import main
 from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
 
-import kernels_cpu
-import medusa
 from cli import UserError
-from draft_model import output_vectors
+from cpu import install as kernels_cpu
+from drafts import heads as medusa
+from drafts.draft_model import output_vectors
+from drafts.heads import FORMAT, MedusaDraft, draw_tokens, fingerprint, make_heads, read_heads, save_heads
 from engine import Engine, Request, generate
+from formats import Quantization, quantize_model
 from kernels import unpack_int8
-from linear import Quantization, quantize_model
 from load import install_kernels, load_model
-from medusa import FORMAT, MedusaDraft, draw_tokens, fingerprint, make_heads, read_heads, save_heads
 from sampling import Sampling
 from speculative import Speculation, verify
 

@@ -1,4 +1,4 @@
-"""The server's page, serve.html: how it is served, and what it does in a real browser.
+"""The server's page, server/page.html: how it is served, and what it does in a real browser.
 
 The tests with a browser need Debian's packages chromium and chromium-driver. Some of them talk to serve.py. Where a
 test wants certain answers or failures, a stand-in server serves the same page and says what the test has scripted.
@@ -37,10 +37,10 @@ from test_harness import TEMPLATE
 from test_serve import KEY, running, wait_for
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-import http_server
 from convert_hf_checkpoint import convert, hf_source
+from server import http_server
 
-HTML = (ROOT / "serve.html").read_text(encoding="utf-8")
+HTML = (ROOT / "server" / "page.html").read_text(encoding="utf-8")
 
 # ---------------------------------------------------------------- how it is served
 

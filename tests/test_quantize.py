@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import linear
+import formats
 import quantize
 from checkpoint import Writer, empty_model, read_config, read_quantization
 from cli import UserError
+from formats import Quantization, matrices, pack_int4, pack_int8
 from kernels import unpack_int4, unpack_int8
-from linear import Quantization, matrices, pack_int4, pack_int8
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
@@ -104,12 +104,12 @@ def test_what_cannot_be_packed_is_refused(value):
 def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
     torch.manual_seed(N)
     w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(2, 3, K)
-    packed = linear.PACK[format](w, groupsize)
+    packed = formats.PACK[format](w, groupsize)
     whole = unpacked(packed, groupsize, K)
-    layer = linear.LINEAR[format](K, N, True, groupsize)
+    layer = formats.LINEAR[format](K, N, True, groupsize)
     layer.load_state_dict(packed | {"bias": bias})
     assert torch.allclose(layer(x), F.linear(x, whole, bias), atol=1e-5)
-    table = linear.EMBEDDING[format](K, N, False, groupsize)
+    table = formats.EMBEDDING[format](K, N, False, groupsize)
     table.load_state_dict(packed)
     tokens = torch.randint(0, N, (2, 5))
     assert torch.equal(table(tokens), whole[tokens])
@@ -117,7 +117,7 @@ def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
 
 
 def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
-    layer = linear.Int4Linear(96, 1000, False, 32)
+    layer = formats.Int4Linear(96, 1000, False, 32)
     layer.load_state_dict(pack_int4(torch.randn(1000, 96), 32))
     x = torch.randn(4, 96)
     whole = layer(x)
@@ -306,7 +306,7 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         import sys, torch
         from pathlib import Path
         from checkpoint import empty_model, read_config
-        from linear import Quantization
+        from formats import Quantization
         from load import load_model
         from quantize import quantize_checkpoint
         from report import peak_memory

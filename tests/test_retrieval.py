@@ -6,9 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import retrieval
-from retrieval import MAX_MATCH, MAX_PLACES, PRIOR_TOKENS, Calibration, Match, RetrievalDraft, RowIndex, TextIndex
-from retrieval import find_match as find
+from drafts import retrieval
+from drafts.retrieval import (
+    MAX_MATCH,
+    MAX_PLACES,
+    PRIOR_TOKENS,
+    Calibration,
+    Match,
+    RetrievalDraft,
+    RowIndex,
+    TextIndex,
+)
+from drafts.retrieval import find_match as find
 from speculative import MAX_K, Batch
 
 # ---------------------------------------------------------------- a slow search to compare with

@@ -15,8 +15,8 @@ from conftest import INTERPRET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels_cpu
 import sampling
+from cpu import install as kernels_cpu
 from kernels import exponential_noise, float_to_sortable_int, scramble
 from sampling import Sampling, SamplingParams
 

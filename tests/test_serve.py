@@ -32,8 +32,8 @@ from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
 from convert_hf_checkpoint import convert, hf_source
 from engine import Engine, Request, generate
+from formats import Quantization
 from harness import HarnessModel
-from linear import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams

@@ -40,9 +40,9 @@ from test_serve import (  # noqa: F401 (fixtures)
 )
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from api import ApiError, Ask, Event
 from engine import Request
-from http_server import MAX_UNSENT, Call, EngineClient
+from server.api import ApiError, Ask, Event
+from server.http_server import MAX_UNSENT, Call, EngineClient
 
 MEBIBYTE = 1 << 20
 MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages, and thread pools grow for a while

@@ -17,17 +17,17 @@ from random_heads import random_heads, some_tokens
 from test_engine import GREEDY, random_requests, run_randomly
 from test_generate import ids, main, run
 
-import draft_model
 import speculative
 from cli import UserError
-from draft_model import DraftVocabulary, ModelDraft, output_vectors
+from drafts import draft_model
+from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
+from drafts.heads import MedusaDraft, make_heads, read_heads
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
-from linear import Quantization, quantize_model
+from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, lookup_name, read_lookup_text, warm_up
-from medusa import MedusaDraft, make_heads, read_heads
 from quantize import quantize_checkpoint
 from report import compile_counts
-from retrieval import RetrievalDraft
 from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
@@ -424,7 +424,7 @@ MUTANTS = {
 def test_planted_bugs_break_the_distribution(name):
     module = ModuleType("mutant")
     sys.modules["mutant"] = module  # dataclasses look up their module there
-    source = "".join((ROOT / file).read_text() for file in ("speculative.py", "draft_model.py"))
+    source = "".join((ROOT / file).read_text() for file in ("speculative.py", "drafts/draft_model.py"))
     for old, new in MUTANTS[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)

@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch
 
-import threads
 from checkpoint import read_model
+from cpu import threads
+from cpu.threads import CpuTimes, ThreadCount, Threads, powers_of_two
 from engine import Engine, Request, generate
-from linear import Quantization, quantize_model
+from formats import Quantization, quantize_model
 from load import install_kernels
 from report import others_text, threads_text
 from sampling import SamplingParams
-from threads import CpuTimes, ThreadCount, Threads, powers_of_two
 
 
 class Machine:

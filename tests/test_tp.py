@@ -19,7 +19,7 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import Writer, empty_model
 from cli import UserError
-from linear import Quantization
+from formats import Quantization
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint

@@ -32,10 +32,10 @@ from teacher import (
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
 from convert_hf_checkpoint import convert, hf_source
+from drafts.heads import MedusaDraft, make_heads, read_heads
 from engine import Engine, Request, StepFunctions, generate
-from linear import Quantization
+from formats import Quantization
 from load import load_model
-from medusa import MedusaDraft, make_heads, read_heads
 from model import Config
 from quantize import quantize_checkpoint
 from sampling import SamplingParams

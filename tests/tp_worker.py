@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from random_heads import random_heads
 
-from draft_model import ModelDraft
+from drafts.draft_model import ModelDraft
+from drafts.heads import MedusaDraft
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
 from load import compiled_steps, load_model
-from medusa import MedusaDraft
-from retrieval import RetrievalDraft
 from sampling import SamplingParams
 from speculative import Speculation
 from tp import Shard

@@ -24,8 +24,8 @@ from torch import Tensor
 import checkpoint as ck
 from cli import UserError, keep_freed_memory, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from draft_model import output_vectors
-from linear import Quantization
+from drafts.draft_model import output_vectors
+from formats import Quantization
 from load import load_model
 from model import Attention, Block, Config, Transformer, rope_frequencies, rope_table, rotate
 

@@ -1,4 +1,4 @@
-"""Trains Medusa heads (medusa.py) for a model, on its own text.
+"""Trains Medusa heads (drafts/heads.py) for a model, on its own text.
 
     python training/self_text.py --out self_text.jsonl
     python training/medusa.py --text self_text.jsonl --out heads.safetensors
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from cli import UserError, keep_freed_memory, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
-from draft_model import output_vectors
+from drafts.draft_model import output_vectors
+from drafts.heads import block_input, save_heads
 from load import load_model
-from medusa import block_input, save_heads
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate

@@ -40,9 +40,9 @@ from cli import (
     run_command,
 )
 from convert_hf_checkpoint import ensure_checkpoint
+from drafts.heads import fingerprint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model
-from medusa import fingerprint
 from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, Tokenizer

@@ -1,4 +1,4 @@
-// Medusa heads (medusa.py), greedily, as one operation.
+// Medusa heads (drafts/heads.py), greedily, as one operation.
 
 #pragma once
 
@@ -48,7 +48,7 @@ int64_t first_maximum(const T* x, int64_t n) {
   return 0;  // all are NaN
 }
 
-// The likeliest k tokens (B,k) that Medusa heads (medusa.py) propose after tokens (B,), from hidden states (B,D), of
+// The likeliest k tokens (B,k) that Medusa heads (drafts/heads.py) propose after tokens (B,), from hidden states (B,D), of
 // the vocabulary ids (W,). weights: weight, scales and mins of the embedding; weight and scales of gate_up, of down,
 // and of the output vectors. sizes: rows of the embedding, F, groupsize of the embedding, groupsize of the others.
 Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, const c10::List<MaybeTensor>& weights,

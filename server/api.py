@@ -1,7 +1,7 @@
 """OpenAI's API as data: from the JSON of a request to requests to the engine, and from what comes of them to JSON.
 
 Read down: Event, what a step brings; errors; what a request asks for: Fields, Wishes, ServedModel, which reads a body;
-then how the answers of each kind look, whole and in chunks. What is HTTP is in http_server.py.
+then how the answers of each kind look, whole and in chunks. What is HTTP is in server/http_server.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
 /tokenize ...); Hugging Face's text-generation-inference (/generate, /generate_stream).

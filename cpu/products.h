@@ -16,7 +16,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "threads.h"
+#include "parallel.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_AMX

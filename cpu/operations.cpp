@@ -1,7 +1,7 @@
 // The CPU kernels: matrix products with bfloat16, float16, float32, int8 and int4 weights, norms, attention, all blocks
 // of a transformer as one operation, sampling, and Medusa heads.
 //
-// kernels_cpu.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
+// cpu/install.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
 // are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
 // Read this file last: it defines the operations, which check their arguments and divide the work among the threads.

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 
 from checkpoint import Writer, make_config
 from cli import UserError
-from linear import Packed, Quantization, pack_nibbles
+from formats import Packed, Quantization, pack_nibbles
 from model import Config, RopeScaling, yarn_attention_factor
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -33,7 +33,7 @@ EXACT_FORMATS = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}
 
 
 def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor]:
-    """Convert a matrix of type (kind) Q4_0, Q4_1 or Q8_0 to our int4 or int8 format (linear.py), with the same values.
+    """Convert a matrix of type (kind) Q4_0, Q4_1 or Q8_0 to our int4 or int8 format (formats.py), with the same values.
 
     blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 also a float16 minimum, and then the
     columns. In Q8_0 a column is a signed byte. In Q4_0 and Q4_1 the columns are 16 bytes: columns 0 to 15 in the low

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear import Int8Linear, pack_int8
+from formats import Int8Linear, pack_int8
 from model import Transformer
 from report import kv_bytes, synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
@@ -56,7 +56,7 @@ class DraftVocabulary(nn.Module):
 
 
 def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
-    """The layer with weights of linear.pack_int8 in groups of GROUPSIZE columns."""
+    """The layer with weights of formats.pack_int8 in groups of GROUPSIZE columns."""
     N, K = packed["weight"].shape
     with torch.device("meta"):
         layer = Int8Linear(K, N, False, GROUPSIZE)

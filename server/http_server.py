@@ -3,7 +3,7 @@
 Read down: `run_http`, which is called in the new process; connections and their limits; EngineClient, what this process
 knows of the engine; Call, a request that is running; the paths; streams; who may ask; errors.
 
-What requests and answers look like is in api.py. The libraries are Starlette and uvicorn.
+What requests and answers look like is in server/api.py. The libraries are Starlette and uvicorn.
 """
 
 import asyncio
@@ -27,8 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from api import MAX_BODY, ApiError, Ask, Event, OpenAIAnswer, ServedModel, TgiAnswer, Wishes, encode, parse_object
 from cli import open_closed_streams, print_status
+from server.api import (
+    MAX_BODY,
+    ApiError,
+    Ask,
+    Event,
+    OpenAIAnswer,
+    ServedModel,
+    TgiAnswer,
+    Wishes,
+    encode,
+    parse_object,
+)
 
 try:
     import h11
@@ -43,7 +54,7 @@ try:
     from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    from metrics import Metrics, Running
+    from server.metrics import Metrics, Running
 except ImportError as error:
     print(f"serve.py: error: {error.name} is not there: pip install -r requirements-serve.txt", file=sys.stderr)
     sys.exit(2)
@@ -436,9 +447,9 @@ def make_app(settings: Settings, client: EngineClient, address: str) -> Starlett
 
 def page_routes() -> list[Route]:
     """The page at /, under a policy that lets nothing run but the page's own script and nothing load from elsewhere;
-    no route where serve.html is not there."""
+    no route where page.html is not there."""
     try:
-        html = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
+        html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <vector>
 
-#include "threads.h"
+#include "parallel.h"
 
 namespace {
 

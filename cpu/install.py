@@ -1,4 +1,4 @@
-"""Builds and installs the C++ kernels of csrc/, for CPUs with AVX-512.
+"""Builds and installs the C++ kernels of cpu/, for CPUs with AVX-512.
 
 Read down: `install`, which makes a loaded model use the kernels; FusedBlocks, which runs all blocks as one operation;
 the packed layers; the packing of weights; the build, which happens at first use. kernels.py says what each operation
@@ -33,11 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import HugePages, Stopwatch, print_status, release_freed_memory
+from formats import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles, uses_only
-from linear import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
 from model import Block, Config, Embedding, Linear, Transformer
 
-SOURCES = Path(__file__).resolve().parent / "csrc"
+SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
@@ -194,7 +194,7 @@ PACKED_FOR_AMX = {Linear: PackedLinear, Embedding: PackedEmbedding}  # in bfloat
 
 # ---------------------------------------------------------------- packing
 #
-# csrc/products.h describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
+# cpu/products.h describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
 
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -264,7 +264,7 @@ def allow_amx() -> bool:
 
 
 def build(compiler: str) -> Path:
-    """Compile csrc/ to a cached library, and return its path. If several processes need it at once, one builds
+    """Compile the kernels to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from checkpoint import safetensors_header
 from cli import UserError, check_is_file
-from draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
-from linear import pack_int8
+from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
+from formats import pack_int8
 from model import Transformer
 from sampling import Sampling, sample
 from speculative import Batch, Proposal, full_width_choices
@@ -100,7 +100,7 @@ def fingerprint(model: Transformer) -> str:
 class HeadsFile(NamedTuple):
     """What a file of heads holds."""
 
-    # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as linear.pack_int8 packs them
+    # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as formats.pack_int8 packs them
     packed: dict[str, dict[str, Tensor]]
     vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then those that the model says most
     heads: int  # so many tokens were proposed in training

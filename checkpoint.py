@@ -1,25 +1,32 @@
 """Checkpoint directories: config.json, model.safetensors (in shards above 5 GB), the tokenizer's files.
 
-Read `read_config` and `read_model` for reading, `Writer` for writing. Only safetensors is ever written.
+Read down: Source, a model that can be read from any kind of files (a directory of ours here, others in sources/);
+`read_model`, which reads a Source into a Transformer; `Writer`, which writes a directory. Only safetensors is ever
+written.
 """
 
 import dataclasses
 import errno
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import HugePages, UserError, available_memory, print_status, progress_bar
-from formats import Quantization, matrices, swap
-from model import Config, RopeScaling, Transformer
+from cli import UserError, print_status, progress_bar
+from model import Config, KVCache, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -28,8 +35,115 @@ SHARD_BYTES = 5_000_000_000
 ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is assumed dead
 TARGET_CHECKS = 10  # a target that is not a checkpoint is looked at this often, 50 ms apart, before it is refused
 INDEX = "model.safetensors.index.json"
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # where converted and downloaded models are kept
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")  # suffixes; others may change meanwhile
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
+
+# ---------------------------------------------------------------- sources
+
+
+@dataclass
+class TokenizerFiles:
+    """What a Tokenizer and a ChatTemplate are made of. At most one of json, library and model is there; a model without
+    a tokenizer has none."""
+
+    path: Path  # where this was read, for messages
+    settings: dict | None  # the contents of our tokenizer_config.json
+    json: bytes | None = None  # of a tokenizer.json
+    library: Any = None  # the same as a tokenizers.Tokenizer
+    model: bytes | None = None  # of a tokenizer.model
+    template: str | None = None  # a chat template
+
+    def write(self, writer: "Writer"):
+        """Write the files of a checkpoint directory."""
+        if self.json is not None or self.library is not None:
+            data = self.library.to_str(pretty=True).encode() if self.json is None else self.json
+            (writer.path / "tokenizer.json").write_bytes(data)
+        if self.model is not None:
+            (writer.path / "tokenizer.model").write_bytes(self.model)
+        if self.template is not None:
+            (writer.path / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        if self.settings is not None:
+            writer.add_json("tokenizer_config.json", self.settings)
+
+
+@dataclass
+class Source:
+    """A model that can be read. `tensors` yields the name of each tensor of a Transformer(config), with the layers of
+    `quantization`, and a function that reads it, or a part of it (a tp.Slice)."""
+
+    path: Path
+    config: Config
+    quantization: Any  # a formats.Quantization, or None
+    tensors: Callable[[], Iterator[tuple[str, Callable[..., torch.Tensor]]]]
+    tokenizer_files: Callable[[], TokenizerFiles]
+    files: "FileStates"
+    name: str = ""  # of the model, for users
+
+    def __post_init__(self):
+        self.name = self.name or self.path.resolve().name.removesuffix(".gguf")
+
+
+class FileStates:
+    """The identities, sizes and times of some files, to notice that one was replaced or changed while it was read."""
+
+    def __init__(self, path: Path):
+        """path: a file, or a directory, of which the files of models count."""
+        self.path, self.found = path, self._look(path)
+
+    @staticmethod
+    def _look(path: Path) -> list[tuple]:
+        paths = [file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES] if path.is_dir() else [path]
+        stats = [(file.name, file.stat()) for file in paths if file.is_file()]
+        return [(name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats]
+
+    def check(self):
+        """Raise UserError if anything is different now."""
+        with suppress(OSError):
+            if self._look(self.path) == self.found:
+                return
+        raise UserError(f"{self.path} was changed while it was read; try again")
+
+    def sizes(self) -> list[tuple[str, int]]:
+        return [(name, size) for name, _, _, size, _ in self.found]
+
+
+def open_directory(directory: Path) -> Source:
+    """A checkpoint directory of ours as a Source."""
+    directory = Path(directory)
+    files = FileStates(directory)
+    config, quantization = read_config(directory), read_quantization(directory)
+
+    def tensors():
+        paths = checked_files(directory, empty_model(config, quantization).state_dict())
+        for name, path in paths.items():
+            yield name, partial(read_tensor, path, name)
+
+    return Source(directory, config, quantization, tensors, lambda: read_tokenizer_files(directory), files)
+
+
+def read_tokenizer_files(directory: Path, settings: dict | None = None) -> TokenizerFiles:
+    """settings: in the place of the directory's tokenizer_config.json, if it is not one of ours."""
+    directory, found = Path(directory), {}
+    if settings is None and (directory / "tokenizer_config.json").exists():
+        settings = read_json(directory / "tokenizer_config.json")
+    files = TokenizerFiles(directory, settings)
+    for name in TOKENIZER_FILES:
+        try:
+            if (directory / name).is_file():  # reading a device or a pipe might never end
+                found[name] = (directory / name).read_bytes()
+        except OSError as error:
+            raise UserError(f"{directory / name} cannot be read: {error}") from None
+    files.json = found.get("tokenizer.json")
+    files.model = found.get("tokenizer.model") if files.json is None else None
+    try:
+        files.template = found["chat_template.jinja"].decode() if "chat_template.jinja" in found else None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{directory / 'chat_template.jinja'} cannot be read: {error}") from None
+    return files
+
 
 # ---------------------------------------------------------------- reading
 
@@ -47,6 +161,11 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def converted_path(name: str, dtype: str) -> Path:
+    """The directory to which a source of this name is converted."""
+    return CHECKPOINTS / (name if dtype == "bfloat16" else f"{name}-{dtype}")
+
+
 def is_ours(directory: Path) -> bool:
     """Whether a directory's config.json is a fastpath checkpoint's."""
     return OUR_FIELD in read_json(Path(directory) / "config.json")
@@ -62,15 +181,19 @@ def read_config(directory: Path) -> Config:
     return make_config(path, **fields)
 
 
-def read_quantization(directory: Path) -> Quantization | None:
-    """How the weights of a checkpoint directory are quantized, or None."""
+def read_quantization(directory: Path):
+    """How the weights of a checkpoint directory are quantized: a formats.Quantization, or None."""
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
+    if fields is None:
+        return None
+    from formats import Quantization, matrices
+
     try:
-        quantization = None if fields is None else Quantization(**fields)
+        quantization = Quantization(**fields)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
-    if quantization is not None and quantization.exceptions:
+    if quantization.exceptions:
         names = [name for name, _ in matrices(empty_model(read_config(directory)))]
         if unknown := sorted(quantization.exceptions.keys() - set(names)):
             raise UserError(f"{path}: quantization exceptions name {unknown[0]}, which is no matrix of the model")
@@ -83,9 +206,7 @@ def make_config(path: Path, **fields) -> Config:
         if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
             scaling = dict(fields["rope_scaling"])
             fields["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling.get("factors", ()))})
-        if fields.get("sliding_layers") is not None:
-            fields["sliding_layers"] = tuple(fields["sliding_layers"])
-        return Config(**fields)
+        return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -141,13 +262,18 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: found[name] for name in weight_map}
 
 
-def empty_model(config: Config, quantization: Quantization | None = None) -> Transformer:
-    """The model on the meta device, with shapes and dtypes but without memory."""
+def empty_model(config: Config, quantization=None, shard=None) -> Transformer:
+    """The model, or a tp.Shard's part of it, on the meta device: with shapes and dtypes, but without memory."""
     with torch.device("meta"):
-        return swap(Transformer(config), quantization)
+        model = Transformer(config, shard)
+    if quantization is not None:
+        from formats import swap
+
+        swap(model, quantization.scheme)
+    return model
 
 
-def total_weight_bytes(config: Config, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
     """Bytes of all weights, if those that are not quantized have this dtype."""
     state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
     return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
@@ -176,35 +302,76 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     return files
 
 
-def read_model(directory: Path, device="cpu", dtype=torch.bfloat16, shard=None) -> Transformer:
-    """The checkpoint's model with its weights on device, without caches and kernels. UserError for NaN and infinity.
+def read_model(
+    source: Source | Path, device="cpu", dtype=torch.bfloat16, shard=None, memory=None, start=lambda model: None
+) -> Transformer:
+    """The model of a source, or of a checkpoint directory, with its weights on device, without caches and kernels.
+    UserError for NaN and infinity.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one tensor
-    is in memory. shard: a tp.Shard, of which only the part of one rank is read.
+    is in memory. shard: a tp.Shard, for which only the part of one rank is read. memory: cpu.memory.HugePages or None,
+    what makes the memory of the weights on a CPU. start: called with the empty model, it may return a function that is
+    called with the name of each layer when all its tensors have been read, such as cpu.install's, which packs it.
     """
-    directory = Path(directory)
-    quantization = read_quantization(directory)
-    model = empty_model(read_config(directory), quantization)
+    source = source if isinstance(source, Source) else open_directory(source)
+    config, quantization = source.config, source.quantization
+    model = empty_model(config, quantization)
     expected = model.state_dict()
-    files, weights = checked_files(directory, expected), {}
-    parts = dict.fromkeys(files) if shard is None else shard.cut(model)
-    total = total_weight_bytes(model.config, dtype, quantization) // (shard.ranks if shard else 1)
+    parts = dict.fromkeys(expected)
+    if shard is not None:
+        shard = shard.fit(model)
+        parts, model = shard.slices(model), empty_model(config, quantization, shard)
+    finish = start(model)
+    missing = Counter(map(layer_of, expected))
+    total = total_weight_bytes(config, dtype, quantization) // (shard.ranks if shard else 1)
     # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
-    memory = HugePages(total) if torch.device(device).type == "cpu" and quantization is None else None
-    with progress_bar(total, f"loading {directory.name}", "B", delay=2) as bar:
-        for name, part in parts.items():
+    memory = None if memory is None or quantization is not None else memory(total)
+    with progress_bar(total, f"loading {source.name}", "B", delay=2) as bar:
+        for name, read in source.tensors():
             new_dtype = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
             copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(new_dtype))  # noqa: B023
-            weights[name] = tensor = read_tensor(files[name], name, part, copy).to(device=device, dtype=new_dtype)
+            tensor = read(parts[name], copy).to(device=device, dtype=new_dtype)
             # aminmax makes no copy, and its results are NaN if any element is NaN.
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 dtype_name = str(new_dtype).removeprefix("torch.")
-                raise UserError(f"{files[name]}: {name} holds NaN or infinity in {dtype_name}")
+                raise UserError(f"{source.path}: {name} holds NaN or infinity in {dtype_name}")
+            module, _, kind = name.rpartition(".")
+            model.get_submodule(module).load_state_dict({kind: tensor}, strict=False, assign=True)
             bar.update(tensor.nbytes)
-    model.load_state_dict(weights, assign=True)
-    if shard is not None:
-        shard.connect(model)
+            del tensor
+            missing[layer_of(name)] -= 1
+            if finish is not None and not missing[layer_of(name)]:
+                finish(layer_of(name))
+    source.files.check()
     return model.eval()
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to. The pieces of a formats.StackedLinear have numbers as names."""
+    module = name.rpartition(".")[0]
+    return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
+
+
+def available_memory(device) -> int:
+    """Bytes that can still be allocated on a device, without swap. On Linux, the limit of the cgroup is respected."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the page cache, which is freed when needed
+        return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
+    except (OSError, ValueError, KeyError):
+        return free
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
@@ -214,7 +381,7 @@ def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, 
     this device.
     """
     weights = total_weight_bytes(config, dtype, quantization) * portion
-    caches = 2 * config.n_layer * cache_tokens * config.n_kv_head * config.head_dim * dtype.itemsize * portion
+    caches = config.n_layer * KVCache.nbytes(config, cache_tokens, dtype) * portion
     free = available_memory(device)
     if weights + caches > free:
         raise UserError(
@@ -312,7 +479,7 @@ class Writer:
     def add_json(self, name: str, value: dict):
         (self.path / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def add_config(self, config: Config, quantization: Quantization | None = None):
+    def add_config(self, config: Config, quantization=None):
         fields = None if quantization is None else dataclasses.asdict(quantization)
         self.add_json("config.json", dataclasses.asdict(config) | {"quantization": fields})
 
@@ -366,13 +533,6 @@ class Writer:
                 if self.old.exists() and not self.target.exists():  # interrupted between the two renames
                     self.old.rename(self.target)
             shutil.rmtree(self.old, ignore_errors=True)
-
-
-def copy_tokenizer(source: Path, writer: Writer):
-    """Copy a directory's tokenizer files as they are."""
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, writer.path / name)
 
 
 def print_written(directory: Path):

@@ -1,14 +1,11 @@
-"""What all commands of this project share: one-line errors, options, messages, and memory.
+"""What all commands of this project share: one-line errors, options, and messages.
 
 Read `run_command` first: it runs a command's main() and turns exceptions into exit codes. This file knows nothing of
 models, and every other file may import it.
 """
 
 import argparse
-import ctypes
-import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -182,106 +179,3 @@ class Stopwatch:
             sys.stderr.write("\r\033[K")
         if kind is None:
             print_status(f"{self.what}: {self.seconds:.1f} s")
-
-
-# ---------------------------------------------------------------- memory
-
-
-def available_memory(device) -> int:
-    """Bytes that can still be allocated on a device, without swap. On Linux, the limit of the cgroup is respected."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the page cache, which is freed when needed
-        return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
-    except (OSError, ValueError, KeyError):
-        return free
-
-
-def peak_memory(device) -> int:
-    """The most bytes in use so far: by the whole process on CPU, by torch's allocations on other devices."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    try:  # getrusage may report the parent's memory, from the moment before it started this process
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def keep_freed_memory():
-    """Have the C library keep up to 1 GB of freed memory for the next tensors.
-
-    glibc returns large blocks to the system as soon as they are freed, and the system then clears new pages for every
-    tensor. Clearing them took half the time of a prefill on CPU. Other C libraries do not have or need this call.
-    """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-
-
-def release_freed_memory():
-    """Have the C library return all freed memory to the system, even between blocks that are in use."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class HugePages:
-    """One block of CPU memory for many tensors, in huge pages of 2 MiB where Linux allows it (madvise).
-
-    The TLB of a processor caches the addresses of a few thousand pages. A decode step reads all weights: with the usual
-    pages of 4 KiB, it misses the TLB for every row or two of a matrix, which costs up to a quarter of the time.
-    """
-
-    PAGE = 1 << 21  # bytes
-
-    def __init__(self, nbytes: int):
-        import torch
-
-        memory = torch.empty(nbytes + 2 * self.PAGE, dtype=torch.uint8)  # takes no memory until it is written to
-        self.used = -memory.data_ptr() % self.PAGE
-        MADV_HUGEPAGE = 14
-        with suppress(OSError, AttributeError):
-            madvise = ctypes.CDLL(None).madvise
-            madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-            madvise(memory.data_ptr() + self.used, nbytes // self.PAGE * self.PAGE, MADV_HUGEPAGE)
-        # Through numpy, each tensor gets a torch storage of its own. torch.compile copies inputs that share a storage.
-        self.memory = memory.numpy()
-
-    def empty(self, shape, dtype):
-        """An uninitialized tensor in this block, or outside it if the block is full."""
-        import torch
-
-        start = -(-self.used // 64) * 64  # bytes, the width of a vector register
-        end = start + math.prod(shape) * dtype.itemsize
-        if end > self.memory.nbytes:
-            return torch.empty(shape, dtype=dtype)
-        self.used = end
-        return torch.from_numpy(self.memory[start:end]).view(dtype).view(shape)
-
-    def zeros(self, shape, dtype):
-        return self.empty(shape, dtype).zero_()
-
-    def copy(self, tensor):
-        """A copy of a tensor."""
-        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -20,7 +20,6 @@ from torch import Tensor
 from cli import UserError, first_line
 from kernels import MAX_DECODE_TOKENS
 from model import Config, Transformer
-from report import Timing, kv_bytes
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
 PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
@@ -84,7 +83,32 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
     """Sample a token for each row from logits (B,V), for position (B,). All ranks use rank 0's tokens."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
     ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted (B,0)
-    return ids if model.split is None else model.split.broadcast(ids), logprobs, logits
+    return ids if model.shard is None else model.shard.broadcast(ids), logprobs, logits
+
+
+@dataclass
+class Timing:
+    """Seconds and counts, summed over steps."""
+
+    first_token_s: float | None = None  # seconds of the first prefill
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    kv_bytes: int = 0  # keys and values read by decode steps
+    draft_bytes: float = 0.0  # weights of a draft model read by decode steps
+
+    def add_prefill(self, seconds: float, tokens: int):
+        self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
+        self.prefill_s += seconds
+        self.prefill_tokens += tokens
+
+    def add_step(self, seconds: float, tokens: int, kv_bytes: int):
+        self.decode_s += seconds
+        self.decode_tokens += tokens
+        self.decode_steps += 1
+        self.kv_bytes += kv_bytes
 
 
 @dataclass
@@ -130,7 +154,7 @@ class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
     chunk_tokens: how many prompt tokens are read between two decode steps (always_chunk: in any step). speculation: a
-    Speculation or None. ranks: a tp.Ranks if the model is split: rank 0 calls `step`, the others call `follow`.
+    Speculation or None. ranks: a ranks.Ranks if the model is split: rank 0 calls `step`, the others call `follow`.
     """
 
     def __init__(
@@ -139,7 +163,8 @@ class Engine:
         model.setup_caches(max_batch_size, max_seq_length)
         self.model, self.length, self.chunk_tokens, self.always_chunk = model, max_seq_length, chunk_tokens, False
         self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
-        self.rows, self.waiting, self.timing = [Row(index) for index in range(max_batch_size)], deque(), Timing()
+        self.rows, self.waiting = [Row(index) for index in range(max_batch_size)], deque()
+        self.timing, self.threads = Timing(), model.backend.make_threads()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
         self.finished, self.cancelled, self.released = [], [], []  # requests, requests and rows, since the last step
         if speculation is not None:
@@ -234,18 +259,18 @@ class Engine:
 
     def _run(self, plan: Plan):
         if plan.chunk:  # fixed, because the results of torch's own products may depend on the number of threads
-            with self.timing.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.chunk_invariant):
+            with self.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.backend.chunk_invariant):
                 self._read(plan.chunk)
         if plan.decoding:
             self._decode([self.rows[index] for index in plan.decoding])
 
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
-        A prompt's keys and values must not depend on how it was split into chunks. If the model is not chunk_invariant,
-        short passes would round differently, so they are padded."""
+        A prompt's keys and values must not depend on how it was split into chunks. Where short passes would round
+        differently (the backend is not chunk_invariant), they are padded."""
         start, model, rows = time.perf_counter(), self.model, [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
-        width = max(map(len, parts)) if model.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
+        width = max(map(len, parts)) if model.backend.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
         tokens, input_pos = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
         for i, (row, part) in enumerate(zip(rows, parts)):
             tokens[i, : len(part)] = torch.tensor(part)
@@ -283,7 +308,7 @@ class Engine:
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         if self.speculation is None:
-            with self.timing.threads.of("decode", len(rows), fixed=not self.model.max_kernel_tokens):
+            with self.threads.of("decode", len(rows), fixed=not self.model.backend.thread_invariant):
                 ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
         else:
@@ -291,7 +316,7 @@ class Engine:
         for row, tokens in zip(rows, new_tokens):
             row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start
-        kv = kv_bytes(self.model, [len(row.tokens) for row in rows])
+        kv = self.model.kv_bytes([len(row.tokens) for row in rows])
         count = self._accept(rows, new_tokens, logprobs, logits)
         self.timing.add_step(time.perf_counter() - start, count, kv)
 

@@ -1,61 +1,217 @@
-"""The quantized formats: how weights are packed into 8 and 4 bits, and the layers that hold packed weights.
+"""The quantized formats: how weights are stored in few bits, and the layers that hold such weights.
 
-Read down: Quantization (a checkpoint's settings), the two formats (`pack`), the quantized layers, and `swap`, which
-puts these layers into a model. Knows nothing of files.
+Read down: what a format consists of; the encoders; the table FORMATS; Quantization, which says how each matrix of a
+checkpoint is stored; the layers; `swap`, which puts these layers into a model. Knows nothing of files.
 
 A weight matrix (N,K) has N rows (outputs) and K columns (inputs). Each row is divided into G groups of `groupsize`
-columns; the last group may be shorter.
-  int8  symmetric:  w = q * scale,        q -127..127;  weight int8 (N,K), scales float16 (N,G)
-  int4  asymmetric: w = q * scale + min,  q 0..15;      packed uint8 (N,ceil(K/2)), the low nibble the even column;
-                                                        scales, mins float16 (N,G)
-This is the layout on disk, the same for every device. A groupsize of 0 means one group per row (per channel).
+columns; the last group may be shorter, and a groupsize of 0 means one group per row (per channel). A weight is
+    level * scale + min,  or  table[level] * scale
+Each weight has its own level, an integer of few bits; its group shares the scale and, in some formats, the min. Each of
+these parts is a tensor, the same in files for every device: the kernels of a device pack them again at load.
 """
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import linear_int4, linear_int8, unpack_int4, unpack_int8
-from model import Embedding, Linear, Transformer
+from cli import print_status
+from model import Config, Embedding, Linear, Transformer
 
-MODES = ("int8", "int4", "int4-gptq")
-FORMATS = ("int8", "int4", "none")
-GROUPSIZES = (0, 32, 64, 128)
 PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
+UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
+
+# ---------------------------------------------------------------- what a format consists of
+
+
+class Part(NamedTuple):
+    """A part of a packed matrix (N,K): a tensor of `count` elements for each `columns` columns of each row."""
+
+    name: str
+    dtype: torch.dtype
+    columns: int  # 0: those of a group
+    count: int = 1
+
+    def width(self, K: int, groupsize: int) -> int:
+        """The elements of a row."""
+        return -(-K // (self.columns or groupsize)) * self.count
+
+
+SCALES, MINS = Part("scales", torch.float16, 0), Part("mins", torch.float16, 0)
+
+
+class Decoded(NamedTuple):
+    """What rows of packed weights consist of. A weight is level * scale + min."""
+
+    levels: Tensor  # (...,K)
+    scales: Tensor  # (...,G)
+    mins: Tensor | None  # (...,G)
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """How a checkpoint is quantized: `mode` is for the linear layers, `head` for the embedding and the output head."""
+class Format:
+    """A row of FORMATS. `decode` gets the parts (...,n) of some rows by name, and K.
 
-    mode: str
-    groupsize: int
-    head: str
-    exceptions: dict[str, str] = field(default_factory=dict)  # module name to format, for mixed GGUF files
+    `quantize` makes the parts of a matrix w (N,K) for a groupsize, and raises ValueError if w is not finite. It is None
+    for formats that are only read.
+    """
 
-    def __post_init__(self):
-        for name, known in (("mode", MODES), ("groupsize", GROUPSIZES), ("head", FORMATS)):
-            if getattr(self, name) not in known or type(getattr(self, name)) is not type(known[0]):
-                raise ValueError(f"quantization {name} must be one of {known}, not {getattr(self, name)!r}")
-        if not isinstance(self.exceptions, dict) or not set(self.exceptions.values()) <= set(FORMATS):
-            raise ValueError(f"quantization exceptions must name formats of {FORMATS}, not {self.exceptions!r}")
+    bits: int  # of a level
+    parts: tuple[Part, ...]
+    decode: Callable[[dict[str, Tensor], int], Decoded]
+    quantize: Callable[[Tensor, int], dict[str, Tensor]] | None = None
+    groupsizes: tuple[int, ...] = (0, 32, 64, 128)
+    group: int = 0  # columns that share a scale in Decoded, if this is not the groupsize
+    halves_at: tuple[int, ...] = ()  # the bytes of a block at which float16 numbers begin
 
-    def format(self, name: str) -> str:
-        """The format of the module with this name: "int8", "int4" or "none"."""
-        default = self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
-        return self.exceptions.get(name, default)
+    def unpack(self, parts: dict[str, Tensor], groupsize: int, K: int) -> Tensor:
+        """The weights (...,K) float32 of rows of the parts (...,n). This is the specification of the format.
+
+        groupsize: columns that share a scale; K if a row is one group.
+        """
+        levels, scales, mins = self.decode(parts, K)
+        size = self.group or groupsize
+        w = levels.float() * repeat_groups(scales, size, K)
+        return w if mins is None else w + repeat_groups(mins, size, K)
+
+    def is_finite(self, parts: dict[str, Tensor]) -> bool:
+        """Whether all scales and mins are finite numbers."""
+        if not self.halves_at:
+            return all(torch.isfinite(part).all() for part in parts.values() if part.is_floating_point())
+        blocks = parts["blocks"].unflatten(-1, (-1, self.parts[0].count))
+        return not any(((blocks[..., at + 1] & 0x7C) == 0x7C).any() for at in self.halves_at)  # the exponent's bits
 
 
-class Packed(NamedTuple):
-    """A quantized matrix: its unpacked shape, and the packed tensors by name."""
+def repeat_groups(x: Tensor, groupsize: int, K: int) -> Tensor:
+    """Repeats each group's value for its columns: (...,G) -> (...,K) float32. The last group may be shorter."""
+    if K % groupsize == 0:
+        return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
+    # An index, because torch 2.13 compiles `expand` and a slice to reads beyond the end.
+    return x.float()[..., torch.arange(K, device=x.device) // groupsize]
 
-    shape: torch.Size
-    parts: dict[str, Tensor]
+
+# ---------------------------------------------------------------- our own formats: levels, scales and mins are tensors
 
 
-# ---------------------------------------------------------------- the formats
+def unpack_nibbles(packed: Tensor, K: int) -> Tensor:
+    """uint8 (...,ceil(K/2)) -> uint8 (...,K) in 0..15; the low nibble holds the even column."""
+    q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return q if q.shape[-1] == K else q[..., :K]
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """Pack uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble holds the even column."""
+    q = F.pad(q, (0, q.shape[1] % 2))
+    return q[:, 0::2] | q[:, 1::2] << 4
+
+
+def decode_int8(parts: dict[str, Tensor], K: int) -> Decoded:
+    return Decoded(parts["weight"], parts["scales"], None)  # levels -128..127
+
+
+def decode_int4(parts: dict[str, Tensor], K: int) -> Decoded:
+    return Decoded(unpack_nibbles(parts["packed"], K), parts["scales"], parts["mins"])  # levels 0..15
+
+
+# ---------------------------------------------------------------- the formats of GGUF files
+#
+# They have one part, the blocks of the file as they are: uint8 (N, K / columns * bytes). Each block begins or ends with
+# float16 numbers. These functions get blocks (...,bytes) and return levels, scales and mins of each block. The layouts
+# are those of ggml-common.h of llama.cpp. The products are exact in float32, so the weights are those of the gguf
+# package, to the bit.
+
+
+def block_format(
+    bits: int,
+    block: tuple[int, int],
+    decode: Callable,
+    group: int = 32,
+    halves_at=(0,),
+    quantize: Callable | None = None,
+) -> Format:
+    """block: how many columns it has, and how many bytes. decode: from blocks (...,bytes) to levels (...,columns),
+    scales and mins, or None. The other arguments are fields of Format."""
+    columns, nbytes = block
+
+    def decode_rows(parts: dict[str, Tensor], K: int) -> Decoded:
+        levels, *groups = decode(parts["blocks"].unflatten(-1, (-1, nbytes)))
+        scales, mins = (x if x is None else x.flatten(-2)[..., : -(-K // group)] for x in groups)
+        return Decoded(levels.flatten(-2)[..., :K], scales, mins)
+
+    part = Part("blocks", torch.uint8, columns, nbytes)
+    return Format(bits, (part,), decode_rows, quantize, (columns,), group, halves_at)
+
+
+def halves(blocks: Tensor, at: int) -> Tensor:
+    """The float16 number that begins at byte `at` of each block (...,bytes), as (...,1)."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def nibbles(x: Tensor) -> Tensor:
+    """Bytes (...,n) -> (...,2n): first all low nibbles, then all high nibbles."""
+    return torch.cat([x & 15, x >> 4], -1)
+
+
+def bits(x: Tensor, count: int, width: int) -> Tensor:
+    """Numbers of `width` bits from bytes (...,n), `count` from each, beginning with the lowest bits: (...,count,n)."""
+    shifts = torch.arange(0, count * width, width, dtype=torch.uint8, device=x.device)
+    return x[..., None, :] >> shifts[:, None] & (1 << width) - 1
+
+
+def decode_q4_0(blocks: Tensor):
+    return nibbles(blocks[..., 2:]).to(torch.int8) - 8, halves(blocks, 0), None
+
+
+def decode_q4_1(blocks: Tensor):
+    return nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2)
+
+
+def five_bits(fifth: Tensor, low: Tensor) -> Tensor:
+    """The fifth bits of 32 columns, as the bits of 4 bytes (...,4), and the nibbles (...,16) -> levels (...,32)."""
+    return nibbles(low) | bits(fifth, 8, 1).transpose(-1, -2).flatten(-2) << 4
+
+
+def decode_q5_0(blocks: Tensor):
+    return five_bits(blocks[..., 2:6], blocks[..., 6:]).to(torch.int8) - 16, halves(blocks, 0), None
+
+
+def decode_q5_1(blocks: Tensor):
+    return five_bits(blocks[..., 4:8], blocks[..., 8:]), halves(blocks, 0), halves(blocks, 2)
+
+
+def decode_q8_0(blocks: Tensor):
+    return blocks[..., 2:].contiguous().view(torch.int8), halves(blocks, 0), None
+
+
+def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and mins (...,8) of Q4_K and Q5_K: numbers of 6 bits in bytes 4 to 15, in units of two float16 numbers."""
+    a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([a & 63, c & 15 | a >> 6 << 4], -1)
+    mins = torch.cat([b & 63, c >> 4 | b >> 6 << 4], -1)
+    return halves(blocks, 0).float() * scales, -halves(blocks, 2).float() * mins
+
+
+def decode_q4_k(blocks: Tensor):
+    return nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2), *six_bit_scales(blocks)
+
+
+def decode_q5_k(blocks: Tensor):
+    low = nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    return low | bits(blocks[..., 16:48], 8, 1).flatten(-2) << 4, *six_bit_scales(blocks)
+
+
+def decode_q6_k(blocks: Tensor):
+    low = nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    high = bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 4, 2).flatten(-3)
+    scales = halves(blocks, 208).float() * blocks[..., 192:208].contiguous().view(torch.int8)
+    return (low | high << 4).to(torch.int8) - 32, scales, None
+
+
+# ---------------------------------------------------------------- the encoders
 
 
 def split_groups(w: Tensor, groupsize: int) -> Tensor:
@@ -81,14 +237,18 @@ def check_finite(w: Tensor, *stored: Tensor):
         raise ValueError("holds weights too large for float16 scales")
 
 
-def pack_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) to {"weight" int8 (N,K), "scales" float16 (N,G)}; raises ValueError if w is not finite."""
+def nearest_levels(distance: Tensor, scales: Tensor, low: int, high: int, K: int) -> Tensor:
+    """The levels (N,K) in low..high nearest to `distance` (N,G,groupsize), in steps of scales (N,G)."""
+    steps = scales.float()[:, :, None]
+    return torch.where(steps > 0, distance / steps, 0).round_().clamp_(low, high).flatten(1)[:, :K]
+
+
+def quantize_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """Symmetric: levels -127..127 reach from the largest weight of a group to its negative."""
     g = split_groups(w, groupsize)
     scales = round_up_to_half(g.abs().amax(2) / 127)
     check_finite(w, scales)
-    steps = scales.float()[:, :, None]
-    q = torch.where(steps > 0, g / steps, 0).round_().clamp_(-127, 127).to(torch.int8)
-    return {"weight": q.flatten(1)[:, : w.shape[1]].contiguous(), "scales": scales}
+    return {"weight": nearest_levels(g, scales, -127, 127, w.shape[1]).to(torch.int8).contiguous(), "scales": scales}
 
 
 def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
@@ -100,83 +260,240 @@ def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
     return scales, mins
 
 
-def pack_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) to the nearest levels: {"packed", "scales", "mins"}; raises ValueError if w is not finite."""
+def quantize_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """Asymmetric: levels 0..15 reach from the smallest to the largest weight of a group."""
     scales, mins = int4_grid(w, groupsize)
-    steps = scales.float()[:, :, None]
-    q = torch.where(steps > 0, (split_groups(w, groupsize) - mins.float()[:, :, None]) / steps, 0)
-    q = q.round_().clamp_(0, 15).to(torch.uint8).flatten(1)[:, : w.shape[1]]
-    return {"packed": pack_nibbles(q), "scales": scales, "mins": mins}
+    distance = split_groups(w, groupsize) - mins.float()[:, :, None]
+    levels = nearest_levels(distance, scales, 0, 15, w.shape[1]).to(torch.uint8)
+    return {"packed": pack_nibbles(levels), "scales": scales, "mins": mins}
 
 
-def pack_nibbles(q: Tensor) -> Tensor:
-    """Pack uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble holds the even column."""
-    q = torch.nn.functional.pad(q, (0, q.shape[1] % 2))
-    return q[:, 0::2] | q[:, 1::2] << 4
+# ---------------------------------------------------------------- the table
 
-
-PACK = {"int8": pack_int8, "int4": pack_int4}
+FORMATS = {
+    "int8": Format(8, (Part("weight", torch.int8, 1), SCALES), decode_int8, quantize_int8),
+    "int4": Format(4, (Part("packed", torch.uint8, 2), SCALES, MINS), decode_int4, quantize_int4),
+    "q4_0": block_format(4, (32, 18), decode_q4_0),
+    "q4_1": block_format(4, (32, 20), decode_q4_1, halves_at=(0, 2)),
+    "q5_0": block_format(5, (32, 22), decode_q5_0),
+    "q5_1": block_format(5, (32, 24), decode_q5_1, halves_at=(0, 2)),
+    "q8_0": block_format(8, (32, 34), decode_q8_0),
+    "q4_k": block_format(4, (256, 144), decode_q4_k, halves_at=(0, 2)),
+    "q5_k": block_format(5, (256, 176), decode_q5_k, halves_at=(0, 2)),
+    "q6_k": block_format(6, (256, 210), decode_q6_k, group=16, halves_at=(208,)),
+}
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) with pack_int8 or pack_int4, in blocks of rows to need little memory besides w."""
-    parts = [PACK[format](rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
+    """Quantize w (N,K) to the parts of a format, in blocks of rows to need little memory besides w."""
+    parts = [FORMATS[format].quantize(rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class Scheme(NamedTuple):
+    """How one matrix is stored: the name of its format, and the columns that share a scale (0: a whole row)."""
+
+    format: str
+    groupsize: int
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the matrices of a checkpoint are stored: as `mode` and `groupsize` say in the blocks, as `head` says in the
+    embedding and the output head, and otherwise for the modules of `exceptions`.
+
+    mode is a format, or "int4-gptq": int4, made with GPTQ. head and exceptions are formats with the same groupsize, or
+    with one of their own ("int4-g64"), or "none" for matrices that are not quantized. If q, k and v, or gate and up,
+    have different formats, the exception for the module that holds them names them all ("q4_k+q4_k+q6_k").
+    """
+
+    mode: str
+    groupsize: int
+    head: str
+    exceptions: dict[str, str] = field(default_factory=dict)  # module name -> format
+
+    def __post_init__(self):
+        modes = (*FORMATS, "int4-gptq")
+        if self.mode not in modes:
+            raise ValueError(f"quantization mode must be one of {modes}, not {self.mode!r}")
+        if not isinstance(self.exceptions, dict):
+            raise ValueError(f"quantization exceptions must name formats of modules, not {self.exceptions!r}")
+        known = (*FORMATS, "none")
+        texts = {"mode": self.mode.removesuffix("-gptq"), "head": self.head, **self.exceptions}
+        for name, text in texts.items():
+            pieces = text.split("+") if isinstance(text, str) else [text]
+            for piece in pieces if name not in ("mode", "head") else [text]:
+                known_text = rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?"
+                if not isinstance(piece, str) or not re.fullmatch(known_text, piece):
+                    raise ValueError(f"quantization {name} must be one of {known}, not {piece!r}")
+                scheme = self._parse(piece)
+                sizes = FORMATS[scheme.format].groupsizes if scheme else (self.groupsize,)
+                if scheme and (type(scheme.groupsize) is not int or scheme.groupsize not in sizes):
+                    of = f"groupsize of {name} ({scheme.format}) must be one of {sizes}"
+                    raise ValueError(f"quantization {of}, not {scheme.groupsize!r}")
+
+    def _parse(self, text: str) -> Scheme | None:
+        name, _, size = text.partition("-g")
+        if name == "none":
+            return None
+        sizes = FORMATS[name].groupsizes
+        usual = sizes[0] if len(sizes) == 1 and name != self.mode else self.groupsize  # in the head, the only one
+        return Scheme(name, int(size) if size else usual)
+
+    @property
+    def bits(self) -> int:
+        """Of a level in the blocks."""
+        return FORMATS[self.mode.removesuffix("-gptq")].bits
+
+    def usual(self, name: str) -> str:
+        """The format of the module with this name, if it is no exception."""
+        return self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
+
+    def scheme(self, name: str) -> Scheme | list[Scheme | None] | None:
+        """How the module with this name is stored; None if it is not quantized, a list if its pieces differ."""
+        pieces = [self._parse(text) for text in self.exceptions.get(name, self.usual(name)).split("+")]
+        return pieces if len(pieces) > 1 else pieces[0]
+
+
+class Packed(NamedTuple):
+    """A quantized matrix: its unpacked shape, and its parts by name."""
+
+    shape: torch.Size
+    parts: dict[str, Tensor]
 
 
 # ---------------------------------------------------------------- the layers
 
 
-class Int8Linear(nn.Module):
-    """y = x W^T + bias, where W is unpack_int8(weight, scales)."""
+class QuantizedLinear(nn.Module):
+    """y = x W^T + bias. The parts of W are buffers."""
 
-    def __init__(self, K: int, N: int, bias: bool, groupsize: int):
+    def __init__(self, K: int, N: int, bias: bool, scheme: Scheme):
         super().__init__()
-        self.in_features, self.out_features, self.groupsize = K, N, groupsize or K
-        self.register_buffer("weight", torch.empty(N, K, dtype=torch.int8))
-        self.register_buffer("scales", torch.empty(N, -(-K // self.groupsize), dtype=torch.float16))
+        self.in_features, self.out_features, self.scheme = K, N, scheme
+        self.format, self.groupsize = FORMATS[scheme.format], scheme.groupsize or K
+        self.stored_as = scheme.format  # for report.py, as in the packed layers of the kernels
+        for part in self.format.parts:
+            self.register_buffer(part.name, torch.empty(N, part.width(K, self.groupsize), dtype=part.dtype))
         self.register_buffer("bias", torch.empty(N) if bias else None)
 
-    def forward(self, x: Tensor):
-        return linear_int8(x, self.weight, self.scales, self.groupsize, self.bias)
+    def parts(self, rows=slice(None)) -> dict[str, Tensor]:
+        """The parts by name, of these rows."""
+        return {part.name: getattr(self, part.name)[rows] for part in self.format.parts}
 
-
-class Int4Linear(nn.Module):
-    """y = x W^T + bias, where W is unpack_int4(packed, scales, mins)."""
-
-    def __init__(self, K: int, N: int, bias: bool, groupsize: int):
-        super().__init__()
-        self.in_features, self.out_features, self.groupsize = K, N, groupsize or K
-        self.register_buffer("packed", torch.empty(N, -(-K // 2), dtype=torch.uint8))
-        for name in ("scales", "mins"):
-            self.register_buffer(name, torch.empty(N, -(-K // self.groupsize), dtype=torch.float16))
-        self.register_buffer("bias", torch.empty(N) if bias else None)
+    def weights(self, rows=slice(None)) -> Tensor:
+        """These rows of W, (...,K) float32."""
+        return self.format.unpack(self.parts(rows), self.groupsize, self.in_features)
 
     def forward(self, x: Tensor):
-        return linear_int4(x, self.packed, self.scales, self.mins, self.groupsize, self.bias)
+        """The reference: unpacks W in blocks of rows, so that W is never in memory whole. A compiled graph fuses the
+        unpacking with the product, without blocks."""
+        N = self.out_features
+        step = N if torch.compiler.is_compiling() else max(1, UNPACK_BLOCK // self.in_features)
+        starts = range(0, N, step)
+        y = torch.cat([F.linear(x, self.weights(slice(i, i + step)).to(x.dtype)) for i in starts], dim=-1)
+        return y if self.bias is None else y + self.bias
 
 
-class Int8Embedding(Int8Linear):
-    """An 8-bit embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
+class QuantizedEmbedding(QuantizedLinear):
+    """An embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
 
-    logits = Int8Linear.forward
-
-    def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
-        return unpack_int8(self.weight[tokens], self.scales[tokens], self.groupsize)
-
-
-class Int4Embedding(Int4Linear):
-    """A 4-bit embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
-
-    logits = Int4Linear.forward
+    logits = QuantizedLinear.forward
 
     def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32
-        rows = self.packed[tokens], self.scales[tokens], self.mins[tokens]
-        return unpack_int4(*rows, self.groupsize, self.in_features)
+        return self.weights(tokens)
 
 
-LINEAR = {"int8": Int8Linear, "int4": Int4Linear}
-EMBEDDING = {"int8": Int8Embedding, "int4": Int4Embedding}
+class StackedLinear(nn.ModuleList):
+    """A linear layer whose outputs are those of several layers without bias, one after the other: q, k and v, or gate
+    and up, in different formats."""
+
+    def __init__(self, pieces: Iterable[nn.Module], bias: Tensor | None):
+        super().__init__(pieces)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor):
+        y = torch.cat([piece(x) for piece in self], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def piece_rows(config: Config, name: str) -> list[int]:
+    """How many rows of a module's matrix belong to each of the matrices that it consists of."""
+    H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim
+    pieces = {"qkv": [H * E, K * E, K * E], "gate_up": [F, F]}
+    return pieces.get(name.rpartition(".")[2], [])
+
+
+def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> StackedLinear:
+    """An empty StackedLinear in the place of a Linear, with pieces of so many rows."""
+    if len(schemes) != len(rows):
+        raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
+    K = plain.weight.shape[1]
+    pieces = [
+        QuantizedLinear(K, N, False, scheme) if scheme else Linear(K, N, False) for N, scheme in zip(rows, schemes)
+    ]
+    return StackedLinear(pieces, None if plain.bias is None else torch.empty(plain.bias.shape))
+
+
+def make_layer(plain: nn.Module, scheme: Scheme) -> QuantizedLinear:
+    """An empty quantized layer for the matrix of another one, in the place of a Linear or an Embedding."""
+    kind = QuantizedEmbedding if hasattr(plain, "logits") else QuantizedLinear
+    N, K = (plain.out_features, plain.in_features) if isinstance(plain, QuantizedLinear) else plain.weight.shape
+    return kind(K, N, getattr(plain, "bias", None) is not None, scheme)
+
+
+# Formats of which int4 or int8 can hold the same values, with the level that stands for 0.
+TWINS = {"q4_0": ("int4", -8), "q4_1": ("int4", 0), "q8_0": ("int8", 0)}
+
+
+def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels"):
+    """Replace the quantized layers whose formats are not `known` to a device: by int4 or int8 where these are known and
+    can hold the same values, else by layers in bfloat16, or in the dtype of the model's norms. Says what that costs."""
+    extra, names = 0, set()
+    for name, layer in list(model.named_modules()):
+        pieces = list(layer) if isinstance(layer, StackedLinear) else [layer]
+        foreign = [p for p in pieces if isinstance(p, QuantizedLinear) and p.scheme.format not in known]
+        in_stack = isinstance(model.get_submodule(name.rpartition(".")[0]), StackedLinear)
+        if not foreign or in_stack:
+            continue
+        if len(pieces) == 1 and TWINS.get(layer.scheme.format, "none")[0] in known:
+            model.set_submodule(name, twin(layer))
+            continue
+        dense = dense_layer(layer, model.norm.weight.dtype if hasattr(model, "norm") else torch.bfloat16)
+        extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
+        names |= {piece.scheme.format for piece in foreign}
+        model.set_submodule(name, dense)
+    if names:
+        print_status(f"{why} for {', '.join(sorted(names))}: unpacked, which takes {extra / 1e6:.1f} MB more")
+
+
+def twin(layer: QuantizedLinear) -> QuantizedLinear:
+    """The same weights in int4 or int8."""
+    format, zero = TWINS[layer.scheme.format]
+    made = make_layer(layer, Scheme(format, layer.groupsize))
+    levels, scales, mins = layer.format.decode(layer.parts(), layer.in_features)
+    if format == "int8":
+        made.weight, made.scales = levels, scales
+    else:
+        made.packed = pack_nibbles((levels - zero).to(torch.uint8))
+        made.scales, made.mins = scales, scales * zero if mins is None else mins
+    made.bias = layer.bias
+    return made
+
+
+def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> nn.Module:
+    """The Linear or Embedding with the weights of a quantized layer, in dtype."""
+    pieces = layer if isinstance(layer, StackedLinear) else [layer]
+    weights = [piece.weights() if isinstance(piece, QuantizedLinear) else piece.weight for piece in pieces]
+    weight = torch.cat([w.to(dtype) for w in weights])
+    with torch.device("meta"):
+        if isinstance(layer, QuantizedEmbedding):
+            dense = Embedding(*weight.shape)
+        else:
+            dense = Linear(weight.shape[1], weight.shape[0], layer.bias is not None)
+    state = {"weight": weight} | ({} if layer.bias is None else {"bias": layer.bias})
+    dense.load_state_dict(state, assign=True)
+    return dense
 
 
 def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
@@ -184,36 +501,35 @@ def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
 
 
-def swap(model: Transformer, quantization: Quantization | None) -> Transformer:
-    """Replace the model's layers by quantized ones on the meta device, which have no weights yet; returns the model."""
-    for name, module in matrices(model) if quantization else ():
-        format = quantization.format(name)
-        if format == "none":
-            continue
-        N, K = module.weight.shape
-        kind = EMBEDDING[format] if isinstance(module, Embedding) else LINEAR[format]
+def swap(model: Transformer, scheme_of: Callable[[str], Scheme | None]) -> Transformer:
+    """Replace the model's layers by quantized ones on the meta device, which have no weights yet; returns the model.
+
+    scheme_of: how the module with a name is stored, such as Quantization.scheme.
+    """
+    for name, module in matrices(model):
+        scheme = scheme_of(name)
         with torch.device("meta"):
-            layer = kind(K, N, getattr(module, "bias", None) is not None, quantization.groupsize)
-        model.set_submodule(name, layer)
+            if isinstance(scheme, list):
+                model.set_submodule(name, make_stack(module, scheme, piece_rows(model.own_config, name)))
+            elif scheme is not None:
+                model.set_submodule(name, make_layer(module, scheme))
     return model
 
 
 def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
-    """Quantize a loaded model layer by layer. Layers that are int8 already are quantized again. Returns the model.
+    """Quantize a loaded model layer by layer. Quantized layers with more bits are quantized again. Returns the model.
 
-    Kernels are installed afterwards: they pack the layers, and packed layers are left as they are.
+    Call it before kernels are installed: layers that they have packed are skipped.
     """
     for name, module in list(model.named_modules()):
-        is_int8 = isinstance(module, Int8Linear)
-        format = quantization.format(name)
-        if format == "none" or not (is_int8 or isinstance(module, (Linear, Embedding))):
+        scheme, is_quantized = quantization.scheme(name), isinstance(module, QuantizedLinear)
+        if scheme is None or not (is_quantized or isinstance(module, (Linear, Embedding))):
             continue
-        is_embedding = isinstance(module, (Embedding, Int8Embedding))
-        w = unpack_int8(module.weight, module.scales, module.groupsize) if is_int8 else module.weight
-        N, K = w.shape
-        bias = getattr(module, "bias", None)
-        layer = (EMBEDDING if is_embedding else LINEAR)[format](K, N, False, quantization.groupsize)
-        layer.load_state_dict(pack(w, format, quantization.groupsize), assign=True)
-        layer.bias = bias
+        if is_quantized and module.format.bits <= FORMATS[scheme.format].bits:
+            continue
+        layer = make_layer(module, scheme)
+        parts = pack(module.weights() if is_quantized else module.weight, *scheme)
+        layer.load_state_dict(parts, assign=True, strict=False)
+        layer.bias = getattr(module, "bias", None)
         model.set_submodule(name, layer)
     return model

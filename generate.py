@@ -18,20 +18,10 @@ from pathlib import Path
 
 import torch
 
+import load
 from checkpoint import DTYPES
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command, token_ids
 from engine import Engine, Request, check_prompt
-from load import (
-    Checkpoint,
-    SingleProcess,
-    add_model_options,
-    check_model_options,
-    choose_cache_length,
-    load_engine,
-    open_checkpoint,
-    warm_up,
-)
-from report import compile_counts, measurements, print_report, read_bandwidth, roofline_text, rooflines
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -64,7 +54,7 @@ def parse_arguments(argv=None):
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
     add_sampling_options(add)
-    add_model_options(parser)
+    load.add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="print one JSON object on stdout")
     bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
@@ -92,7 +82,7 @@ def check_arguments(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
-    check_model_options(args)
+    load.check_model_options(args)
     if args.roofline is not None and (args.profile or args.interactive or args.draft or args.draft_checkpoint_path):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:
@@ -126,7 +116,7 @@ def read_texts(args) -> list[str]:
     return texts
 
 
-def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
+def read_prompts(args, checkpoint: load.Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
     """The token ids of all prompts of the command line, the texts first."""
     config, tokenizer, prompts = checkpoint.config, checkpoint.tokenizer, []
     length = args.max_seq_length or config.max_seq_length
@@ -147,10 +137,10 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
     return prompts
 
 
-def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
+def open_template(args, checkpoint: load.Checkpoint) -> ChatTemplate | None:
     """The chat template that the arguments ask for, or None. --interactive works without one."""
-    if args.chat or (args.interactive and (checkpoint.directory / "chat_template.jinja").exists()):
-        return ChatTemplate(checkpoint.directory, checkpoint.tokenizer)
+    if args.chat or (args.interactive and checkpoint.tokenizer_files.template is not None):
+        return ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
     return None
 
 
@@ -227,8 +217,8 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
     """Run all samples, under the profiler with --profile. Returns their fields in --json."""
-    compile_s = warm_up(args, engine, prompts, args.temperature > 0)
-    samples, before = [], compile_counts()
+    compile_s = load.warm_up(args, engine, prompts, args.temperature > 0)
+    samples, before = [], load.compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             samples += run_sample(args, engine, tokenizer, prompts, stop_ids, n)
@@ -238,36 +228,31 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
         if args.profile.stat().st_size == 0:  # the profiler does not report a failed write
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
-    recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
+    recompiles, breaks = (b - a for a, b in zip(before, load.compile_counts()))
     return {"samples": samples, "compile_s": compile_s, "recompiles": recompiles, "graph_breaks": breaks}
 
 
-def print_roofline(args, checkpoint: Checkpoint, ranks):
-    dtype, bandwidth = DTYPES[args.dtype], args.roofline * 1e9
-    if not bandwidth:
-        bandwidth = read_bandwidth(load_engine(args, checkpoint, 1, 1, ranks)[0].model)
-    table = rooflines(checkpoint.config, bandwidth * ranks.size, dtype, args.batch_size, checkpoint.quantization)
-    print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
-
-
 def main(ranks=None):
-    """ranks: a tp.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
-    ranks = ranks or SingleProcess()
+    """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
+    ranks = ranks or load.SingleProcess()
     args = ranks.share(parse_arguments)
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
-    checkpoint = open_checkpoint(args, ranks)
+    checkpoint = load.open_checkpoint(args, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
-        raise UserError(f"{option} needs text, but {checkpoint.directory} has no tokenizer")
+        raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
     if args.roofline is not None:
-        return print_roofline(args, checkpoint, ranks)
+        from report import print_roofline, read_bandwidth
+
+        bandwidth = args.roofline * 1e9 or read_bandwidth(load.load_engine(args, checkpoint, 1, 1, ranks)[0].model)
+        return print_roofline(checkpoint, bandwidth * ranks.size, DTYPES[args.dtype], args.batch_size, args.json)
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
     longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
-    length = choose_cache_length(args, checkpoint.config, longest)
-    engine, load_s = load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
+    length = load.choose_cache_length(args, checkpoint.config, longest)
+    engine, load_s = load.load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
     result = {"load_s": load_s}
@@ -282,7 +267,9 @@ def main(ranks=None):
     engine.close()
     if args.interactive:
         return
-    result |= measurements(engine.model, engine.timing, bool(args.profile))  # has collectives: all ranks call it
+    from report import measurements, print_report
+
+    result |= measurements(engine, bool(args.profile))  # has collectives: all ranks call it
     if ranks.rank == 0:
         if engine.speculation is not None:
             result |= engine.speculation.report.numbers(0 if args.profile else engine.timing.decode_s)
@@ -293,7 +280,7 @@ def main(ranks=None):
 
 if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
-        from tp import run_together
+        from ranks import run_together
 
         run_together(main)
     run_command(main)

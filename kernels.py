@@ -1,9 +1,10 @@
 """The operations that have hand-written kernels. Each has a reference in plain PyTorch, which is its specification,
-and a schema, under which cpu/install.py (C++) and kernels_triton.py (GPUs) register their implementations. PyTorch's
-dispatcher picks one by the device of the tensors.
+and a schema, under which the C++ of cpu/ and kernels_triton.py (GPUs) register their implementations. PyTorch's
+dispatcher picks one by the device of the tensors. An operation without a kernel on a device runs its reference. (The
+operations of one kind of device have none: where their kernels are missing, they are not called.)
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, quantized weights, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
+has, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
 model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width. But a weight matrix has N
 rows (outputs), K columns (inputs) and G groups of columns that share a scale.
 
@@ -13,7 +14,10 @@ Importing this file runs one check, `guard_amx`: it must come before the first m
 import os
 import signal
 import time
-from dataclasses import fields
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +25,8 @@ import torch.nn.functional as F
 # ---------------------------------------------------------------- which implementation runs
 
 LIBRARY = torch.library.Library("fastpath", "DEF")
-DEVICES_WITH_KERNELS = set()  # "cpu" or "cuda", once cpu/install.py or kernels_triton.py has registered its kernels
+OPERATIONS = []  # the names of all operations
+KERNELS = {}  # type of a device -> the names of the operations that have kernels there: see find_kernels
 MAX_DECODE_TOKENS = 16  # up to this many new tokens per row, products are memory-bound; more are a prefill
 
 
@@ -31,13 +36,20 @@ def define(schema, fake=None):
     fake: a function with the same arguments that returns empty tensors of the right shapes, for torch.compile.
     """
     LIBRARY.define(schema)
+    OPERATIONS.append(schema.partition("(")[0])
     if fake is not None:
-        torch.library.register_fake(f"fastpath::{schema.partition('(')[0]}", fake, lib=LIBRARY)
+        torch.library.register_fake(f"fastpath::{OPERATIONS[-1]}", fake, lib=LIBRARY)
 
 
-def has_kernels(device):
-    """Whether kernels for this device are registered. Otherwise the references run, and torch.compile can fuse them."""
-    return device.type in DEVICES_WITH_KERNELS
+def find_kernels(device_type):
+    """Record which operations have kernels on a type of device ("cpu" or "cuda"). Call it after they are registered."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    KERNELS[device_type] = {name for name in OPERATIONS if has_kernel(f"fastpath::{name}", device_type.upper())}
+
+
+def has_kernel(name, device):
+    """Whether an operation has a kernel on this device. Otherwise its reference runs, which torch.compile can fuse."""
+    return name in KERNELS.get(device.type, ())
 
 
 # The fields of model.Config that the fused operations (all blocks of a model in one call) take into account.
@@ -46,6 +58,46 @@ FUSED_FIELDS = (
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
     "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token",
 )  # fmt: skip
+
+
+class FixedThreads:
+    """The number of threads is not tuned. (cpu.threads.Threads tunes it, and has the same members.)"""
+
+    fixed, trials = True, 0
+
+    def of(self, kind, work, fixed=False):
+        return nullcontext()
+
+    def used(self):
+        return {}
+
+    def others(self):
+        return None
+
+    def forget(self):
+        pass
+
+
+def zeros_on(nbytes, device):
+    return partial(torch.zeros, device=device)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a model and the engine may rely on, as `install` of cpu/install.py and of kernels_triton.py returns it.
+
+    The default is that of a device without kernels, on which everything runs as plain PyTorch.
+    """
+
+    run_blocks: Callable | None = None  # all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
+    max_fused_tokens: int = 0  # run_blocks takes up to this many new tokens per row
+    # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of threads.
+    thread_invariant: bool = False
+    # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If False, the K/V of a
+    # prompt may differ in the last bits when it is read in other chunks.
+    chunk_invariant: bool = False
+    zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of so many bytes
+    make_threads: Callable = FixedThreads  # what sets the number of threads of an engine's steps
 
 
 def uses_only(config, known):
@@ -62,37 +114,38 @@ def empty_like_first(x, *rest):
 # ---------------------------------------------------------------- attention
 
 define(
-    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window)"
-    " -> Tensor",
+    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? rows, Tensor? slopes, int? window, "
+    "float scale) -> Tensor",
     empty_like_first,
 )
 QUERY_BLOCK = 128  # queries: small enough for scores (B,H,128,T) to fit in memory, large enough for fast products
 
 
-def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """Causal attention of new tokens over a static KV cache (arXiv:1706.03762), with a position for each token.
 
     q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is a multiple of K.
     input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
     slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score of slot t.
-    window: int, a token sees only the last `window` positions, its own included.
+    window: int or None, a token sees only the last `window` positions, its own included.
+    scale: float, the products of queries and keys are multiplied by it, usually E**-0.5.
 
     Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold anything, even NaN.
     """
-    if has_kernels(q.device):
-        return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window)
-    return attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window)
+    operation = torch.ops.fastpath.attention.default if has_kernel("attention", q.device) else attention_reference
+    return operation(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
 
 
-def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """The reference. In eager mode on a CPU it processes blocks of queries, each of which reads only the slots up to
     its last position: twice as fast as torch's attention at S = 512 in bfloat16. A compiled graph reads all T slots."""
     B, S, H, E = q.shape
     eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager_cpu and S > QUERY_BLOCK:
         blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
-        parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], rows, slopes, window) for b in blocks]
+        rest = (rows, slopes, window, scale)
+        parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], *rest) for b in blocks]
         return torch.cat(parts, dim=1)
     newest = input_pos.amax(1)  # (B,)
     oldest, last, all_visible = 0, k_cache.shape[2], False
@@ -107,7 +160,7 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
     # the newest position of the row, and the bias needs no dimension S.
     bias = None if slopes is None else (slot - newest[:, None, None]).float() * slopes[:, None]  # (B,H,T)
     if all_visible and S == 1:
-        return softmax_attention(q, k, v, bias=bias)
+        return softmax_attention(q, k, v, scale, bias=bias)
 
     visible = slot <= input_pos[:, :, None]  # (B,S,T), all False for padding
     if window is not None:
@@ -123,14 +176,15 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows=None, slopes=None, 
     visible = visible | (input_pos < 0)[:, :, None]
 
     if S > 16 and slopes is None and not eager_cpu:  # torch's FlashAttention, which never stores the scores
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], enable_gqa=True).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], scale=scale, enable_gqa=True)
+        out = out.transpose(1, 2)
     else:
-        out = softmax_attention(q, k, v, visible, bias)
+        out = softmax_attention(q, k, v, scale, visible, bias)
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
-def softmax_attention(q, k, v, visible=None, bias=None):
-    """softmax(q k^T / sqrt(E) + bias) v over the visible slots, with scores in float32: (B,S,H,E).
+def softmax_attention(q, k, v, scale, visible=None, bias=None):
+    """softmax(q k^T * scale + bias) v over the visible slots, with scores in float32: (B,S,H,E).
 
     q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the
     last n slots, n <= T (all slots before them are visible), or None if all are. Query heads of a group share keys and
@@ -140,7 +194,7 @@ def softmax_attention(q, k, v, visible=None, bias=None):
     K, T = k.shape[1], k.shape[2]
     q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B,K,H/K*S,E)
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
-    scores = scores * E**-0.5 if bias is None else torch.add(bias[:, :, None], scores, alpha=E**-0.5)
+    scores = scores * scale if bias is None else torch.add(bias[:, :, None], scores, alpha=scale)
     if visible is not None:
         # -inf would make the weights of padding NaN, which torch's bfloat16 product can spread to other rows.
         scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
@@ -162,7 +216,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 def linear(x, weight, bias=None):
     """x (...,K) @ weight (N,K)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
     kernels call F.linear too."""
-    if has_kernels(x.device):
+    if has_kernel("linear", x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -172,7 +226,7 @@ define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", empty_like_firs
 
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
-    if has_kernels(x.device):
+    if has_kernel("rms_norm", x.device):
         return torch.ops.fastpath.rms_norm.default(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -182,41 +236,42 @@ define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", 
 
 def layer_norm(x, weight, bias, eps):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (arXiv:1607.06450)."""
-    if has_kernels(x.device):
+    if has_kernel("layer_norm", x.device):
         return torch.ops.fastpath.layer_norm.default(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 # ---------------------------------------------------------------- operations of one kind of device
 #
-# Only cpu/install.py and kernels_triton.py call these operations. Each has its own layout of packed weights, which it
-# describes.
+# Only cpu/install.py, drafts/heads.py and kernels_triton.py call these operations. Each device has its own layout of
+# packed weights, which its file describes.
 
-# CPU. exact: do not quantize activations to 8 bits. prepare_block returns a handle to the weights of a block, and
-# `blocks` runs all blocks, given their handles. medusa draws the greedy tokens of Medusa heads.
+# CPU. pack_layer packs the parts of a matrix (N,K) in a format of formats.FORMATS into `to`, uint8 (packed_bytes,). A
+# layer is prepared once: prepare_layer returns a handle to a linear layer or a table of N outputs and K inputs. Its
+# format is one of FORMATS, and the weight is packed; or "dense", a weight (N,K) as it is; or "tiles", packed for AMX.
+# exact: activations are not quantized to 8 bits. stack_layers makes one layer of several, whose outputs follow each
+# other. prepare_block makes a block of four layers, and `blocks` runs several blocks. medusa draws the greedy tokens of
+# Medusa heads.
+define("packed_bytes(str format, int N, int K, int groupsize) -> int")
+define("pack_layer(str format, Tensor[] parts, int K, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
+define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int K, int groupsize, bool exact) -> int")
+define("stack_layers(int[] layers, Tensor? bias) -> int")
+define("release_layers(int[] layers) -> ()")
+define("linear_packed(Tensor x, int layer, int N) -> Tensor", lambda x, layer, N: empty_with_columns(x, N))
 define(
-    "linear_bfloat16(Tensor x, Tensor weight, Tensor? bias, int N) -> Tensor",
-    lambda x, *rest: empty_with_columns(x, rest[-1]),
+    "embed_packed(Tensor tokens, int layer, int K) -> Tensor",
+    lambda t, _, K: t.new_empty((*t.shape, K), dtype=torch.float32),
 )
-define(
-    "linear_int8(Tensor x, Tensor weight, Tensor scales, int groupsize, Tensor? bias, int N, bool exact) -> Tensor",
-    lambda x, *rest: empty_with_columns(x, rest[-2]),
-)
-define(
-    "linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, int groupsize, Tensor? bias, int N, bool exact)"
-    " -> Tensor",
-    lambda x, *rest: empty_with_columns(x, rest[-2]),
-)
-BLOCK_SETTINGS = "int? window, float eps, bool gated, bool post_norm_residual, bool exact"
-define(f"prepare_block(Tensor?[] weights, int[] sizes, {BLOCK_SETTINGS}) -> int")
+BLOCK_SETTINGS = "int? window, float scale, float eps, bool gated, bool post_norm_residual, int rope_table"
+define(f"prepare_block(Tensor?[] norms, int[] layers, int[] sizes, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(
-    "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor? cos, Tensor? sin, Tensor? slopes, "
+    "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
     empty_like_first,
 )
-define("medusa(Tensor states, Tensor tokens, Tensor ids, Tensor?[] weights, int[] sizes, int k) -> Tensor")
+define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")
 
 # GPU. fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it. rotary applies
 # RoPE and writes the KV cache.
@@ -230,69 +285,6 @@ define(
     "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
     lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[-2], rest[-3].shape[-1])),
 )
-
-# ---------------------------------------------------------------- quantized weights
-
-UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
-
-
-def unpack_int8(weight, scales, groupsize):
-    """weight int8 (...,K), scales float16 (...,G) -> weight * scale, (...,K) float32."""
-    return unpack_levels(weight, scales, None, groupsize)
-
-
-def unpack_int4(packed, scales, mins, groupsize, K):
-    """packed uint8 (...,ceil(K/2)), scales and mins float16 (...,G) -> q * scale + min, (...,K) float32."""
-    return unpack_levels(unpack_nibbles(packed, K), scales, mins, groupsize)
-
-
-def unpack_nibbles(packed, K):
-    """uint8 (...,ceil(K/2)) -> uint8 (...,K) in 0..15; the low nibble holds the even column."""
-    q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return q if q.shape[-1] == K else q[..., :K]
-
-
-def unpack_levels(q, scales, mins, groupsize):
-    """q (...,K), scales (...,G), mins (...,G) or None -> q * scale + min, (...,K) float32."""
-    K = q.shape[-1]
-    w = q.float() * repeat_groups(scales, groupsize, K)
-    return w if mins is None else w + repeat_groups(mins, groupsize, K)
-
-
-def repeat_groups(x, groupsize, K):
-    """Repeats each group's value for its columns: (...,G) -> (...,K) float32. The last group may be shorter."""
-    if K % groupsize == 0:
-        return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
-    # An index, because torch 2.13 compiles `expand` and a slice to reads beyond the end.
-    return x.float()[..., torch.arange(K, device=x.device) // groupsize]
-
-
-def linear_int8(x, weight, scales, groupsize, bias=None):
-    """x (...,K) @ unpack_int8(weight (N,K), scales (N,G))^T + bias (N,): (...,N) in x's dtype."""
-
-    def part(rows):
-        return F.linear(x, unpack_int8(weight[rows], scales[rows], groupsize).to(x.dtype))
-
-    return product_in_blocks(part, weight.shape[0], weight.shape[1], bias)
-
-
-def linear_int4(x, packed, scales, mins, groupsize, bias=None):
-    """x (...,K) @ unpack_int4(packed (N,ceil(K/2)), scales (N,G), mins (N,G))^T + bias (N,): (...,N) in x's dtype."""
-    K = x.shape[-1]
-
-    def part(rows):
-        return F.linear(x, unpack_int4(packed[rows], scales[rows], mins[rows], groupsize, K).to(x.dtype))
-
-    return product_in_blocks(part, packed.shape[0], K, bias)
-
-
-def product_in_blocks(part, N, K, bias):
-    """A product of N columns, computed in blocks of columns, so that a whole matrix is never unpacked at once.
-    part(rows) computes the columns for a slice of weight rows. A compiled graph fuses the unpacking, without blocks."""
-    step = N if torch.compiler.is_compiling() else max(1, UNPACK_BLOCK // K)
-    y = torch.cat([part(slice(start, start + step)) for start in range(0, N, step)], dim=-1)
-    return y if bias is None else y + bias
-
 
 # ---------------------------------------------------------------- top-k and top-p
 

@@ -43,14 +43,13 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
-from formats import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
+from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
 from kernels import (
-    DEVICES_WITH_KERNELS,
     FUSED_FIELDS,
     LIBRARY,
     MAX_DECODE_TOKENS,
-    repeat_groups,
-    unpack_nibbles,
+    Backend,
+    find_kernels,
     uses_only,
 )
 from model import Block, Config, Transformer
@@ -222,7 +221,7 @@ def prefill_kernel(
     tl.store(out + where, y.to(out.dtype.element_ty), mask=valid[:, None] & (e < E)[None, :])
 
 
-# ---------------------------------------------------------------- products: F.linear, kernels.linear_int8, linear_int4
+# ---------------------------------------------------------------- products: kernels.linear, formats.QuantizedLinear
 #
 # Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row. Field j (4 or 8 bits)
 # of word i holds column 32 j + i of the tile. Field j of all 32 words is therefore 32 consecutive columns of one group,
@@ -556,13 +555,13 @@ def tuned_tiles(device: torch.device) -> dict:
 # ---------------------------------------------------------------- the operations: kernels.py declares them
 
 
-def attention(q, k_cache, v_cache, input_pos, rows=None, slopes=None, window=None):
+def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
     group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
     places = (input_pos, rows, slopes)
-    values = (S, T, H, E, E**-0.5 * LOG2E.value, window or 0)
+    values = (S, T, H, E, scale * LOG2E.value, window or 0)
     settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
@@ -889,15 +888,15 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
 class PackedLinear(nn.Module):
     """A quantized linear layer, with its weights packed for the kernels."""
 
-    def __init__(self, plain: Int8Linear | Int4Linear):
+    def __init__(self, plain: QuantizedLinear):
         super().__init__()
         self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-        self.bits = 8 if isinstance(plain, Int8Linear) else 4
-        self.group = plain.groupsize if plain.groupsize in (32, 64, 128) else 0  # 0: one scale a row
-        q = plain.weight if self.bits == 8 else unpack_nibbles(plain.packed, self.in_features)
+        self.bits, self.group = plain.format.bits, plain.scheme.groupsize  # 0: one scale a row
+        self.stored_as = plain.stored_as
         groups = 1024 // self.bits // self.group if self.group else 1
-        self.register_buffer("weight", pack_words(q, self.bits))
-        self.register_buffer("scales", pack_scales(plain.scales, getattr(plain, "mins", None), groups))
+        levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
+        self.register_buffer("weight", pack_words(levels, self.bits))
+        self.register_buffer("scales", pack_scales(scales, mins, groups))
         self.register_buffer("bias", plain.bias)
 
     def forward(self, x: Tensor):
@@ -917,30 +916,31 @@ class PackedEmbedding(PackedLinear):
         return y if mins is None else y + repeat_groups(mins, self.groupsize, K)
 
 
-PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
-PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
+FORMATS_WITH_KERNELS = ("int8", "int4")
 
 
-def install(model: nn.Module) -> bool:
-    """Make a model on a GPU (sm_80 or later) use the kernels; on other devices change nothing and return False.
+def install(model: nn.Module, kernels: bool = True, exact_activations: bool = True) -> Backend:
+    """Make a model on a GPU (sm_80 or later) use the kernels; on other devices it changes nothing. Returns what the
+    model can rely on. `kernels` and `exact_activations` have no effect here: they are for cpu/install.py.
 
     Quantized weights are repacked on the device, a layer at a time. Of a module that is no Transformer, only these.
     """
     device = model.device
     ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
     if not ready:
-        return False
-    DEVICES_WITH_KERNELS.add("cuda")
-    for name in [name for name, module in model.named_modules() if type(module) in PACKED]:
+        return Backend()
+    find_kernels("cuda")
+    repack_layers(model, FORMATS_WITH_KERNELS)
+    for name in [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
         plain = model.get_submodule(name)
-        model.set_submodule(name, PACKED[type(plain)](plain))
-    if not isinstance(model, Transformer):
-        return True
-    # Tensor parallelism needs all-reduces inside the blocks. In float16, the product of an activation and a norm's
+        kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
+        model.set_submodule(name, kind(plain))
+    # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a norm's
     # weight may overflow, because the kernels divide by the norm only after the matrix product.
-    if can_fuse(model.config) and model.split is None and model.norm.weight.dtype != torch.float16:
-        model.fused, model.max_kernel_tokens = fused_blocks, MAX_DECODE_TOKENS
-    return True
+    is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard is None
+    if not is_fused or model.norm.weight.dtype == torch.float16:
+        return Backend()
+    return Backend(run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
 
 
 def can_fuse(config: Config) -> bool:
@@ -949,10 +949,10 @@ def can_fuse(config: Config) -> bool:
     return switches == ("rms", "swiglu", False) and uses_only(config, FUSED_FIELDS)
 
 
-def fused_blocks(blocks: nn.ModuleList, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. `install` makes it Transformer.fused."""
+def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. `install` makes it Backend.run_blocks."""
     for block in blocks:
-        x = fused_block(block, x, rope, input_pos, rows)
+        x = fused_block(block, x, ropes[block.rope_table], input_pos, rows)
     return x
 
 
@@ -960,11 +960,11 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     attention, mlp, ops = block.attention, block.mlp, torch.ops.fastpath
     cos, sin = rope or (None, None)
     q_norm, k_norm = (norm and norm.weight for norm in (attention.q_norm, attention.k_norm))
-    caches, config = (attention.k_cache, attention.v_cache), attention.config
+    caches, config = (attention.cache.k, attention.cache.v), attention.config
     qkv = apply_linear(attention.qkv, x, norm=block.attention_norm)  # (B,S,(H+2K)*E)
     places = (input_pos, rows, *caches, config.n_head, config.norm_eps)
     q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, *places)  # (B,S,H,E)
-    y = ops.attention.default(q, *caches, input_pos, rows, attention.slopes, attention.window)
+    y = ops.attention.default(q, *caches, input_pos, rows, attention.slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
     h = apply_linear(mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(mlp.down, h, residual=x)

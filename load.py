@@ -7,6 +7,7 @@ its parts. The files of optional features (kernels, drafts, several ranks) are i
 import argparse
 import os
 import re
+import sys
 import time
 import types
 import warnings
@@ -17,14 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import DTYPES, check_memory, read_config, read_model, read_quantization
-from cli import Stopwatch, UserError, check_is_file, first_line, keep_freed_memory, number, print_status
-from convert_hf_checkpoint import ensure_checkpoint
-from cpu.threads import Threads, share_processors
-from engine import Engine, Request, StepFunctions, check_prompt, decode, generate, prefill
-from formats import Quantization, quantize_model
+from checkpoint import DTYPES, Source, available_memory, check_memory, empty_model, is_ours, open_directory, read_model
+from cli import Stopwatch, UserError, check_is_file, first_line, number, print_status
+from engine import Engine, Request, StepFunctions, Timing, check_prompt, decode, generate, prefill
 from model import SCRATCH_SLOTS, Config, Transformer
-from report import Timing
 from sampling import SamplingParams
 from tokenizer import Tokenizer
 
@@ -41,7 +38,8 @@ def add_model_options(parser: argparse.ArgumentParser):
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
     add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
+    add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
     length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
     add("--max_seq_length", type=count, help=length)
     add("--kernels", choices=("auto", "torch"), default="auto", help="torch: only PyTorch's own operations")
@@ -97,7 +95,7 @@ def check_model_options(args):
 
 
 class SingleProcess:
-    """The interface of tp.Ranks for a run with one process, without torchrun."""
+    """The interface of ranks.Ranks for a run with one process, without torchrun."""
 
     rank, size = 0, 1
 
@@ -115,23 +113,45 @@ class SingleProcess:
 
     in_turn = share
 
-    def check_same(self, directory: Path):
+    def check_same(self, source: Source):
         pass
 
 
-@dataclass
 class Checkpoint:
-    directory: Path
-    config: Config
-    quantization: Quantization | None
-    tokenizer: Tokenizer
+    """An opened model: its source, and its tokenizer."""
+
+    def __init__(self, source: Source):
+        self.source, self.path, self.name = source, source.path, source.name
+        self.config, self.quantization = source.config, source.quantization
+        self.tokenizer_files = source.tokenizer_files()
+        self.tokenizer = Tokenizer(self.tokenizer_files)
+
+
+def find_source(name: str | None) -> Source:
+    """What --checkpoint_path names. All but directories of ours need the files of sources/."""
+    path = Path(os.path.expanduser(name or ""))
+    if name and (path / "config.json").exists() and is_ours(path):
+        return open_directory(path)
+    try:
+        from sources.opening import open_source
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} is no checkpoint directory, and to read it, {error.name} is missing") from None
+    return open_source(name)
 
 
 def open_checkpoint(args, ranks) -> Checkpoint:
-    """Open the checkpoint of --checkpoint_path, after converting it if necessary."""
-    directory = ranks.in_turn(lambda: ensure_checkpoint(args.checkpoint_path, args.dtype))
-    ranks.check_same(directory)
-    return Checkpoint(directory, read_config(directory), read_quantization(directory), Tokenizer(directory))
+    """Open the model of --checkpoint_path."""
+    source = ranks.in_turn(lambda: find_source(args.checkpoint_path))
+    ranks.check_same(source)
+    checkpoint, quantization = Checkpoint(source), source.quantization
+    drafts_itself = "int4-self" in (args.draft or ()) and not args.draft_checkpoint_path
+    if drafts_itself and quantization is not None and quantization.bits < 8 and source.path.is_file():
+        args.dequantize = True
+        if ranks.rank == 0:
+            print_status(f"--draft int4-self: {source.path.name} drafts in its own bits, and the model is dequantized")
+    if args.dequantize:
+        checkpoint.quantization = None
+    return checkpoint
 
 
 def choose_cache_length(args, config: Config, needed: int) -> int:
@@ -153,32 +173,45 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     sources = open_drafts(args, checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, dtype, slots, checkpoint.quantization, ranks.portion(device))
-    if device.type == "cpu":
-        keep_freed_memory()
-        share_processors() if args.threads is None else torch.set_num_threads(args.threads)
+    module = kernels_module(device, "auto")
+    if device.type == "cpu" and module is not None:
+        module.prepare_process(args.threads)
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
-    model = load_model(checkpoint.directory, device, dtype, *how)
+    model = load_model(checkpoint.source, device, dtype, *how, dequantize=args.dequantize)
     speculation = make_speculation(args, checkpoint, model, sources)
     load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)
     chunk_tokens = 128 if checkpoint.quantization else 256
     ranks_or_none = ranks if ranks.size > 1 else None
     engine = Engine(model, rows, length, steps, chunk_tokens, speculation, ranks_or_none)
-    engine.timing.threads.fixed = args.threads is not None or device.type != "cpu"
+    engine.threads.fixed = args.threads is not None or device.type != "cpu"
     return engine, load_s
 
 
 def load_model(
-    directory: Path,
+    source: Source | Path,
     device="cpu",
     dtype=torch.bfloat16,
     kernels: str = "auto",
     exact_activations: bool = False,
     shard=None,
+    dequantize: bool = False,
 ) -> Transformer:
-    """The checkpoint's model (checkpoint.read_model), with kernels installed as `install_kernels` says."""
-    return install_kernels(read_model(directory, device, dtype, shard), kernels, exact_activations)
+    """The model of a source or a checkpoint directory (checkpoint.read_model), with kernels installed as
+    `install_kernels` says. dequantize: quantized matrices become matrices in dtype."""
+    module = kernels_module(torch.device(device), kernels)
+    start = getattr(module, "pack_while_reading", None)
+    if start is None or dequantize or kernels != "auto":
+        model = read_model(source, device, dtype, shard, getattr(module, "HugePages", None))
+    else:
+        memory = getattr(module, "HugePages", None)
+        model = read_model(source, device, dtype, shard, memory, lambda model: start(model, exact_activations))
+    if dequantize:
+        from formats import repack_layers
+
+        repack_layers(model, (), "--dequantize")
+    return install_kernels(model, kernels, exact_activations)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -193,27 +226,51 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name} cannot be used here: {first_line(error)}") from None
 
 
+def kernels_module(device: torch.device, kernels: str):
+    """The module that makes models fast on a device, or None: cpu.install, which also manages memory and threads, or
+    kernels_triton, unless `kernels` is "torch"."""
+    try:
+        if device.type == "cpu":
+            from cpu import install as module
+        elif device.type == "cuda" and kernels == "auto":
+            import kernels_triton as module
+        else:
+            return None
+    except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
+        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
+        return None
+    return module
+
+
 def install_kernels(model, kernels: str = "auto", exact_activations: bool = False):
     """Install the kernels for the device of a model (or of its Medusa heads) if `kernels` is "auto" and they can run
     there. Returns the model.
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
-    if kernels != "auto":
-        return model
-    try:
-        if model.device.type == "cuda":
-            from kernels_triton import install
-        else:
-            from cpu.install import install
-    except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
-        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
-        return model
-    if model.device.type == "cuda":
-        install(model)
-    else:
-        install(model, exact_activations)
+    module = kernels_module(model.device, kernels)
+    if module is not None:
+        backend = module.install(model, kernels == "auto", exact_activations)
+        if isinstance(model, Transformer):
+            unpack_without_kernels(model, kernels)
+            model.use(backend)
+    elif isinstance(model, Transformer):
+        unpack_without_kernels(model, kernels)
     return model
+
+
+def unpack_without_kernels(model: Transformer, kernels: str):
+    """Unpack the quantized weights for which no kernels are installed, because products with unpacked weights are
+    several times as fast as the reference, which unpacks them in every step. With `kernels` "torch" they stay."""
+    layers = [module for module in model.modules() if hasattr(module, "scheme")]
+    if kernels != "auto" or not layers:
+        return
+    from formats import repack_layers
+
+    extra = sum(layer.in_features * layer.out_features for layer in layers) * model.norm.weight.element_size()
+    if extra < available_memory(model.device):
+        return repack_layers(model, ())
+    print_status("no kernels, and no memory to unpack the quantized weights: each step unpacks them, which is slow")
 
 
 # ---------------------------------------------------------------- compiled steps
@@ -237,12 +294,12 @@ def compile_per_shape(function: Callable) -> Callable:
 
     def step(model, *arguments):
         shapes = (x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments)
-        case = model, model.blocks[0].attention.k_cache.shape, *shapes
+        case = model, model.blocks[0].attention.cache.k.shape, *shapes
         if case not in graphs:
             # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
             options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # like mode="reduce-overhead"
-            if model.max_kernel_tokens:  # the kernels have their own threads; other operations are small
+            if model.backend.thread_invariant:  # the kernels have their own threads; other operations are small
                 options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
@@ -254,6 +311,14 @@ def guards_on_arguments(guards) -> list[bool]:
     """Which guards a graph keeps: all but those on the models and on torch's global state (the number of threads)."""
     on_model = re.compile(r"(L\['(model|draft|vocabulary)'\]|(model|draft|vocabulary)\b)")
     return [guard.guard_type != "GLOBAL_STATE" and on_model.match(guard.name) is None for guard in guards]
+
+
+def compile_counts() -> tuple[int, int]:
+    """(graphs compiled, graph breaks) in this process so far."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled: an import, only to read zeros, would take a second
+        return 0, 0
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @torch.no_grad()
@@ -297,7 +362,8 @@ def warm_up(args, engine: Engine, prompts: list[list[int]], random: bool) -> flo
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
     engine.clear()
-    engine.timing = Timing(threads=Threads(engine.timing.threads.fixed))
+    engine.timing = Timing()
+    engine.threads.forget()
     return watch.seconds
 
 
@@ -310,7 +376,7 @@ class DraftSources:
 
     kinds: dict[str, str]  # of --draft: kind -> what follows its colon
     texts: list[list[int]]  # token ids of the files of lookup:FILE
-    directory: Path | None  # of the draft model, if it is read from a checkpoint
+    source: Source | None  # of the draft model, if it is read from a checkpoint
 
 
 def open_drafts(args, checkpoint: Checkpoint, ranks) -> DraftSources:
@@ -321,26 +387,27 @@ def open_drafts(args, checkpoint: Checkpoint, ranks) -> DraftSources:
         from drafts.heads import describe_heads
 
         describe_heads(heads_path(kinds))
-    directory = None if args.draft_checkpoint_path is None else open_draft_model(args, checkpoint, ranks)
+    source = None if args.draft_checkpoint_path is None else open_draft_model(args, checkpoint, ranks)
     quantization = checkpoint.quantization
-    if "int4-self" in kinds and directory is None and quantization is not None and quantization.mode != "int8":
-        raise UserError(f"--draft int4-self: {checkpoint.directory} has 4 bits already; a draft should be smaller")
-    return DraftSources(kinds, texts, directory)
+    if "int4-self" in kinds and source is None and quantization is not None and quantization.bits < 8:
+        four = f"{checkpoint.path} has {quantization.bits} bits already, and a draft should be smaller"
+        raise UserError(f"--draft int4-self: {four}; give --dequantize to run the model in {args.dtype}")
+    return DraftSources(kinds, texts, source)
 
 
-def open_draft_model(args, checkpoint: Checkpoint, ranks) -> Path:
-    """The directory of --draft_checkpoint_path, after checking that this model can be a draft."""
-    directory, config, tokenizer = checkpoint.directory, checkpoint.config, checkpoint.tokenizer
-    path = ranks.in_turn(lambda: ensure_checkpoint(args.draft_checkpoint_path, args.dtype))
-    ranks.check_same(path)
-    other = read_config(path)
+def open_draft_model(args, checkpoint: Checkpoint, ranks) -> Source:
+    """The source of --draft_checkpoint_path, after checking that this model can be a draft."""
+    target, config, tokenizer = checkpoint.path, checkpoint.config, checkpoint.tokenizer
+    source = ranks.in_turn(lambda: find_source(args.draft_checkpoint_path))
+    ranks.check_same(source)
+    path, other = source.path, source.config
     if "int4-self" in (args.draft or ()) and other != config:
-        raise UserError(f"--draft int4-self: {path} is another model than {directory}; leave out --draft int4-self")
-    if difference := Tokenizer(path).difference(tokenizer):
-        raise UserError(f"{path} cannot propose tokens for {directory}: {difference}")
+        raise UserError(f"--draft int4-self: {path} is another model than {target}; leave out --draft int4-self")
+    if difference := Tokenizer(source.tokenizer_files()).difference(tokenizer):
+        raise UserError(f"{path} cannot propose tokens for {target}: {difference}")
     if tokenizer.vocabulary is None and other.vocab_size != config.vocab_size:
-        raise UserError(f"{path} has {other.vocab_size} tokens, {directory} {config.vocab_size}, and no tokenizer")
-    return path
+        raise UserError(f"{path} has {other.vocab_size} tokens, {target} {config.vocab_size}, and no tokenizer")
+    return source
 
 
 def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources):
@@ -400,7 +467,7 @@ def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transf
     from drafts.heads import read_heads
 
     try:
-        return read_heads(heads_path(kinds), model, checkpoint.directory.name)
+        return read_heads(heads_path(kinds), model, checkpoint.name)
     except UserError:
         if "medusa" in kinds:
             raise
@@ -433,12 +500,16 @@ def load_draft(args, checkpoint: Checkpoint, model: Transformer, sources: DraftS
     Each rank has the whole draft, unless --draft_tp splits it, or the target model is split and shares its caches.
     """
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    if sources.directory is not None:
-        shard = model.split if args.draft_tp or "int4-self" in sources.kinds else None
-        return load_model(sources.directory, device, dtype, args.kernels, args.exact_activations, shard)
+    if sources.source is not None:
+        shard = model.shard if args.draft_tp or "int4-self" in sources.kinds else None
+        return load_model(sources.source, device, dtype, args.kernels, args.exact_activations, shard)
+    from formats import Quantization, quantize_model, swap
+
     print_status("quantizing the draft to 4 bits ...")
-    draft = quantize_model(read_model(checkpoint.directory, device, dtype), Quantization("int4", 32, "int8"))
-    if model.split is not None:
-        model.split.cut(draft)
-        model.split.connect(draft)
+    draft = quantize_model(read_model(checkpoint.source, device, dtype), Quantization("int4", 32, "int8"))
+    if model.shard is not None:
+        shard, whole = model.shard.fit(draft), draft.state_dict()
+        schemes = {name: layer.scheme for name, layer in draft.named_modules() if hasattr(layer, "scheme")}
+        slices, draft = shard.slices(draft), swap(empty_model(model.config, shard=shard), schemes.get)
+        draft.load_state_dict({name: part.of(whole[name]).clone() for name, part in slices.items()}, assign=True)
     return install_kernels(draft, args.kernels, args.exact_activations)

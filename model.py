@@ -1,7 +1,7 @@
 """A decoder-only transformer in one file.
 
-Read down: Config, Transformer, Block, Attention, MLP, layers, positions. Knows nothing of text, sampling, files or
-devices: kernels.py defines the operations and dispatches them to the kernels of the device.
+Read down: Config, Transformer, Block, Attention, KVCache, MLP, layers, positions. Knows nothing of text, sampling,
+files or devices: kernels.py defines the operations and dispatches them to the kernels of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
@@ -15,13 +15,13 @@ sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qw
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli import HugePages
-from kernels import attention, layer_norm, linear, rms_norm
+from kernels import Backend, attention, layer_norm, linear, rms_norm
 
 # ---------------------------------------------------------------- Config
 
@@ -85,8 +85,8 @@ class Config:
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
-    # BLOOM:
-    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias
+
+    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias (this and the fields below: BLOOM)
     mlp: str = "swiglu"  # or "gelu": ungated, tanh-GELU
     alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
     embedding_norm: bool = False
@@ -108,8 +108,9 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.n_token is not None and self.n_token > self.vocab_size:
             raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
-        if not set(self.sliding_layers or ()) <= set(range(self.n_layer)):
-            raise ValueError(f"sliding_layers {self.sliding_layers!r} are not all layers of 0 to {self.n_layer - 1}")
+        for name in ("sliding_layers",):
+            if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
+                raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise ValueError(f"RoPE has {len(scaling.factors)} factors for head_dim {self.head_dim}")
@@ -123,6 +124,10 @@ class Config:
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None
 
+    def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
+        """The base and the scaling of one layer's RoPE. Layers in which they are equal share a table of cos and sin."""
+        return self.rope_base, self.rope_scaling
+
 
 # ---------------------------------------------------------------- Transformer
 
@@ -134,51 +139,61 @@ class Transformer(nn.Module):
 
     Rows are independent: each token has its position in its own row, so rows may have different lengths
     (ragged prompts, speculation, continuous batching). Padding is on the right and has position -1.
+
+    shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part, config of the whole.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, shard=None):
         super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab_size, config.dim)
-        self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = make_norm(config)
-        self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, bias=False)
-        self.split = None  # this rank's tp.Shard, if tp.py has split the model over ranks
-        # Kernels may replace the loop over blocks by one call: fused(blocks, x, rope, input_pos, rows) -> x.
-        self.fused: Callable | None = None
-        # The largest S for which `fused` is called and the kernels compute all matrix products. Up to this S, results
-        # do not depend on the number of threads.
-        self.max_kernel_tokens = 0
-        # Whether a call with few tokens per row (up to 16, as in decoding) gives bitwise the same K/V and logits as a
-        # call with many. If not, the K/V of a prompt may differ in the last bits when it is read in other chunks.
-        self.chunk_invariant = False
+        self.config, self.shard = config, shard
+        self.own_config = own = config if shard is None else shard.config(config)
+        self.embedding = Embedding(own.vocab_size, own.dim)
+        self.embedding_norm = make_norm(own) if own.embedding_norm else None
+        self.different_ropes = list(dict.fromkeys(own.rope(layer) for layer in range(own.n_layer)))
+        self.blocks = nn.ModuleList(
+            Block(own, layer, self.different_ropes.index(own.rope(layer)), shard) for layer in range(own.n_layer)
+        )
+        self.norm = make_norm(own)
+        self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
+        self.backend = Backend()
+
+    def use(self, backend: Backend):
+        """Run with the kernels that `install` of cpu/install.py or kernels_triton.py has installed in this model."""
+        self.backend = backend
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
 
         T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
-        to it. The other seven only round T up for vector code. Bytes: 2 n_layer R K T E times the size of the dtype.
+        to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one.
         """
         weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        config = self.blocks[0].attention.config  # a split model's blocks have only this rank's heads
-        shape = (max_batch_size, config.n_kv_head, max_seq_length + SCRATCH_SLOTS, config.head_dim)  # (R,K,T,E)
+        T = max_seq_length + SCRATCH_SLOTS
         # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
-        rope, slopes = (None, None), None
+        cos_sin, slopes = (None, None), None
         if self.config.alibi:
-            heads = slice(None) if self.split is None else list(self.split.own(self.config.n_head))
+            heads = slice(None) if self.shard is None else list(self.shard.own(self.config.n_head))
             slopes = alibi_slopes(self.config.n_head).to(weight.device)[heads]  # one tensor for all layers
         else:  # a table, because a compiled cosine differs from the eager one in the last bit
-            freqs = rope_frequencies(self.config).to(weight.device)
-            rope = rope_table(freqs, self.config.rope_scaling, torch.arange(shape[2], device=weight.device)[:, None])
-        for name, table in zip(("rope_cos", "rope_sin"), rope):  # (T,1,1,E) float32
+            slots = torch.arange(T, device=weight.device)[None]  # (1,T)
+            freqs = [rope_frequencies(self.config.head_dim, *rope).to(weight.device) for rope in self.different_ropes]
+            tables = [rope_table(f, scaling, slots) for f, (_, scaling) in zip(freqs, self.different_ropes)]
+            cos_sin = map(torch.cat, zip(*tables))
+        for name, table in zip(("rope_cos", "rope_sin"), cos_sin):  # (P,T,1,E) float32, for P different tables
             self.register_buffer(name, table, persistent=False)
-        nbytes = 2 * len(self.blocks) * math.prod(shape) * weight.itemsize
-        zeros = HugePages(nbytes).zeros if weight.device.type == "cpu" else weight.new_zeros
+        nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, weight.dtype)
+        zeros = partial(self.backend.zeros(nbytes, weight.device), dtype=weight.dtype)
         for block in self.blocks:
-            for name in ("k_cache", "v_cache"):
-                block.attention.register_buffer(name, zeros(shape, dtype=weight.dtype), persistent=False)
+            block.attention.cache.allocate(max_batch_size, T, zeros)
             block.attention.register_buffer("slopes", slopes, persistent=False)
+
+    def share_caches(self, other: "Transformer"):
+        """Use the KV caches and the tables of positions of another model of the same sizes."""
+        for name in ("rope_cos", "rope_sin"):
+            self.register_buffer(name, getattr(other, name), persistent=False)
+        for block, source in zip(self.blocks, other.blocks):
+            block.attention.cache = source.attention.cache
+            block.attention.register_buffer("slopes", source.attention.slopes, persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -187,8 +202,15 @@ class Transformer(nn.Module):
     def copy_cache(self, source_row: int, target_row: int, n: int):
         """Copy the keys and values of the first n positions of one cache row to another, in all layers."""
         for block in self.blocks:
-            for cache in (block.attention.k_cache, block.attention.v_cache):
-                cache[target_row, :, :n] = cache[source_row, :, :n]
+            block.attention.cache.copy(source_row, target_row, n)
+
+    def kv_bytes(self, lengths: list[int]) -> int:
+        """Bytes of keys and values that a decode step reads. lengths: the number of filled positions of each row."""
+        config, positions = self.own_config, self.own_config.n_layer * sum(lengths)
+        if config.sliding_window is not None:
+            windows = [config.window(layer) for layer in range(config.n_layer)]
+            positions = sum(min(length, window or length) for window in windows for length in lengths)
+        return KVCache.nbytes(config, positions, self.norm.weight.dtype)
 
     def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
@@ -204,33 +226,42 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
-        x = self.embedding(tokens).to(self.norm.weight.dtype)  # (B,S,D)
+        x = self.embed(tokens).to(self.norm.weight.dtype)  # (B,S,D)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rope = self.rope(input_pos)
-        if self.fused is not None and x.shape[1] <= self.max_kernel_tokens:
-            x = self.fused(self.blocks, x, rope, input_pos, rows)
+        ropes = self.ropes(input_pos)
+        if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
+            x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
         else:
             for block in self.blocks:
-                x = block(x, rope, input_pos, rows)
+                x = block(x, ropes[block.rope_table], input_pos, rows)
         return self.norm(x)
 
-    def rope(self, input_pos: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions (B,S), as `rotate` takes them: (B,S,1,E) float32 each. None with ALiBi."""
+    def ropes(self, input_pos: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
+        A block takes those of its own table, ropes[block.rope_table]."""
         if self.config.alibi:
-            return None
-        return self.rope_cos[input_pos, 0], self.rope_sin[input_pos, 0]
+            return [None]
+        tables = zip(self.rope_cos.unbind(), self.rope_sin.unbind())
+        return [(cos[input_pos], sin[input_pos]) for cos, sin in tables]
+
+    def embed(self, tokens: Tensor):
+        """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""
+        if self.shard is None:
+            return self.embedding(tokens)
+        return self.shard.embed(self.embedding, self.own_config.vocab_size, tokens)
 
     def head(self, x: Tensor):
         """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V logits."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
-        return logits if self.split is None else self.split.gather(logits, self.config.vocab_size)
+        return logits if self.shard is None else self.shard.gather(logits, self.config.vocab_size)
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, rope_table: int, shard=None):
         super().__init__()
-        self.post_norm_residual = config.post_norm_residual
+        self.rope_table = rope_table  # an index of Transformer.ropes
+        self.post_norm_residual, self.shard = config.post_norm_residual, shard
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
         self.mlp_norm = make_norm(config)
@@ -238,22 +269,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         h = self.attention_norm(x)
-        x = (h if self.post_norm_residual else x) + self.attention(h, rope, input_pos, rows)
+        x = (h if self.post_norm_residual else x) + self.add_ranks(self.attention(h, rope, input_pos, rows))
         h = self.mlp_norm(x)
-        return (h if self.post_norm_residual else x) + self.mlp(h)
+        return (h if self.post_norm_residual else x) + self.add_ranks(self.mlp(h))
+
+    def add_ranks(self, x: Tensor) -> Tensor:
+        """If the model is split, each rank has computed a part of a sum: the sum over the ranks."""
+        return x if self.shard is None else self.shard.all_reduce(x)
 
 
 class Attention(nn.Module):
     """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
 
-    k_cache: Tensor  # (R,K,T,E), set by Transformer.setup_caches, as v_cache and slopes are
-    v_cache: Tensor
-    slopes: Tensor | None  # (H,) float32, only with ALiBi
-
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.config = config
-        self.window = config.window(layer)
+        self.config, self.cache = config, KVCache(config)
+        self.window, self.scale = config.window(layer), config.head_dim**-0.5
         H, K, E = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
@@ -269,12 +300,42 @@ class Attention(nn.Module):
         qk = qk if rope is None else rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
 
-        cache_rows = torch.arange(B, device=x.device) if rows is None else rows
-        slots = (cache_rows[:, None], slice(None), input_pos)  # selects (B,S,K,E); -1 is the scratch slot
-        self.k_cache[slots] = k
-        self.v_cache[slots] = v
-        y = attention(q, self.k_cache, self.v_cache, input_pos, rows, self.slopes, self.window)  # (B,S,H,E)
+        self.cache.write(k, v, input_pos, rows)
+        y = attention(q, self.cache.k, self.cache.v, input_pos, rows, self.slopes, self.window, self.scale)
         return self.out(y.reshape(B, S, H * E))
+
+
+class KVCache(nn.Module):
+    """The keys and values of one layer: R rows of T slots, one slot for each position.
+
+    Only this class and the attention operations know the layout: k and v are (R,K,T,E) each.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.n_kv_head, self.head_dim = config.n_kv_head, config.head_dim
+
+    def allocate(self, R: int, T: int, zeros: Callable = torch.zeros):
+        """Make an empty cache. zeros(shape) makes its tensors."""
+        for name in ("k", "v"):
+            self.register_buffer(name, zeros((R, self.n_kv_head, T, self.head_dim)), persistent=False)
+
+    def write(self, k: Tensor, v: Tensor, input_pos: Tensor, rows: Tensor | None):
+        """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,); None means rows 0..B-1."""
+        rows = torch.arange(len(k), device=k.device) if rows is None else rows
+        slots = (rows[:, None], slice(None), input_pos)  # selects (B,S,K,E); -1 is the scratch slot
+        self.k[slots] = k
+        self.v[slots] = v
+
+    def copy(self, source_row: int, target_row: int, n: int):
+        """Copy the first n positions of one row to another."""
+        for cache in (self.k, self.v):
+            cache[target_row, :, :n] = cache[source_row, :, :n]
+
+    @staticmethod
+    def nbytes(config: Config, positions: int, dtype: torch.dtype) -> int:
+        """The bytes that this many positions take in one layer."""
+        return 2 * positions * config.n_kv_head * config.head_dim * dtype.itemsize
 
 
 class MLP(nn.Module):
@@ -360,10 +421,9 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 # ---------------------------------------------------------------- positions
 
 
-def rope_frequencies(config: Config) -> Tensor:
-    """RoPE's E/2 angular frequencies in float32, in radians per position, scaled as config.rope_scaling says."""
-    E, base, scaling = config.head_dim, float(config.rope_base), config.rope_scaling
-    freqs = 1.0 / base ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
+def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns."""
+    freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
     if scaling is None:
         return freqs
     if scaling.kind == "linear":
@@ -389,16 +449,6 @@ def rope_frequencies(config: Config) -> Tensor:
         keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
     keep = keep.clamp(0, 1)
     return freqs * keep + freqs / scaling.factor * (1 - keep)
-
-
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22). With mscale and mscale_all_dim, as
-    DeepSeek's models have them, it is the ratio of two such factors."""
-
-    def magnitude(m):
-        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 
 
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves are in formats.py.
 
-int8 and int4 round each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the same format as int4, but
-quantizes column by column, and adjusts the weights of the remaining columns to compensate for each column's error. The
-adjustment is computed from the layer's inputs on calibration text.
+A mode is a format of formats.py, and rounds each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the
+same format as int4, but quantizes column by column, and adjusts the weights of the remaining columns to compensate for
+each column's error. The adjustment is computed from the layer's inputs on calibration text.
 """
 
 import re
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import checkpoint as ck
-from cli import ArgumentParser, UserError, print_status, progress_bar, release_freed_memory, run_command
+from checkpoint import Source
+from cli import ArgumentParser, UserError, print_status, progress_bar, run_command
+from cpu.memory import release_freed_memory
 from engine import Engine, Request, generate
-from formats import FORMATS, GROUPSIZES, MODES, Quantization, int4_grid, matrices, pack, pack_nibbles
-from kernels import unpack_int4
+from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
 from model import Linear, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -29,9 +30,9 @@ SEQUENCES, SEQUENCE_LENGTH = 32, 512  # sequences of calibration text, tokens in
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) with the scales and mins of pack_int4, and levels that change the layer's outputs little.
+    """Quantize w (N,K) with the scales and mins of int4, and levels that change the layer's outputs little.
 
-    hessian: (K,K), the sum of x x^T over the layer's inputs. Returns what pack_int4 returns. Columns with the largest
+    hessian: (K,K), the sum of x x^T over the layer's inputs. Returns the parts of int4. Columns with the largest
     inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The
     packed columns and groups keep their original order.
     """
@@ -62,31 +63,32 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def gptq(model: Transformer, sequences: list[list[int]], groupsize: int, formats: dict, on_packed):
+def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None], on_packed):
     """Quantize the int4 matrices block by block. Each block's inputs come from the blocks already quantized.
 
-    sequences: lists of token ids of the same length. formats: module name -> format; only "int4" modules are
-    quantized. Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
+    sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4 modules are quantized.
+    Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
     """
     tokens = torch.tensor(sequences)  # (n,S)
     model.setup_caches(1, tokens.shape[1])
     input_pos = torch.arange(tokens.shape[1])[None]
-    rope = model.rope(input_pos)
-    states = [model.embedding(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
+    ropes = model.ropes(input_pos)
+    states = [model.embed(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
     if model.embedding_norm is not None:
         states = [model.embedding_norm(x) for x in states]
     for i, block in enumerate(model.blocks):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
-        linears = {name: module for name, module in linears.items() if formats[f"blocks.{i}.{name}"] == "int4"}
+        own_schemes = {name: schemes[f"blocks.{i}.{name}"] for name in linears}
+        linears = {name: linears[name] for name, scheme in own_schemes.items() if scheme and scheme.format == "int4"}
         hessians = collect_hessians(
-            linears, lambda block=block, xs=states: [block(x, rope, input_pos, None) for x in xs]
+            linears, lambda block=block, xs=states: [block(x, ropes[block.rope_table], input_pos, None) for x in xs]
         )
         for name, module in linears.items():
+            groupsize, K = own_schemes[name].groupsize, module.in_features
             packed = pack_gptq(module.weight, hessians[name], groupsize)
-            w = unpack_int4(*packed.values(), groupsize or module.in_features, module.in_features)
-            module.weight.copy_(w)
+            module.weight.copy_(FORMATS["int4"].unpack(packed, groupsize or K, K))
             on_packed(f"blocks.{i}.{name}", packed)
-        states = [block(x, rope, input_pos, None) for x in states]
+        states = [block(x, ropes[block.rope_table], input_pos, None) for x in states]
 
 
 def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
@@ -144,62 +146,64 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
+    source: Source | Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
 ) -> list[str]:
-    """Quantize the checkpoint directory `source` and write it to `out`. Returns the names of unquantized tensors.
+    """Quantize a source, or a checkpoint directory, and write it to `out`. Returns the names of unquantized tensors.
 
     At most one tensor is in memory, or with int4-gptq the whole model. UserError, with the name, if a tensor cannot be
     packed.
     """
 
-    config = ck.read_config(source)
-    if (before := ck.read_quantization(source)) is not None:
-        raise UserError(f"{source} is quantized already ({before.mode}); quantize the checkpoint that it was made from")
-    if out.resolve() == source.resolve():
+    source = source if isinstance(source, Source) else ck.open_directory(source)
+    config = source.config
+    if (before := source.quantization) is not None:
+        already = f"{source.path} is quantized already ({before.mode})"
+        raise UserError(f"{already}; quantize the checkpoint that it was made from")
+    if out.resolve() == source.path.resolve():
         raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
-    formats = {name: quantization.format(name) for name, _ in matrices(ck.empty_model(config))}
+    schemes = {name: quantization.scheme(name) for name, _ in matrices(ck.empty_model(config))}
     columns = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
     if quantization.groupsize > columns:
         raise UserError(
             f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"
         )
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
-    files = ck.checked_files(source, ck.empty_model(config).state_dict())
-    total = sum(path.stat().st_size for path in set(files.values()))
+    total = sum(t.nbytes for t in ck.empty_model(config).state_dict().values())
     gptq_packed = {}
     if quantization.mode == "int4-gptq":
-        gptq_packed = run_gptq(source, quantization.groupsize, formats, calibration_file)
-    kept = []
+        gptq_packed = run_gptq(source, schemes, calibration_file)
+    kept, from_directory = [], source.path.is_dir()  # whose dtype is kept
     with ck.Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
-        for name, path in files.items():
-            tensor = ck.read_tensor(path, name)
-            bar.update(tensor.nbytes)
+        for name, read in source.tensors():
+            tensor = read()
+            bar.update(4 * tensor.numel())
             if not all(torch.isfinite(x) for x in torch.aminmax(tensor)):  # aminmax makes no copy
-                raise UserError(f"{path}: {name} holds NaN or infinity")
+                raise UserError(f"{source.path}: {name} holds NaN or infinity")
             module, _, kind = name.rpartition(".")
-            format = formats.get(module, "none") if kind == "weight" else "none"
-            if format == "none":
+            scheme = schemes.get(module) if kind == "weight" else None
+            if scheme is None:
                 kept.append(name)
-                writer.add(name, tensor)
+                writer.add(name, tensor if from_directory else tensor.to(torch.bfloat16))
                 continue
             try:
-                packed = gptq_packed.pop(module, None) or pack(tensor, format, quantization.groupsize)
+                packed = gptq_packed.pop(module, None) or pack(tensor, *scheme)
             except ValueError as error:
-                raise UserError(f"{path}: {name} {error}") from None
+                raise UserError(f"{source.path}: {name} {error}") from None
             for part, value in packed.items():
                 writer.add(f"{module}.{part}", value)
             release_freed_memory()
         writer.add_config(config, quantization)
-        ck.copy_tokenizer(source, writer)
+        source.tokenizer_files().write(writer)
+        source.files.check()
     return kept
 
 
-def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path | None) -> dict[str, dict]:
+def run_gptq(source: Source, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
-    ck.check_memory(ck.read_config(source), "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
+    ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model, packed = ck.read_model(source, dtype=torch.bfloat16), {}
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
-    sequences = calibration_text(model, Tokenizer(source), calibration_file)
+    sequences = calibration_text(model, Tokenizer(source.tokenizer_files()), calibration_file)
 
     def on_packed(name, parts):
         packed[name] = parts
@@ -207,11 +211,11 @@ def run_gptq(source: Path, groupsize: int, formats: dict, calibration_file: Path
             print_status(f"block {int(name.split('.')[1]) + 1} of {len(model.blocks)}")
 
     try:
-        gptq(model, sequences, groupsize, formats, on_packed)
+        gptq(model, sequences, schemes, on_packed)
     except ValueError as error:
-        raise UserError(f"{source}: a matrix of the model {error}") from None
+        raise UserError(f"{source.path}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
-        raise UserError(f"{source}: the activations on the calibration text are too large or not finite") from None
+        raise UserError(f"{source.path}: the activations on the calibration text are too large or not finite") from None
     return packed
 
 
@@ -221,28 +225,44 @@ def summary(kept: list[str]) -> str:
     return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
 
 
-def main():
-    from convert_hf_checkpoint import ensure_checkpoint
+def open_dense(name: str | None) -> Source:
+    """The source of a command-line argument. The weights of a quantized .gguf file are dequantized."""
+    from sources.opening import open_source
 
+    source = open_source(name)
+    if source.quantization is None or source.path.is_dir():
+        return source
+    before = source.quantization
+    texts = [before.mode, before.head, *before.exceptions.values()]
+    known = ", ".join(sorted({piece for text in texts for piece in text.split("+")} - {"none"}))
+    print_status(f"{source.path} is quantized already ({known}): rounding its weights again loses more")
+    return open_source(name, dequantize=True)
+
+
+def main():
     parser = ArgumentParser(description="Write a checkpoint with its matrices in 8 or 4 bits.")
     add = parser.add_argument
     add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
-    add("--mode", choices=MODES, required=True, help="format of the matrices in the blocks")
+    encoded = [name for name, format in FORMATS.items() if format.quantize is not None]
+    add("--mode", choices=(*encoded, "int4-gptq"), required=True, help="format of the matrices in the blocks")
     sizes = "columns that share a scale (32); 0: a whole row"
-    add("--groupsize", type=int, choices=GROUPSIZES, default=32, help=sizes)
-    add("--head", choices=FORMATS, default="int8", help="format of the embedding and the output head (int8)")
+    add("--groupsize", type=int, choices=(0, 32, 64, 128), default=32, help=sizes)
+    add("--head", choices=(*encoded, "none"), default="int8", help="format of the embedding and the output head (int8)")
     text = "calibration text for int4-gptq (default: text sampled from the model itself)"
     add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()
     if args.calibration_file and args.mode != "int4-gptq":
         parser.error(f"--calibration_file is for --mode int4-gptq, not {args.mode}")
-    source = ensure_checkpoint(args.checkpoint_path)
-    quantization = Quantization(args.mode, args.groupsize, args.head)
+    source = open_dense(args.checkpoint_path)
+    try:
+        quantization = Quantization(args.mode, args.groupsize, args.head)
+    except ValueError as error:
+        parser.error(str(error))
     group = f"g{args.groupsize}" if args.groupsize else "channel"
     head = "" if args.head == "int8" else f"-head-{args.head}"
-    source = source.resolve()
-    out = args.out or source.with_name(f"{source.name}-{args.mode}-{group}{head}")
+    folder = source.path.resolve().parent if source.path.is_dir() else ck.CHECKPOINTS
+    out = args.out or folder / f"{source.name}-{args.mode}-{group}{head}"
     print_status(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
     ck.print_written(out)
 

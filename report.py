@@ -1,50 +1,25 @@
 """Measurements of a run: seconds and counts, bytes read per token, and the share of the machine's memory bandwidth.
 
-Read down: Timing, which the engine adds to; the bytes that a step reads; the roofline; measurements of the machine; the
-report of a run, as JSON fields and as text. Knows the model, nothing of text or of the command line.
+Read down: the bytes that a step reads; the roofline; measurements of the machine; the report of a run, as JSON fields
+and as text. Knows the model and what the engine has measured, nothing of text or of the command line.
 
 Rates never mix prefill and decode and never include compilation, and a run under the profiler has no rates: all of
 these would be misleading numbers.
 """
 
+import json
+import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
 import torch
 
-from cli import peak_memory
-from cpu.threads import CpuTimes, Threads
-from formats import Quantization, swap
+from formats import FORMATS, Quantization, swap
 from model import Config, Transformer
 
-
-@dataclass
-class Timing:
-    """Seconds and counts, summed over steps."""
-
-    first_token_s: float | None = None  # seconds of the first prefill
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    kv_bytes: int = 0  # keys and values read by decode steps
-    draft_bytes: float = 0.0  # weights of a draft model read by decode steps
-    threads: Threads = field(default_factory=Threads)
-    start: CpuTimes = field(default_factory=CpuTimes.now)
-
-    def add_prefill(self, seconds: float, tokens: int):
-        self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
-        self.prefill_s += seconds
-        self.prefill_tokens += tokens
-
-    def add_step(self, seconds: float, tokens: int, kv_bytes: int):
-        self.decode_s += seconds
-        self.decode_tokens += tokens
-        self.decode_steps += 1
-        self.kv_bytes += kv_bytes
+FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
 
 
 def weight_bytes(model: Transformer, rows: float) -> float:
@@ -58,16 +33,6 @@ def weight_bytes(model: Transformer, rows: float) -> float:
     return total if model.output is None else total - table + rows * table / model.config.vocab_size
 
 
-def kv_bytes(model: Transformer, lengths: list[int]) -> int:
-    """Bytes of keys and values that one decode step reads. lengths: the number of filled positions of each row."""
-    config = model.blocks[0].attention.config  # if the model is split: with this rank's heads only
-    positions = config.n_layer * sum(lengths)
-    if config.sliding_window is not None:
-        windows = [config.window(layer) for layer in range(config.n_layer)]
-        positions = sum(min(length, window or length) for window in windows for length in lengths)
-    return positions * 2 * config.n_kv_head * config.head_dim * model.norm.weight.itemsize
-
-
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
     """FLOPs and bytes per token of a decode step with `rows` rows, each with `context` positions filled.
 
@@ -75,12 +40,14 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     FLOPs for each weight of a matrix, and four for each element of a query and each position that it attends to.
     """
     with torch.device("meta"):
-        model = swap(Transformer(config).to(dtype), quantization)
+        model = Transformer(config).to(dtype)
+    if quantization is not None:
+        swap(model, quantization.scheme)
     linears = [module for module in model.modules() if hasattr(module, "in_features")]
     matrices = sum(module.in_features * module.out_features for module in linears if module is not model.embedding)
     matrices += config.vocab_size * config.dim if model.output is None else 0
     attended = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
-    weights, kv = weight_bytes(model, rows), kv_bytes(model, [context] * rows)
+    weights, kv = weight_bytes(model, rows), model.kv_bytes([context] * rows)
     return {
         "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * attended,
         "weight_bytes_per_token": weights / rows,
@@ -107,6 +74,12 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     return "\n".join(lines)
 
 
+def print_roofline(checkpoint, bandwidth: float, dtype: torch.dtype, rows: int, as_json: bool):
+    """Print the roofline of a load.Checkpoint on stdout."""
+    table = rooflines(checkpoint.config, bandwidth, dtype, rows, checkpoint.quantization)
+    print(json.dumps({"roofline": table}) if as_json else roofline_text(table, dtype))
+
+
 def read_bandwidth(model: Transformer) -> float:
     """Memory bandwidth in bytes per second, measured by summing the model's weights."""
     weights = [w.view(-1)[: w.numel() // 8 * 8].view(torch.int64) for w in model.state_dict().values()]
@@ -121,15 +94,13 @@ def read_bandwidth(model: Transformer) -> float:
     return sum(w.nbytes for w in weights) / best
 
 
-def all_reduces_s(model: Transformer, times: int = 10) -> float:
+def all_reduces_s(model: Transformer, rows: int, times: int = 10) -> float:
     """Seconds that the all-reduces of one decode step take by themselves; all ranks must call this together."""
-    from tp import all_reduce
-
-    x = model.norm.weight.new_zeros(model.blocks[0].attention.k_cache.shape[0], 1, model.config.dim)  # (B,1,D)
+    x = model.norm.weight.new_zeros(rows, 1, model.config.dim)  # (B,1,D)
     synchronize(x.device)
     start = time.perf_counter()
     for _ in range(times * (2 * model.config.n_layer + 1)):
-        all_reduce(x, model.split.group)
+        model.shard.all_reduce(x)
     synchronize(x.device)
     return (time.perf_counter() - start) / times
 
@@ -141,16 +112,33 @@ def synchronize(device: torch.device):
         torch.mps.synchronize()
 
 
-def compile_counts() -> tuple[int, int]:
-    """(graphs compiled, graph breaks) in this process so far."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled: an import, only to read zeros, would take a second
-        return 0, 0
-    counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+def peak_memory(device) -> int:
+    """The most bytes in use so far: by the whole process on CPU, by torch's allocations on other devices."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:  # getrusage may report the parent's memory, from the moment before it started this process
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
+def bytes_by_format(model: Transformer) -> dict[str, int]:
+    """The bytes of a model's weights by the format that they are stored in, the largest first."""
+    found = Counter()
+    for module in model.modules():
+        for kind, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and kind not in module._non_persistent_buffers_set:
+                found[getattr(module, "stored_as", None) or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return dict(found.most_common())
+
+
+def measurements(engine, profiled: bool) -> dict:
     """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation."""
+    model, timing = engine.model, engine.timing
     weight, tokens, steps = model.norm.weight, timing.decode_tokens, timing.decode_steps
     peak = peak_memory(weight.device)  # before the bandwidth is measured
     weights = kv = rate = None  # bytes per token, tokens per second
@@ -165,41 +153,44 @@ def measurements(model: Transformer, timing: Timing, profiled: bool) -> dict:
         "decode_tokens_per_s": rate,
         "weight_bytes_per_token": weights,
         "kv_bytes_per_token": kv,
+        "weight_bytes_by_format": bytes_by_format(model),
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
         "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # takes most of a second
-        "threads": timing.threads.used(),
-        "other_programs_cpus": None if model.split else CpuTimes.now().others_since(timing.start),
+        "threads": engine.threads.used(),
+        "other_programs_cpus": None if model.shard else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.report replaces it
         "device": str(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    if model.split is not None:  # all numbers of bytes are then those of one rank
-        fields["ranks"] = model.split.ranks
-        fields["communication_share"] = rate and all_reduces_s(model) * steps / timing.decode_s
+    if model.shard is not None:  # all numbers of bytes are then those of one rank
+        fields["ranks"] = model.shard.ranks
+        fields["communication_share"] = rate and all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
     return fields
 
 
-def print_report(result: dict, timing: Timing):
+def print_report(result: dict, timing):
     """Print the numbers of --json in a few lines on stderr."""
     line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
     if result["time_to_first_token_s"] is not None:
         line += f", first token {result['time_to_first_token_s']:.3f} s"
     lines = [line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})"]
+    if len(formats := result["weight_bytes_by_format"]) > 1:
+        lines.append("weights: " + ", ".join(f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()))
     if (rate := result["prefill_tokens_per_s"]) is not None:
-        lines.append(f"prefill: {timing.prefill_tokens} tokens, {rate:.1f} tokens/s")
+        few = timing.prefill_tokens < FEW_TOKENS  # whose time is mostly that of starting
+        speed = f"{1e3 * timing.prefill_s:.0f} ms" if few else f"{rate:.1f} tokens/s"
+        lines.append(f"prefill: {timing.prefill_tokens} tokens, {speed}")
     if (rate := result["decode_tokens_per_s"]) is not None:
         weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
         got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9
         line = f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights"
-        line += f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s, "
-        if got <= possible:
-            line += f"{got / possible:.0%} of the {possible:.1f} measured here"
-        else:  # other programs slowed the measurement, or the weights were partly in the processor's caches
-            line += f"more than the {possible:.1f} measured here afterwards"
+        line += f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s"
+        if got <= possible:  # otherwise other programs slowed the measurement, or the caches held a part of the weights
+            line += f", {got / possible:.0%} of the {possible:.1f} measured here"
         lines.append(line)
-    if result["device"] == "cpu":
+    if result["device"] == "cpu" and result["threads"]:
         lines.append(f"threads: {threads_text(result['threads'])}{others_text(result['other_programs_cpus'])}")
     if (about := result.get("speculation")) is not None:
         accepted = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
@@ -250,7 +241,7 @@ def main():
     parser.add_argument("--rows", type=int, default=1, help="batch size: rows that are decoded together (1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache (bfloat16)")
     quantized = "assume that quantize.py has quantized the model with this mode, groups of 32 and an int8 head"
-    parser.add_argument("--mode", choices=("int8", "int4"), help=quantized)
+    parser.add_argument("--mode", choices=FORMATS, help=quantized)
     args = parser.parse_args()
     if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
         parser.error("--bandwidth, --devices and --rows must be above 0")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import define, exponential_noise, float_to_sortable_int, has_kernels, top_mass
+from kernels import define, exponential_noise, float_to_sortable_int, has_kernel, top_mass
 
 # ---------------------------------------------------------------- settings
 
@@ -125,14 +125,15 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
     or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32, NaN where the id is
     -1.
     """
-    operation = torch.ops.fastpath.sample if has_kernels(logits.device) else sample_reference
+    operation = torch.ops.fastpath.sample if has_kernel("sample", logits.device) else sample_reference
     return operation(logits, rows, position, drafted, *settings)
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """The distribution (B,S,V) float32 that `sample` draws from with the same arguments. It is zero for tokens that the
     filters drop, one-hot for a greedy row, all zero for padding, all NaN where the largest logit is not finite."""
-    operation = torch.ops.fastpath.probabilities if has_kernels(logits.device) else probabilities_reference
+    has_own = has_kernel("probabilities", logits.device)
+    operation = torch.ops.fastpath.probabilities if has_own else probabilities_reference
     return operation(logits, rows, position, drafted, *settings)
 
 

@@ -75,7 +75,7 @@ def parse_arguments(argv=None):
 
 
 def main(ranks=None):
-    """ranks: a tp.Ranks, where torchrun has started several of us; the first one serves, the others follow it."""
+    """ranks: a ranks.Ranks, where torchrun has started several of us; the first one serves, the others follow it."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     listener = bind(args.host, args.port) if ranks.rank == 0 else None
@@ -90,8 +90,9 @@ def main(ranks=None):
         ranks.timeout_s = RANK_TIMEOUT_S
         return engine.follow()
     max_queue = 4 * args.max_batch_size if args.max_queue is None else args.max_queue
-    name = checkpoint.directory.resolve().name
-    settings = Settings(checkpoint.directory, name, length, args.max_batch_size, max_queue, args.api_key)
+    name = checkpoint.name
+    files = (checkpoint.config, checkpoint.tokenizer_files)
+    settings = Settings(*files, name, length, args.max_batch_size, max_queue, args.api_key)
     with http_process(settings, listener) as connection:
         later = compiles_later(args, ranks)
         args.compile = args.compile and not later
@@ -263,7 +264,7 @@ def receive(engine: Engine, jobs: dict[int, Job], tokenizer: Tokenizer, connecti
 
 if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
-        from tp import run_together
+        from ranks import run_together
 
         run_together(main)
     run_command(main)

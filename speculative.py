@@ -5,8 +5,8 @@ than k + 1 passes over one token, because it reads the weights once. The target 
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
 Read down: verify and accept, on which exactness depends; what a draft is; Controller, which decides who proposes how
-many tokens; Speculation, whose `step` the engine calls. The drafts have files of their own: drafts/draft_model.py
-(another model), drafts/retrieval.py (earlier text), drafts/heads.py (trained heads). Knows nothing of text.
+many tokens; Speculation, whose `step` the engine calls. The drafts are in drafts/: draft_model.py (another model),
+retrieval.py (earlier text), heads.py (trained heads). Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -63,13 +63,13 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
     logits = model.head(x)[..., : model.config.n_token]  # (B,k+1,V)
     if p_draft is None:
         tokens, logprobs = sample(logits, rows, position + 1, drafted, sampling)
-        tokens = tokens if model.split is None else model.split.broadcast(tokens)
+        tokens = tokens if model.shard is None else model.shard.broadcast(tokens)
         count = count_leading(drafted == tokens[:, :-1], lengths) + 1
         return tokens, count, logprobs, logits, at_last_token(x, count)
     p_target = probabilities(logits, rows, position + 1, drafted, sampling)
     tokens, count = accept(p_target, p_draft, drafted, lengths, position + 1, sampling.seed[rows])
-    if model.split is not None:
-        tokens, count = model.split.broadcast(tokens), model.split.broadcast(count)
+    if model.shard is not None:
+        tokens, count = model.shard.broadcast(tokens), model.shard.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
     return tokens, count, logprobs, logits, at_last_token(x, count)
 
@@ -429,7 +429,7 @@ class Speculation:
         batch, timing = Batch(rows, inputs), self.engine.timing
         if self.rehearsing:
             self._rehearse(batch)
-        start, trials = time.perf_counter() - timing.prefill_s, timing.threads.trials
+        start, trials = time.perf_counter() - timing.prefill_s, self.engine.threads.trials
         index, proposal = self._propose(batch)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
@@ -443,7 +443,7 @@ class Speculation:
         if not self.rehearsing:
             accepted = [len(new) - 1 for new in new_tokens]
             seconds = drafted - start, time.perf_counter() - drafted
-            self._measure(rows, index, proposal, accepted, seconds, is_trial=timing.threads.trials > trials)
+            self._measure(rows, index, proposal, accepted, seconds, is_trial=self.engine.threads.trials > trials)
         return new_tokens, logprobs, logits
 
     def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
@@ -482,9 +482,9 @@ class Speculation:
 
     def _choice_of_rank_0(self, choice: tuple[int, int]) -> tuple[int, int]:
         """Rank 0's choice: the other ranks have measured other times."""
-        if self.model.split is None:
+        if self.model.shard is None:
             return choice
-        return tuple(self.model.split.broadcast(torch.tensor(choice, device=self.model.device)).tolist())
+        return tuple(self.model.shard.broadcast(torch.tensor(choice, device=self.model.device)).tolist())
 
     def _empty_proposal(self, batch: Batch) -> Proposal:
         """A proposal of no tokens, with which `verify` is a plain step."""
@@ -515,8 +515,8 @@ class Speculation:
             missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
-        kind, fixed = f"verify {drafted.shape[1] + 1}", not self.model.max_kernel_tokens
-        with self.engine.timing.threads.of(kind, len(batch.rows), fixed):
+        kind, fixed = f"verify {drafted.shape[1] + 1}", not self.model.backend.thread_invariant
+        with self.engine.threads.of(kind, len(batch.rows), fixed):
             return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
 
     def _rehearse(self, batch):

@@ -17,42 +17,44 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 
-from checkpoint import read_json
+from checkpoint import TokenizerFiles, read_tokenizer_files
 from cli import UserError
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory: encode, decode, and the special ids bos_id (or None) and eos_ids.
+    """The tokenizer of a model: encode, decode, and the special ids bos_id (or None) and eos_ids.
 
-    tokenizer_config.json holds what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token, the tokens
-    that a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens to look for
-    in text (token -> id) and whether spaces are handled the `legacy` way.
+    The settings of tokenizer_config.json hold what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token,
+    the tokens that a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens to
+    look for in text (token -> id) and whether spaces are handled the `legacy` way.
     """
 
-    def __init__(self, directory: Path):
-        directory = Path(directory)
-        config_path = directory / "tokenizer_config.json"
-        config = read_json(config_path)
+    def __init__(self, source: TokenizerFiles | Path):
+        """source: a checkpoint directory, or what was read from another kind of files."""
+        files = source if isinstance(source, TokenizerFiles) else read_tokenizer_files(source)
+        config, self.path = files.settings, files.path
+        if config is None:
+            raise UserError(f"{self.path} has no tokenizer_config.json")
         bos, eos = config.get("bos_token_id"), config.get("eos_token_ids") or []
         if not isinstance(eos, list):
-            raise UserError(f"{config_path}: eos_token_ids {eos!r} is not a list of token ids")
+            raise UserError(f"{self.path}: eos_token_ids {eos!r} is not a list of token ids")
         for i in eos if bos is None else [bos, *eos]:
             if type(i) is not int or i < 0:
-                raise UserError(f"{config_path}: {i!r} is not a token id")
+                raise UserError(f"{self.path}: {i!r} is not a token id")
         self.bos_id: int | None = bos
         self.eos_ids: tuple[int, ...] = tuple(eos)
         self.add_bos: bool = bool(config.get("add_bos_token")) and self.bos_id is not None
         texts = {name: text for name, text in config.items() if isinstance(text, str) and text}
         self.named_tokens = {name: text for name, text in texts.items() if name.endswith("_token")}
-        kinds = {"tokenizer.json": JsonVocabulary, "tokenizer.model": SentencePieceVocabulary}
-        self.directory, self.vocabulary = directory, None
-        path = next((directory / name for name in kinds if (directory / name).exists()), None)
-        if path is None:  # a model without a tokenizer takes token ids only
-            return
+        self.vocabulary = None  # a model without a tokenizer takes token ids only
         try:
-            self.vocabulary = kinds[path.name](path, config)
+            if files.json is not None or files.library is not None:
+                self.vocabulary = JsonVocabulary(files.json, files.library)
+            elif files.model is not None:
+                self.vocabulary = SentencePieceVocabulary(files.model, config)
         except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError ...
-            raise UserError(f"{path} is not a readable tokenizer: {error}") from None
+            name = "" if self.path.is_file() else "tokenizer.model" if files.model else "tokenizer.json"
+            raise UserError(f"{self.path / name} is not a readable tokenizer: {error}") from None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a text. The BOS token comes first if the model expects one and add_bos is True.
@@ -60,7 +62,7 @@ class Tokenizer:
         Special tokens written out in the text ("<|im_start|>") become their ids.
         """
         if self.vocabulary is None:
-            raise UserError(f"{self.directory} has no tokenizer; give --prompt_ids instead of text")
+            raise UserError(f"{self.path} has no tokenizer; give --prompt_ids instead of text")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -133,20 +135,17 @@ class TextStream:
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint directory: a Jinja2 program that writes a conversation as the model's text.
+    """The chat template of a model: a Jinja2 program that writes a conversation as the model's text.
 
     The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's internals and from
     changing its arguments, but does not limit its time and memory.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer):
-        self.path, self.tokenizer = Path(directory) / "chat_template.jinja", tokenizer
-        if not self.path.is_file():  # reading a device or a pipe might never end
-            raise UserError(f"{directory} has no chat template; use the model without --chat and --system")
-        try:
-            self.source = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path} cannot be read: {error}") from None
+    def __init__(self, source: TokenizerFiles | Path, tokenizer: Tokenizer):
+        files = source if isinstance(source, TokenizerFiles) else read_tokenizer_files(source)
+        self.path, self.tokenizer, self.source = files.path, tokenizer, files.template
+        if self.source is None:
+            raise UserError(f"{self.path} has no chat template; use the model without --chat and --system")
         try:
             self.template = template_environment().from_string(self.source)
         except Exception as error:
@@ -247,10 +246,11 @@ def template_environment():
 class JsonVocabulary:
     """A tokenizer.json file, read with the `tokenizers` library."""
 
-    def __init__(self, path: Path, config: dict):
+    def __init__(self, data: bytes | None, library=None):
+        """data: the contents of the file; or library: the library's object."""
         from tokenizers import Tokenizer as Library
 
-        self.library = library = Library.from_file(str(path))
+        self.library = library = library or Library.from_buffer(data)
         library.no_truncation()  # some files contain the length limits of the program that wrote them
         library.no_padding()
         self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
@@ -302,10 +302,10 @@ class SentencePieceVocabulary:
     have this space.
     """
 
-    def __init__(self, path: Path, config: dict):
+    def __init__(self, data: bytes, config: dict):
         from sentencepiece import SentencePieceProcessor
 
-        self.library = SentencePieceProcessor(model_file=str(path))
+        self.library = SentencePieceProcessor(model_proto=data)
         self.size = self.library.get_piece_size()
         self.special = {self.library.id_to_piece(i): i for i in range(self.size) if self.library.is_control(i)}
         self.special |= config.get("special_tokens") or {}

@@ -13,7 +13,8 @@ import measure
 import torch
 from measure import BF16
 
-from cli import keep_freed_memory, run_command
+from cli import run_command
+from cpu.memory import keep_freed_memory
 from kernels import attention
 from model import alibi_slopes
 
@@ -39,7 +40,7 @@ def make_pairs() -> dict[str, tuple[Callable, Callable]]:
     compiled = torch.compile(gelu_formula, dynamic=False)
 
     def attend(slopes):
-        attention(q, k_cache, v_cache, position, None, slopes)
+        attention(q, k_cache, v_cache, position, None, slopes, None, E**-0.5)
 
     def concatenate():
         for _ in ("keys", "values"):

@@ -19,11 +19,11 @@ import measure
 import torch
 from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
 
-from cli import keep_freed_memory, run_command
+from cli import run_command
+from cpu.memory import keep_freed_memory
 from cpu.threads import Threads, powers_of_two, processors
-from engine import Engine, Request, generate
+from engine import Engine, Request, Timing, generate
 from load import compiled_steps, load_model
-from report import Timing
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
     """Rates with this number of threads, or with the engine's choice (None). Decoding lasts --seconds."""
     most = torch.get_num_threads()
     torch.set_num_threads(threads or most)
-    engine.timing = Timing(threads=Threads(fixed=threads is not None))
+    engine.timing, engine.threads = Timing(), Threads(fixed=threads is not None)
     prompt = [5 + i % 100 for i in range(args.prompt_tokens)]
     try:
         for _ in range(3):
@@ -59,7 +59,7 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
         torch.set_num_threads(most)
     timing = engine.timing
     found = {DECODE: timing.decode_tokens / timing.decode_s, PREFILL: timing.prefill_tokens / timing.prefill_s}
-    return found | {"steps": timing.threads.used()["decode"]}
+    return found | {"steps": engine.threads.used()["decode"]}
 
 
 def run_llama_bench(args) -> dict:
@@ -88,7 +88,8 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
 
 def recovery_s(args, engine: Engine) -> float:
     """Seconds from the end of another program to the last step that had fewer threads than on an idle machine."""
-    engine.timing, steps, end = Timing(), [], None
+    engine.threads.forget()
+    steps, end = [], None
     with busy(1) as programs:
         engine.add(Request([5, 6, 7], GREEDY, 10**6))
         start = time.perf_counter()
@@ -99,7 +100,7 @@ def recovery_s(args, engine: Engine) -> float:
             engine.step()
             if not engine.active:  # the cache is full
                 engine.add(Request([5, 6, 7], GREEDY, 10**6))
-            kinds = engine.timing.threads.kinds
+            kinds = engine.threads.kinds
             steps.append((time.perf_counter(), kinds["decode"].count if "decode" in kinds else None))
     for request in [row.request for row in engine.rows if row.request is not None]:
         engine.cancel(request)

@@ -3,10 +3,11 @@
   decode   tokens/s of --new_tokens steps after 5 tokens of prompt (llama-bench's tg has no prompt)
   prefill  tokens/s of a prompt of --prompt_tokens, up to the first new token
 
-fastpath is generate.py in the formats of --formats, eager and with --compile compiled too. A run takes 4 samples, the
-first of which does not count for prefill. transformers runs in bf16, unless --checkpoint_path is a checkpoint of ours,
-which it cannot load. llama-bench runs one row, with and without flash attention, and the better rate counts. With
---old, the generate.py of another checkout runs instead of transformers, with the same checkpoints and options.
+fastpath is generate.py in the formats of --formats (file: a GGUF file as it is), eager and with --compile compiled too.
+A run takes 4 samples, the first of which does not count for prefill. transformers runs in bf16, unless there is only
+the format file, or --checkpoint_path is a checkpoint of ours, which it cannot load. llama-bench, of llama.cpp and of
+ik_llama.cpp, runs one row, with and without flash attention, and the better rate counts. With --old, the generate.py of
+another checkout runs instead of transformers, with the same checkpoints and options.
 
 All programs take turns and use the same number of threads (set by OMP_NUM_THREADS). No rate includes compilation. The
 compiler's cache is empty at first, so compile_s is the time of a cold start in the first round, and of a warm start in
@@ -28,9 +29,10 @@ import torch
 from measure import BF16, DECODE, FORMATS, PREFILL, ROOT
 
 from checkpoint import is_ours
-from cli import keep_freed_memory, run_command
-from convert_hf_checkpoint import default_gguf, ensure_checkpoint
-from load import choose_device
+from cli import run_command
+from cpu.memory import keep_freed_memory
+from load import choose_device, find_source
+from sources.hub import default_gguf
 
 
 def transformers_contestant(args, device: torch.device) -> Callable[[], dict]:
@@ -59,9 +61,9 @@ def transformers_contestant(args, device: torch.device) -> Callable[[], dict]:
     return run
 
 
-def run_llama_bench(args, gguf: Path) -> dict:
+def run_llama_bench(args, program: str, gguf: Path) -> dict:
     sizes = ["-p", args.prompt_tokens, "-n", args.new_tokens, "-t", torch.get_num_threads()]
-    tests = json.loads(measure.run_program(args.llama_bench, "-m", gguf, *sizes, "-r", 1, "-fa", "0,1", "-o", "json"))
+    tests = json.loads(measure.run_program(program, "-m", gguf, *sizes, "-r", 1, "-fa", "0,1", "-o", "json"))
     decode = max(test["avg_ts"] for test in tests if test["n_gen"])
     return {DECODE: decode, PREFILL: max(test["avg_ts"] for test in tests if test["n_prompt"])}
 
@@ -73,10 +75,13 @@ def make_contestants(args, device: torch.device) -> dict[str, Callable[[], dict]
     for format, mode, who in itertools.product(args.formats, modes, trees):
         run = partial(measure.decode_and_prefill, args, format, modes[mode], trees[who], args.rows)
         contestants[f"{who} {mode} {format}"] = run
-    if not (args.old or args.checkpoint_path and is_ours(Path(args.checkpoint_path))):
+    path = Path(args.checkpoint_path or "")
+    if not (args.old or args.formats == ["file"] or (path / "config.json").exists() and is_ours(path)):
         contestants["transformers bf16"] = transformers_contestant(args, device)
     for path in args.gguf:
-        contestants[f"llama.cpp {path.name}"] = partial(run_llama_bench, args, path)
+        contestants[f"llama.cpp {path.name}"] = partial(run_llama_bench, args, args.llama_bench, path)
+        if args.ik_llama_bench:
+            contestants[f"ik_llama.cpp {path.name}"] = partial(run_llama_bench, args, args.ik_llama_bench, path)
     numbers = torch.ones(2**25, dtype=torch.int64, device=device)
     contestants["memory"] = lambda: numbers.nbytes / measure.seconds(numbers.sum, 3, device)
     return contestants
@@ -98,8 +103,9 @@ def main():
     parser = measure.make_parser(__doc__, {"--rounds": 5, "--prompt_tokens": 512, "--new_tokens": 64, "--rows": 1})
     add = parser.add_argument
     add("--llama_bench", metavar="PROGRAM", default="llama-bench", help="llama.cpp's llama-bench")
+    add("--ik_llama_bench", metavar="PROGRAM", help="ik_llama.cpp's llama-bench (on the same files)")
     add("--gguf", nargs="+", type=Path, default=[], help="files for llama-bench")
-    add("--formats", nargs="+", choices=FORMATS, default=["bf16"], help="formats of our weights (bf16)")
+    add("--formats", nargs="+", choices=(*FORMATS, "file"), default=["bf16"], help="formats of our weights (bf16)")
     add("--compile", action="store_true", help="also measure fastpath compiled")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
     args = parser.parse_args()
@@ -113,7 +119,7 @@ def main():
     measure.print_table(rows, {"name": "", DECODE: ".1f", PREFILL: ".0f", "compile_s": ".1f"})
     spreads = dict.fromkeys(("decode", "decode_spread", "prefill", "prefill_spread"), ".2f")
     measure.print_table(ratios, {"ours": "", "peer": ""} | spreads)
-    about = {"model": ensure_checkpoint(args.checkpoint_path).name, "prompt_tokens": args.prompt_tokens}
+    about = {"model": find_source(args.checkpoint_path).name, "prompt_tokens": args.prompt_tokens}
     about |= {"new_tokens": args.new_tokens, "batch_size": args.rows, "rows": rows, "ratios": ratios}
     measure.save("decode", about | {"read_bytes_per_s": {"dram": bandwidth}}, args.out, device)
 

@@ -39,7 +39,7 @@ from triton.testing import do_bench_cudagraph
 import kernels_triton as kt
 from cli import UserError, print_status, run_command
 from engine import Engine
-from formats import LINEAR, Quantization, swap
+from formats import Quantization, QuantizedLinear, Scheme, swap
 from load import compiled_steps
 from model import Config, RopeScaling, Transformer
 from report import weight_bytes
@@ -110,11 +110,11 @@ def fill(tensors):
 
 
 def random_layer(format: str, N: int, K: int, device: torch.device) -> nn.Module:
-    """nn.Linear, Int8Linear or Int4Linear of random numbers."""
+    """nn.Linear or QuantizedLinear of random numbers."""
     if format == "bf16":
         return nn.Linear(K, N, False, device=device, dtype=BF16).requires_grad_(False)
     with torch.device(device):
-        layer = LINEAR[format](K, N, False, BITS[format][1])
+        layer = QuantizedLinear(K, N, False, Scheme(format, BITS[format][1]))
     fill(layer.buffers())
     return layer
 
@@ -163,20 +163,25 @@ def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.d
 
 def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
     H, K, E = sizes["heads"]
+    rest = (None, None, None, E**-0.5)  # rows, slopes, window, scale
     for length in sizes["decode"]:
         print_status(f"decode at {length}")
         q, at, size = randn(1, 1, H, E, device=device), torch.tensor([[length - 1]], device=device), 4 * length * K * E
         count = min(copies(size, device), 24)
         pairs = [[randn(1, K, sizes["cache"], E, device=device) for _ in range(2)] for _ in range(count)]
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
-        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at) for k, v in pairs])
+        row["ours_s"] = seconds([partial(kt.attention, q, k, v, at, *rest) for k, v in pairs])
         live = [(k[:, :, :length], v[:, :, :length]) for k, v in pairs]
         yield row | {"torch_s": seconds([partial(SDPA, q.transpose(1, 2), k, v, enable_gqa=True) for k, v in live])}
     for S in sizes["prefill"]:
         print_status(f"prefill of {S}")
         q, at = randn(1, S, H, E, device=device), torch.arange(S, device=device)[None]
         k, v = (randn(1, K, S + 8, E, device=device) for _ in range(2))
-        row = {"name": f"attention, prefill of {S}", "rows": S, "ours_s": seconds([partial(kt.attention, q, k, v, at)])}
+        row = {
+            "name": f"attention, prefill of {S}",
+            "rows": S,
+            "ours_s": seconds([partial(kt.attention, q, k, v, at, *rest)]),
+        }
         heads = q.transpose(1, 2), k[:, :, :S], v[:, :, :S]
         yield row | {"torch_s": seconds([partial(SDPA, *heads, is_causal=True, enable_gqa=True)])}
 
@@ -187,11 +192,13 @@ def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
 def random_model(config: Config, device: torch.device, format: str, kernels: bool) -> Transformer:
     """A model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
     with torch.device("meta"):
-        model = swap(Transformer(config).to(BF16), None if format == "bf16" else Quantization(format, 32, "int8"))
+        model = Transformer(config).to(BF16)
+    if format != "bf16":
+        swap(model, Quantization(format, 32, "int8").scheme)
     model = model.to_empty(device=device).eval()
     fill(model.state_dict().values())
     if kernels and device.type == "cuda":  # a whole step would take minutes in the interpreter
-        kt.install(model)
+        model.use(kt.install(model))
     return model
 
 

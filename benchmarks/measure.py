@@ -30,11 +30,13 @@ import torch
 
 from cli import ArgumentParser, UserError, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
-from engine import Engine, Request, generate
+from engine import Engine, Request, Timing, generate
 from formats import Quantization
+from load import compile_counts
 from quantize import quantize_checkpoint
-from report import Timing, compile_counts, synchronize
+from report import synchronize
 from sampling import SamplingParams
+from sources.hub import default_gguf
 
 BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")
@@ -114,8 +116,8 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
     A fresh cache would not do: pages that were never written are not read from memory.
     """
     for block in engine.model.blocks:
-        block.attention.k_cache.normal_()
-        block.attention.v_cache.normal_()
+        block.attention.cache.k.normal_()
+        block.attention.cache.v.normal_()
     for row in engine.rows:
         row.tokens = [0] * context
     engine.timing = Timing()
@@ -165,7 +167,10 @@ def decode_and_prefill(args, format: str, flags: str, tree: Path = ROOT, rows: i
 
 
 def quantized(source: str | None, format: str) -> Path:
-    """The checkpoint for --checkpoint_path (bf16), or its int8 or int4 version in groups of 32, which is made once."""
+    """The checkpoint for --checkpoint_path (bf16), or its int8 or int4 version in groups of 32, which is made once; or
+    the source itself (file), such as a GGUF file in its own bits."""
+    if format == "file":
+        return Path(source) if source else default_gguf()
     directory = ensure_checkpoint(source)
     out = directory if format == "bf16" else directory.with_name(f"{directory.name}-{format}-g32")
     if not out.exists():
@@ -249,7 +254,9 @@ def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
 
 
 def add_server_options(parser: ArgumentParser):
-    parser.add_argument("--format", choices=FORMATS, default="int4", help="format of the weights")
+    parser.add_argument(
+        "--format", choices=(*FORMATS, "file"), default="int4", help="of the weights; file: the source as it is"
+    )
     parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
     parser.add_argument("--gguf", type=Path, help="the model for llama-server")
     parser.add_argument("--llama_options", default="", help="further options of llama-server")

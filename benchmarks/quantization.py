@@ -5,7 +5,7 @@ language reference that comes with Python (pydoc_data.topics): English technical
 calibrated on. int4-gptq is calibrated on text that the model writes itself.
 
 The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels;
-this row says nothing about other models.
+these rows say nothing about other models.
 """
 
 import pydoc_data.topics

@@ -16,15 +16,15 @@ from statistics import median
 import measure
 from measure import FORMATS, ROOT, column, quantized
 
-from cli import keep_freed_memory, print_status, run_command
+from cli import print_status, run_command
+from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
 from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, StepFunctions, generate
+from engine import Engine, Request, StepFunctions, Timing, generate
 from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
-from report import Timing
 from speculative import MAX_K, Report, Speculation, expected_tokens
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -49,7 +49,7 @@ def copying_prompts() -> list[str]:
 
 def run_prompt(engine: Engine, speculation: Speculation | None, threads: Threads, prompts: Iterator, new_tokens: int):
     """Run the next of the prompts. threads: as in a server, the numbers of threads are tuned over all prompts."""
-    engine.speculation, engine.timing = speculation, Timing(threads=threads)
+    engine.speculation, engine.timing, engine.threads = speculation, Timing(), threads
     engine.clear()
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])

@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from measure import BF16, FORMATS, count
 
-from cli import keep_freed_memory, run_command
+from cli import run_command
 from cpu.install import linears_of
+from cpu.memory import keep_freed_memory
 from engine import Engine
 from load import compiled_steps, load_model
 from model import Transformer
-from report import kv_bytes, weight_bytes
+from report import weight_bytes
 
 SHORT, ROWS, STEPS = 20, 8, 40  # tokens of a short context, rows, consecutive steps
 
@@ -99,7 +100,7 @@ def measure_steps(args, directory: Path) -> dict:
     times = measure.take_turns(turns, args.rounds)
     rounds = [dict(zip(times, each)) for each in zip(*times.values())]
     weights = weight_bytes(one.model, 1)
-    extra = kv_bytes(long.model, [args.context]) - kv_bytes(long.model, [SHORT])
+    extra = long.model.kv_bytes([args.context]) - long.model.kv_bytes([SHORT])
     return {
         "weight_bytes": weights,
         "extra_kv_bytes": extra,

@@ -45,6 +45,7 @@ struct Attention {
   const int64_t* rows;       // (B,), or null for rows 0..B-1
   const float* slopes;       // (H,), or null
   int64_t window;            // a token sees so many of the latest slots
+  float scale;               // of the products of queries and keys
   T* out;                    // (B,S,H,E)
 
   int64_t group() const { return H / K; }  // query heads that share a key head
@@ -339,12 +340,12 @@ template <Products P, class T>
 }
 
 // Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is; m and l of each query go to states. The scores are
-// q k / sqrt(E) - slope * distance, -infinity where a query must not look.
+// q k scale - slope * distance, -infinity where a query must not look.
 template <Products P, class T>
 [[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
                                                  float* states) {
   const int64_t low = c.low() - c.base, high = (c.to - c.base + LANES - 1) / LANES * LANES;
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(a.E)));
+  const __m512 scale = _mm512_set1_ps(a.scale);
   for (int64_t i = 0; i < c.count; i++) {
     float* weights = w.weights + i * CHUNK;
     const int64_t p = w.positions[i];

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "checks.h"
 
 namespace {
 
@@ -49,14 +50,16 @@ void layer_norm_row(const T* x, const T* w, const T* bias, T* out, int64_t D, fl
 
 // What a block's calls have in common. prepare_block checks it once.
 struct PreparedBlock {
-  std::vector<std::optional<Tensor>> tensors;  // own the memory that the pointers below refer to
+  std::vector<MaybeTensor> norms;  // own the memory that the pointers below refer to, as `layers` do
+  std::vector<std::shared_ptr<const PreparedLayer>> layers;
   at::ScalarType dtype;
   int64_t H, K, E, D, F, window;
-  Linear qkv, out, up, down;
+  Layer qkv, out, up, down;
   const void *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
   const void *q_norm, *k_norm;                  // null where the model has none
-  float eps;
+  float scale, eps;  // of attention's scores; of the norms
   bool gated, post_norm_residual;
+  int64_t rope_table;  // which of the tables of cos and sin it uses
 };
 
 // One call of a block.
@@ -91,7 +94,7 @@ struct Block {
     attention.q = qkv, attention.q_stride = p.qkv.N, attention.out = attended;
   }
 
-  void norm(const Team& team, const T* from, const void* const (&weights)[2], T* to, const Linear& l,
+  void norm(const Team& team, const T* from, const void* const (&weights)[2], T* to, const Layer& l,
             const Input& in) const {
     const T *weight = (const T*)weights[0], *bias = (const T*)weights[1];
     const int64_t D = prepared.D;
@@ -99,7 +102,7 @@ struct Block {
       for (; m < end; m++) {
         bias ? layer_norm_row(from + m * D, weight, bias, to + m * D, D, prepared.eps)
              : rms_norm_row(from + m * D, weight, to + m * D, D, prepared.eps);
-        prepare_input<T>(l, in, m, 0, l.Kb);
+        prepare_input<T>(l, in, m, 0, l.groups());
       }
     });
     team.barrier();

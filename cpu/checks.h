@@ -1,14 +1,17 @@
-// What the operations share: they check their arguments, and call templates for the dtype.
+// What the operations share: checks of their arguments, layers that are prepared once, templates for the dtype.
 
 #pragma once
 
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <vector>
 
 #include "matmul.h"
 
 namespace {
 
-// Calls work with a number of x's type.
+// Calls work(T()), where T is the C++ type of x's dtype.
 template <class Work>
 void dispatch_dtype(const Tensor& x, const Work& work) {
   if (x.scalar_type() == at::kBFloat16) return work(bf16());
@@ -38,32 +41,127 @@ const MaybeTensor& checked(const MaybeTensor& t, const char* name, at::ScalarTyp
   return t;
 }
 
-// A linear layer of N outputs and K inputs. Weights without scales are in x's dtype: (N,K), or packed for AMX. With
-// scales they are int8, with mins as well int4.
-Linear checked_layer(const Tensor& weight, const MaybeTensor& scales, const MaybeTensor& mins, const MaybeTensor& bias,
-                     at::ScalarType dtype, int64_t N, int64_t K, int64_t groupsize, bool exact) {
-  Linear l{N, K, !scales ? 16 : mins ? 4 : 8, exact || dtype == at::kFloat, weight.const_data_ptr()};
-  l.bias = checked(bias, "bias", dtype, {N}) ? bias->const_data_ptr() : nullptr;
-  if (!scales && weight.dim() == 2) {
-    checked(weight, "weight", dtype, {N, K});
+// A layer that is checked once and used many times, by its handle.
+struct PreparedLayer {
+  std::vector<Tensor> tensors;  // own the memory that `layer` refers to
+  std::optional<at::ScalarType> dtype;  // of the activations, if a weight or bias has it
+  Layer layer;
+
+  // The layer for activations of this dtype and these sizes (-1: any). Activations in float32 are never quantized.
+  Layer checked(at::ScalarType x_dtype, int64_t N, int64_t K) const {
+    TORCH_CHECK((N == -1 || N == layer.N) && K == layer.K, "a layer of ", layer.N, " outputs and ", layer.K,
+                " inputs, not ", N, " and ", K);
+    TORCH_CHECK(!dtype || dtype == x_dtype, "a layer in ", *dtype, ", activations in ", x_dtype);
+    Layer l = layer;
+    for (Linear& piece : l.pieces) piece.exact |= x_dtype == at::kFloat;
     return l;
   }
-  const int64_t Nb = (N + LANES - 1) / LANES;
-  l.Kb = (K + GROUP - 1) / GROUP;
-  if (!scales) {
-    TORCH_CHECK(amx_allowed && dtype == at::kBFloat16, "packed bfloat16 weights need AMX and bfloat16 activations");
-    TORCH_CHECK(N % LANES == 0 && K % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", K, " columns");
-    checked(weight, "packed weight", dtype, {Nb, l.Kb, GROUP / 2, LANES, 2});
-    return l;
-  }
+};
+
+// Groups of 32 columns that share a scale, if there is one for each `groupsize` of K columns.
+int64_t groups_per_scale(int64_t groupsize, int64_t K) {
   TORCH_CHECK(groupsize >= K || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
               " columns are no multiple of 32");
-  l.groups_per_scale = groupsize >= K ? l.Kb : groupsize / GROUP;
-  l.G = (l.Kb + l.groups_per_scale - 1) / l.groups_per_scale;
-  checked(weight, "packed weight", at::kByte, {Nb, l.Kb, mins ? 4 : 8, LANES, 4});
-  l.scales = checked(*scales, "scales", at::kHalf, {Nb, l.G, LANES}).const_data_ptr<half>();
-  l.mins = data<half>(checked(mins, "mins", at::kHalf, {Nb, l.G, LANES}));
-  return l;
+  return groupsize >= K ? (K + GROUP - 1) / GROUP : groupsize / GROUP;
 }
+
+// The number of a quantized format.
+int checked_format(const std::string& name, int64_t K, int64_t groupsize) {
+  const int number = format_named(name, groups_per_scale(groupsize, K));
+  TORCH_CHECK(number >= 0, "there are no kernels for the format ", name);
+  return number;
+}
+
+// packed_bytes of kernels.py.
+int64_t packed_bytes(const std::string& format, int64_t N, int64_t K, int64_t groupsize) {
+  int64_t bytes = 0;
+  with_format(checked_format(format, K, groupsize), [&](auto f) {
+    const int64_t Kb = (K + GROUP - 1) / GROUP;
+    bytes = (N + LANES - 1) / LANES * packed_block_bytes<decltype(f)>(Kb, groups_per_scale(groupsize, K));
+  });
+  return bytes;
+}
+
+// prepare_layer of kernels.py.
+PreparedLayer make_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t K,
+                         int64_t groupsize, bool exact) {
+  PreparedLayer made{{weight}};
+  const int number = format == "dense" ? DENSE : format == "tiles" ? TILES : checked_format(format, K, groupsize);
+  Linear l{N, K, number, exact, weight.const_data_ptr()};
+  if (!l.is_quantized()) made.dtype = weight.scalar_type();
+  if (bias) {
+    TORCH_CHECK(!made.dtype || made.dtype == bias->scalar_type(), "bias: in another dtype than the weight");
+    made.dtype = bias->scalar_type();
+    l.bias = checked(*bias, "bias", *made.dtype, {N}).const_data_ptr();
+    made.tensors.push_back(*bias);
+  }
+  l.Kb = (K + GROUP - 1) / GROUP, l.stride = N;
+  if (l.format == DENSE) {
+    checked(weight, "weight", *made.dtype, {N, K});
+  } else if (l.format == TILES) {
+    TORCH_CHECK(amx_allowed && made.dtype == at::kBFloat16, "packed bfloat16 weights need AMX and bfloat16 activations");
+    TORCH_CHECK(N % LANES == 0 && K % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", K, " columns");
+    checked(weight, "packed weight", at::kBFloat16, {N / LANES, l.Kb, GROUP / 2, LANES, 2});
+  } else {
+    const int64_t bytes = packed_bytes(format, N, K, groupsize);
+    checked(weight, "packed weight", at::kByte, {bytes});
+    l.groups_per_scale = groups_per_scale(groupsize, K), l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
+  }
+  made.layer = {N, K, {l}};
+  return made;
+}
+
+// stack_layers of kernels.py: a layer with the outputs of several, one after the other.
+PreparedLayer stack(const std::vector<std::shared_ptr<const PreparedLayer>>& layers, const MaybeTensor& bias) {
+  PreparedLayer made{{}, {}, {0, layers.at(0)->layer.K}};
+  for (const auto& prepared : layers) {
+    TORCH_CHECK(prepared->layer.K == made.layer.K, "a stack of layers of ", made.layer.K, " and ", prepared->layer.K,
+                " inputs");
+    made.tensors.insert(made.tensors.end(), prepared->tensors.begin(), prepared->tensors.end());
+    if (prepared->dtype) made.dtype = prepared->dtype;
+    for (Linear piece : prepared->layer.pieces) {
+      TORCH_CHECK(!bias || !piece.bias, "a stack of layers with and without biases of their own");
+      piece.first += made.layer.N;
+      made.layer.pieces.push_back(piece);
+    }
+    made.layer.N += prepared->layer.N;
+  }
+  if (bias) {
+    TORCH_CHECK(!made.dtype || made.dtype == bias->scalar_type(), "bias: in another dtype than the weights");
+    made.dtype = bias->scalar_type();
+    checked(*bias, "bias", *made.dtype, {made.layer.N});
+    made.tensors.push_back(*bias);
+  }
+  for (Linear& piece : made.layer.pieces) {
+    piece.stride = made.layer.N;
+    if (bias) piece.bias = (const uint8_t*)bias->const_data_ptr() + piece.first * bias->element_size();
+  }
+  return made;
+}
+
+// Things that are prepared once and used by their handles, which are indices.
+template <class Thing>
+class Handles {
+  std::mutex lock;
+  std::vector<std::shared_ptr<const Thing>> things;
+
+ public:
+  int64_t add(Thing thing) {
+    const std::lock_guard guard(lock);
+    things.push_back(std::make_shared<const Thing>(std::move(thing)));
+    return things.size() - 1;
+  }
+  std::shared_ptr<const Thing> get(int64_t handle) {
+    const std::lock_guard guard(lock);
+    TORCH_CHECK(handle >= 0 && handle < int64_t(things.size()) && things[handle], "there is no handle ", handle);
+    return things[handle];
+  }
+  void release(at::IntArrayRef handles) {
+    const std::lock_guard guard(lock);
+    for (int64_t handle : handles) things.at(handle).reset();
+  }
+};
+
+Handles<PreparedLayer> prepared_layers;
 
 }  // namespace

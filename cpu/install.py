@@ -1,4 +1,4 @@
-"""Builds and installs the C++ kernels of cpu/, for CPUs with AVX-512.
+"""Builds and installs the C++ kernels of this folder, for CPUs with AVX-512.
 
 Read down: `install`, which makes a loaded model use the kernels; FusedBlocks, which runs all blocks as one operation;
 the packed layers; the packing of weights; the build, which happens at first use. kernels.py says what each operation
@@ -16,6 +16,7 @@ products are then sums of integers. With exact activations, and always if the ac
 convert the weights to float32 in registers instead.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -25,88 +26,159 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli import HugePages, Stopwatch, print_status, release_freed_memory
-from formats import Int4Embedding, Int4Linear, Int8Embedding, Int8Linear
-from kernels import DEVICES_WITH_KERNELS, FUSED_FIELDS, MAX_DECODE_TOKENS, unpack_levels, unpack_nibbles, uses_only
+from cli import Stopwatch, print_status
+from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
+from cpu.threads import Threads, share_processors
+from kernels import (
+    FUSED_FIELDS,
+    KERNELS,
+    MAX_DECODE_TOKENS,
+    Backend,
+    find_kernels,
+    uses_only,
+)
 from model import Block, Config, Embedding, Linear, Transformer
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
+FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
+# The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
+# still compute the old operation, so it is not used then.
+FUSED_OPERATIONS = {"prepare_layer", "prepare_block", "blocks", "linear", "linear_packed", "rms_norm", "layer_norm"}
+FUSED_OPERATIONS |= {"attention"}
+
+KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 # ---------------------------------------------------------------- install
 
 
-def install(model: nn.Module, exact_activations: bool = False) -> bool:
-    """Load the kernels, pack the model's weights for them one layer at a time, and run its blocks as one operation
-    where that is supported. Where the kernels cannot run, change nothing and return False.
+def prepare_process(threads: int | None):
+    """Settings of the whole process: how much freed memory it keeps, and the largest number of threads."""
+    keep_freed_memory()
+    share_processors() if threads is None else torch.set_num_threads(threads)
+
+
+def install(model: nn.Module, kernels: bool = True, exact_activations: bool = False) -> Backend:
+    """Load the kernels, if `kernels`, and pack the model's weights for them one layer at a time. Returns what the model
+    can rely on; where the kernels cannot run, this is only memory in huge pages and the tuning of threads.
 
     Weights (N,K) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
-    and K of 32. This happens in the memory of the model's tensors, so nobody else may use them. Of a module that is no
+    and K of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
     Transformer, only quantized weights are packed.
     """
-    if model.device.type != "cpu" or not load_kernels():
-        return False
-    layers = {name: module for name, module in model.named_modules() if packed_type(model, module)}
-    # Of quantized weights; the extra 5 % are for padded rows and columns. Other tensors are allocated separately.
-    memory = HugePages(sum(tensor.nbytes for layer in layers.values() for tensor in layer.buffers()) * 21 // 20)
-    for name in list(layers):
-        plain = layers.pop(name)
-        model.set_submodule(name, packed_type(model, plain)(plain, exact_activations, memory.copy))
-        del plain
-        release_freed_memory()  # otherwise fragmentation costs up to half the model's size
+    backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
+    if not kernels or not load_kernels():
+        return backend
+    if any(is_quantized(module) and not has_format(module) for module in model.modules()):
+        from formats import repack_layers
+
+        repack_layers(model, FORMATS_WITH_KERNELS)
+    pack = pack_while_reading(model, exact_activations)
+    for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
+        pack(name)
     if not isinstance(model, Transformer):
-        return True
+        return backend
+    backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
+    if not can_fuse(model.config) or model.shard is not None:  # a split model adds up the ranks' parts in the blocks
+        return backend
     # A prefill is compute-bound. If weights are not packed, torch's products are faster, so it runs block by block.
     all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
-    model.max_kernel_tokens = sys.maxsize if all_packed else MAX_DECODE_TOKENS
-    if can_fuse(model.config) and model.split is None:  # tensor parallelism has all-reduces inside the blocks
-        model.fused = FusedBlocks(model.blocks)
-        model.chunk_invariant = all_packed and isinstance(model.output or model.embedding, PackedLinear)
-    return True
+    is_invariant = all_packed and isinstance(model.output or model.embedding, PackedLinear)
+    most = sys.maxsize if all_packed else MAX_DECODE_TOKENS
+    return replace(backend, run_blocks=FusedBlocks(model.blocks), max_fused_tokens=most, chunk_invariant=is_invariant)
+
+
+def pack_while_reading(model: nn.Module, exact_activations: bool = False) -> Callable[[str], None]:
+    """A function that packs the layer of a name for the kernels, once it has its weights, if they can use it.
+
+    So a model can be packed while it is read: besides the packed layers, only one is in memory. `model` may be on meta.
+    """
+    if not load_kernels():
+        return lambda name: None
+    ours = [module for module in model.modules() if has_format(module)]
+    memory = HugePages(sum(-(-packed_bytes(module) // 64) * 64 for module in ours))  # other tensors are elsewhere
+
+    freed = 0
+
+    def pack(name: str):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        plain = model.get_submodule(name)
+        plain_bytes = sum(tensor.nbytes for tensor in plain.buffers())
+        kind = None if is_stack(parent) or isinstance(parent, PackedLinear) else packed_type(model, plain)
+        if kind is not None:
+            model.set_submodule(name, kind(plain, exact_activations, memory.empty))
+            nonlocal freed
+            freed += plain_bytes
+            if freed > KEPT_BYTES:  # otherwise fragmentation costs up to half the model's size
+                freed = 0
+                release_freed_memory()
+
+    return pack
 
 
 def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     """The class of the layer that replaces a module, or None if it stays."""
-    if type(module) in PACKED:
-        return PACKED[type(module)]
-    if type(module) not in PACKED_FOR_AMX or not isinstance(model, Transformer) or not allow_amx():
+    if not KERNELS["cpu"] >= {"pack_layer", "prepare_layer", "linear_packed", "embed_packed"}:
+        return None
+    if has_format(module):
+        return PackedEmbedding if hasattr(module, "logits") else PackedLinear
+    if is_stack(module) and all(has_format(piece) or not is_quantized(piece) for piece in module):
+        return PackedLinear
+    if not isinstance(module, (Linear, Embedding)) or not isinstance(model, Transformer) or not allow_amx():
         return None
     is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
     N, K = module.weight.shape
-    fits = N % LANES == 0 and K % GROUP == 0  # otherwise the packed weights would be larger
-    return PACKED_FOR_AMX[type(module)] if fits and not is_table and module.weight.dtype == torch.bfloat16 else None
+    if is_table or N % LANES or K % GROUP or module.weight.dtype != torch.bfloat16:  # padding would make it larger
+        return None
+    return PackedEmbedding if isinstance(module, Embedding) else PackedLinear
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether this is a formats.QuantizedLinear. (formats.py is imported for quantized checkpoints only.)"""
+    return hasattr(module, "scheme")
+
+
+def has_format(module: nn.Module) -> bool:
+    """Whether this is a QuantizedLinear in a format that has kernels."""
+    return is_quantized(module) and module.scheme.format in FORMATS_WITH_KERNELS
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether this is a formats.StackedLinear."""
+    return isinstance(module, nn.ModuleList) and hasattr(module, "bias")
 
 
 def can_fuse(config: Config) -> bool:
     """Whether the fused operation `blocks` supports this architecture; other models run operation by operation."""
-    known = uses_only(config, FUSED_FIELDS)
+    known = uses_only(config, FUSED_FIELDS) and KERNELS["cpu"] >= FUSED_OPERATIONS
     return known and config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
 
 
 class FusedBlocks:
-    """All blocks of a model as one operation, for Transformer.fused. Hooks of a block or its layers are not called.
+    """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers are not called.
 
     It keeps the weights that the blocks have at this time, so a layer that is replaced later has no effect.
     """
 
     def __init__(self, blocks: nn.ModuleList):
         self.handles = [prepare_block(block) for block in blocks]
-        self.buffers = [block.attention._buffers for block in blocks]  # looking up the caches as attributes takes 50 us
+        # Looking up the caches as attributes takes 50 us.
+        self.slopes, self.modules = blocks[0].attention._buffers, [block.attention._modules for block in blocks]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
-    def __call__(self, blocks, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
-        cos, sin = rope or (None, None)
-        k_caches, v_caches = ([buffers[name] for buffers in self.buffers] for name in ("k_cache", "v_cache"))
-        slopes = self.buffers[0]["slopes"]
-        places = (input_pos, rows, cos, sin, slopes)
+    def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
+        cos, sin = ([], []) if ropes[0] is None else map(list, zip(*ropes))
+        caches = [modules["cache"]._buffers for modules in self.modules]
+        k_caches, v_caches = ([cache[name] for cache in caches] for name in ("k", "v"))
+        places = (input_pos, rows, cos, sin, self.slopes["slopes"])
         return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.handles)
 
 
@@ -119,55 +191,76 @@ def linears_of(block: Block) -> list[nn.Module]:
 def prepare_block(block: Block) -> int:
     """Register a block's weights with the kernels; returns a handle to them."""
     attention, mlp, config = block.attention, block.mlp, block.attention.config
-    linears, norms = linears_of(block), [block.attention_norm, block.mlp_norm]
-    weights = [tensor for norm in norms for tensor in (norm.weight, getattr(norm, "bias", None))]
-    weights += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
-    for layer in linears:
-        weights += [layer.weight, getattr(layer, "scales", None), getattr(layer, "mins", None), layer.bias]
+    norms = [tensor for norm in (block.attention_norm, block.mlp_norm) for tensor in (norm.weight, biases(norm))]
+    norms += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
+    layers = [PreparedLayer.of(layer) for layer in linears_of(block)]  # the block keeps them when these are released
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim]
-    sizes += [getattr(layer, "groupsize", 0) for layer in linears]
-    exact = any(getattr(layer, "exact", False) for layer in linears)
-    settings = (attention.window, config.norm_eps, mlp.gated, block.post_norm_residual, exact)
-    return torch.ops.fastpath.prepare_block(weights, sizes, *settings)
+    switches = (mlp.gated, block.post_norm_residual, block.rope_table)
+    settings = (attention.window, attention.scale, config.norm_eps, *switches)
+    return torch.ops.fastpath.prepare_block(norms, [layer.handle for layer in layers], sizes, *settings)
+
+
+def biases(module: nn.Module) -> Tensor | None:
+    return getattr(module, "bias", None)
+
+
+class PreparedLayer:
+    """A layer that the kernels know by its handle, which is released with this object."""
+
+    def __init__(self, operation: str, *arguments):
+        """operation: prepare_layer or stack_layers, whose argument `layers` is a list of PreparedLayers here."""
+        self.arguments = (operation, *arguments)
+        handles = ([one.handle for one in given] if isinstance(given, list) else given for given in arguments)
+        self.handle = getattr(torch.ops.fastpath, operation)(*handles)
+        weakref.finalize(self, torch.ops.fastpath.release_layers, [self.handle]).atexit = False
+
+    def __reduce__(self):  # a copy gets a handle of its own
+        return PreparedLayer, self.arguments
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "PreparedLayer":
+        """Of a packed layer, or of a Linear or an Embedding as it is."""
+        if isinstance(layer, PackedLinear):
+            return layer.prepared
+        return cls("prepare_layer", "dense", layer.weight, biases(layer), *layer.weight.shape, 0, True)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, with its weights packed for the kernels. copy: moves a tensor to other memory."""
+    """A linear layer, with its weights packed for the kernels. empty: makes the memory for them."""
 
-    def __init__(self, plain: nn.Module, exact: bool, copy: Callable = lambda tensor: tensor):
+    def __init__(self, plain: nn.Module, exact: bool, empty: Callable = torch.empty):
         super().__init__()
-        if isinstance(plain, (Linear, Embedding)):
-            self._hold_bfloat16(plain)
+        self.register_buffer("bias", biases(plain))
+        self.stored_as = getattr(plain, "stored_as", None)
+        if is_stack(plain):
+            # A piece that is not quantized stays as it is.
+            pieces = [PackedLinear(piece, exact, empty) if is_quantized(piece) else piece for piece in plain]
+            self.pieces = nn.ModuleList(pieces)
+            prepared = [PreparedLayer.of(piece) for piece in pieces]
+            self.out_features = sum(piece.out_features for piece in pieces)
+            self.in_features = pieces[0].in_features
+            self.prepared = PreparedLayer("stack_layers", prepared, self.bias)
+            return
+        if is_quantized(plain):
+            self.out_features, self.in_features = plain.out_features, plain.in_features
+            format, groupsize, weight = (
+                plain.scheme.format,
+                plain.groupsize,
+                empty((packed_bytes(plain),), dtype=torch.uint8),
+            )
+            parts = [part.contiguous() for part in plain.parts().values()]
+            torch.ops.fastpath.pack_layer(format, parts, self.in_features, groupsize, weight)
         else:
-            self._hold_quantized(plain, exact, copy)
-
-    def _hold_bfloat16(self, plain: Linear | Embedding):
-        self.out_features, self.in_features = plain.weight.shape
-        weight = plain.weight.detach().contiguous()
-        packed = pack_bfloat16(weight)
-        weight = weight.view(packed.shape).copy_(packed)  # in place: two copies may not fit into memory
+            self.out_features, self.in_features = plain.weight.shape
+            format, groupsize, weight = "tiles", 0, plain.weight.detach().contiguous()
+            packed = pack_bfloat16(weight)
+            weight = weight.view(packed.shape).copy_(packed)  # in place: two copies may not fit into memory
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", getattr(plain, "bias", None))
-        self.mins, self.exact = None, False
-        self.operation = torch.ops.fastpath.linear_bfloat16.default
-        self.arguments = self.weight, self.bias, self.out_features
-
-    def _hold_quantized(self, plain: Int8Linear | Int4Linear, exact: bool, copy: Callable):
-        self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-        is_int8 = isinstance(plain, Int8Linear)
-        weight = pack_int8(plain.weight) if is_int8 else pack_int4(plain.packed, plain.in_features)
-        self.register_buffer("weight", copy(weight))
-        self.register_buffer("scales", copy(pack_groups(plain.scales)))
-        self.register_buffer("mins", None if is_int8 else copy(pack_groups(plain.mins)))
-        self.register_buffer("bias", plain.bias)
-        self.operation = torch.ops.fastpath.linear_int8.default if is_int8 else torch.ops.fastpath.linear_int4.default
-        # Looking up buffers in an nn.Module takes as long as a small product, so the arguments are collected once.
-        tensors = (self.weight, self.scales) if is_int8 else (self.weight, self.scales, self.mins)
-        self.exact = exact
-        self.arguments = (*tensors, self.groupsize, self.bias, self.out_features, exact)
+        sizes = (self.out_features, self.in_features, groupsize, exact)
+        self.prepared = PreparedLayer("prepare_layer", format, weight, self.bias, *sizes)
 
     def forward(self, x: Tensor):
-        return self.operation(x, *self.arguments)
+        return torch.ops.fastpath.linear_packed.default(x, self.prepared.handle, self.out_features)
 
 
 class PackedEmbedding(PackedLinear):
@@ -176,55 +269,29 @@ class PackedEmbedding(PackedLinear):
     logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):  # (B,S) to (B,S,D) float32, or bfloat16 if the weights are
-        block, lane = tokens // LANES, tokens % LANES
-        q = self.weight[block, :, :, lane].flatten(-3)  # (B,S,Kb*32), or (B,S,Kb*16) with two nibbles per byte
-        if q.dtype == torch.bfloat16:
-            return q
-        if self.mins is None:
-            q, mins = q.view(torch.int8) ^ -128, None
-        else:
-            q = torch.stack([q.unflatten(-1, (-1, GROUP // 2)) & 15, q.unflatten(-1, (-1, GROUP // 2)) >> 4], -2)
-            q, mins = q.flatten(-3), self.mins[block, :, lane]
-        return unpack_levels(q[..., : self.in_features], self.scales[block, :, lane], mins, self.groupsize)
+        if self.weight.dtype != torch.bfloat16:
+            return torch.ops.fastpath.embed_packed.default(tokens, self.prepared.handle, self.in_features)
+        return self.weight[tokens // LANES, :, :, tokens % LANES].flatten(-3)
 
-
-PACKED = {Int8Linear: PackedLinear, Int4Linear: PackedLinear}
-PACKED |= {Int8Embedding: PackedEmbedding, Int4Embedding: PackedEmbedding}
-PACKED_FOR_AMX = {Linear: PackedLinear, Embedding: PackedEmbedding}  # in bfloat16
 
 # ---------------------------------------------------------------- packing
 #
-# cpu/products.h describes the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
+# formats.h and products.h describe the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
 
 
-def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad x (N,K) with zeros to multiples of `rows` and `columns`."""
-    missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
-    return F.pad(x, missing) if any(missing) else x
+def packed_bytes(plain: nn.Module) -> int:
+    """Of the packed matrix of a QuantizedLinear, or of those in a StackedLinear; 0 for other layers."""
+    if is_stack(plain):
+        return sum(map(packed_bytes, plain))
+    if not is_quantized(plain):
+        return 0
+    sizes = (plain.out_features, plain.in_features, plain.groupsize)
+    return torch.ops.fastpath.packed_bytes(plain.scheme.format, *sizes)
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
     """Pack bfloat16 (N,K) to (Nb,Kb,16,16,2): of each group 16 times 2 columns, for 16 rows. N and K are multiples."""
     return weight.view(-1, LANES, weight.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
-
-
-def pack_int8(weight: Tensor) -> Tensor:
-    """Pack int8 (N,K) to uint8 (Nb,Kb,8,16,4): of each group 8 times 4 columns, for 16 rows."""
-    q = pad_to_multiple(weight, LANES, GROUP).view(torch.uint8)
-    q = q.view(-1, LANES, q.shape[1] // GROUP, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
-    return q.bitwise_xor_(128)  # q + 128, as uint8
-
-
-def pack_int4(packed: Tensor, K: int) -> Tensor:
-    """Repack uint8 (N,ceil(K/2)) to uint8 (Nb,Kb,4,16,4). A byte then holds two columns that are 16 apart."""
-    q = pad_to_multiple(unpack_nibbles(packed, K), LANES, GROUP)
-    q = q.view(-1, LANES, q.shape[1] // GROUP, 2, 4, 4)  # (Nb,16,Kb,2,4,4)
-    return (q[:, :, :, 0] | q[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).contiguous()
-
-
-def pack_groups(x: Tensor) -> Tensor:
-    """Pack scales or mins, float16 (N,G), to (Nb,G,16)."""
-    return pad_to_multiple(x, LANES, 1).view(-1, LANES, x.shape[1]).transpose(1, 2).contiguous()
 
 
 # ---------------------------------------------------------------- the build
@@ -240,13 +307,20 @@ def load_kernels() -> bool:
         print_status("no C++ compiler (g++, clang++, CXX=...): the CPU kernels are not built, torch's own are used")
         return False
     try:
-        torch.ops.load_library(str(build(compiler)))
+        library = str(build(compiler))
+        torch.ops.load_library(library)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         why = str(error).strip().splitlines()[-1]
         print_status(f"the CPU kernels cannot be built, torch's own operations are used: {why}")
         return False
+    functions = ctypes.CDLL(library)
+    for function in (functions.register_kernels, functions.format_names):
+        function.restype = ctypes.c_char_p
+    FORMATS_WITH_KERNELS.update(functions.format_names().decode().split())
+    if misfits := functions.register_kernels().decode():
+        print_status(f"kernels in cpu/ do not fit their schemas in Python, so the references run: {misfits}")
+    find_kernels("cpu")
     allow_amx()
-    DEVICES_WITH_KERNELS.add("cpu")
     return True
 
 
@@ -264,7 +338,7 @@ def allow_amx() -> bool:
 
 
 def build(compiler: str) -> Path:
-    """Compile the kernels to a cached library, and return its path. If several processes need it at once, one builds
+    """Compile operations.cpp to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]

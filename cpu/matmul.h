@@ -105,41 +105,41 @@ void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weig
 
 // A block of packed weights times rows m0..m0+rows of x that are quantized to 8 bits: acc (rows,16). The bits are those
 // of block_dot_int8.
-template <bool INT4>
+template <class F>
 void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
-  constexpr int LINES = INT4 ? 4 : 8;  // cache lines of a group
-  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * LINES * 64;
-  const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
-  const __m512i nibble = _mm512_set1_epi8(15);
-  Ahead ahead{w + PREFETCH_DISTANCE};
+  using L = typename F::Levels;
+  using S = typename F::Scales;
+  constexpr bool IS_TILE = std::is_same_v<L, Bytes>;  // a group is stored as the tile that AMX reads
+  Stream<F> stream(p, block);
+  Ahead ahead{stream.next + S::BYTES + PREFETCH_DISTANCE};
   __m512i dots[AMX_GROUPS][LANES], unpacked[AMX_GROUPS][8];
   std::fill(acc, acc + rows, _mm512_setzero_ps());
-  int64_t b = 0, g = 0, left = p.groups_per_scale;
+  int64_t b = 0;
   auto add_groups = [&](auto groups) {
     constexpr int COUNT = decltype(groups)::value;
     const void* weights[COUNT];
     __m512 scale[COUNT], min[COUNT];
-    for (int i = 0; i < COUNT; i++, w += LINES * 64) {
-      weights[i] = INT4 ? (const void*)unpacked[i] : w;
-      for (int j = 0; INT4 && j < 4; j++) {
-        const __m512i bytes = _mm512_loadu_si512(w + 64 * j);
-        unpacked[i][j] = _mm512_and_si512(bytes, nibble);
-        unpacked[i][4 + j] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+    for (int g = 0; g < COUNT; g++) {
+      const uint8_t* group = stream.next_group();
+      weights[g] = IS_TILE ? group : (const void*)unpacked[g];
+      for (int j = 0; !IS_TILE && j < L::STEPS; j++) {
+        __m512i levels[L::REGISTERS];
+        L::unpack(group, j, levels);
+        for (int r = 0; r < L::REGISTERS; r++) unpacked[g][L::first_column(j, r) / 4] = levels[r];
       }
-      scale[i] = load(scales + g * LANES), min[i] = INT4 ? load(mins + g * LANES) : _mm512_setzero_ps();
-      if (--left == 0) g++, left = p.groups_per_scale;
+      scale[g] = stream.scale(0), min[g] = stream.min();
     }
-    multiply_groups<COUNT>(x.q + (m0 * p.Kb + b) * GROUP, p.Kb * GROUP, weights, dots, ahead, LINES / 2);
+    multiply_groups<COUNT>(x.q + (m0 * p.Kb + b) * GROUP, p.Kb * GROUP, weights, dots, ahead, L::LINES / 2);
     for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
-      for (due += COUNT * LINES / 2; due >= rows; due -= rows) ahead.prefetch(1);
+      for (due += COUNT * (L::LINES - L::LINES / 2); due >= rows; due -= rows) ahead.prefetch(1);
       const int64_t at = (m0 + m) * p.Kb + b;
       __m512 sum = acc[m];
 #pragma GCC unroll 6
-      for (int i = 0; i < COUNT; i++) {
-        const __m512i start = INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(x.dot_start[at + i]);
-        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at + i]), scale[i]);
-        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(dots[i][m], start)), step, sum);
-        if constexpr (INT4) sum = _mm512_fmadd_ps(min[i], _mm512_set1_ps(x.scaled_sum[at + i]), sum);
+      for (int g = 0; g < COUNT; g++) {
+        const __m512i start = offset_sum<F>(x.sum[at + g]);
+        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at + g]), scale[g]);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(dots[g][m], start)), step, sum);
+        if constexpr (S::HAS_MINS) sum = _mm512_fmadd_ps(min[g], _mm512_set1_ps(x.scaled_sum[at + g]), sum);
       }
       acc[m] = sum;
     }
@@ -152,14 +152,14 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
 
 // A block of packed weights times rows m..stop of x that are quantized, in tiles of min(M,16) rows. `out` must not be
 // `residual`, because the last tile overlaps the one before it, and computes the same bits again.
-template <bool INT4, class T>
+template <class F, class T>
 void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
                            const T* residual, T* out) {
   const int rows = std::min<int64_t>(M, LANES);
   for (; m < stop; m += rows) {
     const int64_t first = std::min(m, M - rows);
     __m512 acc[LANES];
-    block_dot_amx_int8<INT4>(l, block, x, first, rows, acc);
+    block_dot_amx_int8<F>(l, block, x, first, rows, acc);
     for (int i = 0; i < rows; i++) finish_outputs(l, block, first + i, acc[i], residual, out);
   }
 }
@@ -187,18 +187,18 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 }
 #endif
 
-// This thread's share of out (M,N) = x W^T + bias + residual; residual may be null, but not `out`. Call
-// prepare_input_rows before.
+// This thread's share of the outputs of the rows l of a layer's matrix; residual and out are those of the layer.
 template <class T>
-void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
+void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
   const int64_t N = l.N, K = l.K;
-  if (l.bits == 16 && !l.Kb) {
+  if (l.format == DENSE) {
     const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
     return team.split(N, 2, [&](int64_t n, int64_t end) {
       auto rows = [&](auto count) {
         constexpr int NT = decltype(count)::value;
-        auto at = [&](const T* p) { return p ? p + n : nullptr; };
-        linear_rows<T, NT>(w + n * K, x, at(bias), at(residual), out + n, M, N, K);
+        auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
+        const T* add = at(residual, l.first + n);
+        linear_rows<T, NT>(w + n * K, x, at(bias, n), add, out + l.first + n, M, l.stride, K);
         n += NT;
       };
       // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
@@ -217,25 +217,37 @@ void matmul(const Team& team, const Linear& l, const Input& in, int64_t M, const
   };
 #ifdef HAS_AMX
   if constexpr (std::is_same_v<T, bf16>) {
-    if (l.bits == 16) {
+    if (l.format == TILES) {
       const Tiles<bf16> tiles(std::clamp<int64_t>(M, 1, LANES));
       return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
         packed_block_amx(l, block, in, start, stop, M, residual, out);
       });
     }
   }
-  if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
-    const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
-    return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
-      l.bits == 4 ? packed_block_amx_int8<true>(l, block, in, start, stop, M, residual, out)
-                  : packed_block_amx_int8<false>(l, block, in, start, stop, M, residual, out);
-    });
-  }
 #endif
-  by_blocks([&](int64_t block, int64_t start, int64_t stop) {
-    l.bits == 4 ? packed_block<true>(l, block, in, start, stop, residual, out)
-                : packed_block<false>(l, block, in, start, stop, residual, out);
+  with_format(l.format, [&](auto format) {
+    using F = decltype(format);
+#ifdef HAS_AMX
+    if constexpr (!F::Scales::HALVES) {  // a tile has all columns of a group, so its halves have no sums of their own
+      if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
+        const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
+        return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+          packed_block_amx_int8<F>(l, block, in, start, stop, M, residual, out);
+        });
+      }
+    }
+#endif
+    by_blocks([&](int64_t block, int64_t start, int64_t stop) {
+      packed_block<F>(l, block, in, start, stop, residual, out);
+    });
   });
+}
+
+// This thread's share of out (M,N) = x W^T + bias + residual; residual may be null, but not `out`. Call
+// prepare_input_rows before.
+template <class T>
+void matmul(const Team& team, const Layer& layer, const Input& in, int64_t M, const T* residual, T* out) {
+  for (const Linear& piece : layer.pieces) multiply_piece(team, piece, in, M, residual, out);
 }
 
 }  // namespace

@@ -10,31 +10,6 @@
 
 namespace {
 
-// Row `id` of a table of any layout, such as an embedding.
-template <class T>
-void look_up(const Linear& table, int64_t id, T* out) {
-  if (table.bits == 16 && !table.Kb) {
-    std::copy_n((const T*)table.weight + id * table.K, table.K, out);
-    return;
-  }
-  const int64_t first = id / LANES * table.Kb, lane = id % LANES;  // the first group of its block
-  const uint8_t* bytes = (const uint8_t*)table.weight;
-  for (int64_t k = 0; k < table.K; k++) {
-    const int64_t group = first + k / GROUP, c = k % GROUP;
-    if (table.bits == 16) {
-      out[k] = ((const T*)table.weight)[((group * GROUP / 2 + c / 2) * LANES + lane) * 2 + c % 2];
-      continue;
-    }
-    const int64_t at = (id / LANES * table.G + k / GROUP / table.groups_per_scale) * LANES + lane;
-    if (table.bits == 8) {
-      out[k] = (bytes[((group * 8 + c / 4) * LANES + lane) * 4 + c % 4] - 128) * float(table.scales[at]);
-    } else {
-      const uint8_t both = bytes[((group * 4 + c % 16 / 4) * LANES + lane) * 4 + c % 4];
-      out[k] = (c < 16 ? both & 15 : both >> 4) * float(table.scales[at]) + float(table.mins[at]);
-    }
-  }
-}
-
 // The index of the first of the largest of n numbers.
 template <class T>
 int64_t first_maximum(const T* x, int64_t n) {
@@ -48,20 +23,17 @@ int64_t first_maximum(const T* x, int64_t n) {
   return 0;  // all are NaN
 }
 
-// The likeliest k tokens (B,k) that Medusa heads (drafts/heads.py) propose after tokens (B,), from hidden states (B,D), of
-// the vocabulary ids (W,). weights: weight, scales and mins of the embedding; weight and scales of gate_up, of down,
-// and of the output vectors. sizes: rows of the embedding, F, groupsize of the embedding, groupsize of the others.
-Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, const c10::List<MaybeTensor>& weights,
-              at::IntArrayRef sizes, int64_t k) {
-  TORCH_CHECK(states.dim() == 2 && weights.size() == 9 && sizes.size() == 4, "9 weights and 4 sizes were expected");
-  const int64_t B = states.size(0), D = states.size(1), V = sizes[0], F = sizes[1], W = ids.numel();
-  const std::vector<MaybeTensor> w(weights.begin(), weights.end());
-  for (int i : {0, 3, 5, 7}) TORCH_CHECK(w[i], "weight ", i, " is missing");
+// The likeliest k tokens (B,k) that Medusa heads (drafts/heads.py) propose after tokens (B,), from hidden states (B,D),
+// of the vocabulary ids (W,). layers: the embedding table, gate_up, down, and the output vectors of the vocabulary.
+Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at::IntArrayRef layers, int64_t k) {
+  TORCH_CHECK(states.dim() == 2 && layers.size() == 4, "states (B,D) and 4 layers were expected");
+  std::vector<std::shared_ptr<const PreparedLayer>> prepared;
+  for (int64_t layer : layers) prepared.push_back(prepared_layers.get(layer));
+  const int64_t B = states.size(0), D = states.size(1), V = prepared[0]->layer.N, F = prepared[2]->layer.K;
+  const int64_t W = ids.numel();
   const auto dtype = states.scalar_type();
-  const Linear table = checked_layer(*w[0], w[1], w[2], {}, dtype, V, D, sizes[2], false);
-  const Linear gate_up = checked_layer(*w[3], w[4], {}, {}, dtype, 2 * F, 2 * D, sizes[3], false);
-  const Linear down = checked_layer(*w[5], w[6], {}, {}, dtype, D, F, sizes[3], false);
-  const Linear output = checked_layer(*w[7], w[8], {}, {}, dtype, W, D, sizes[3], false);
+  const Layer table = prepared[0]->checked(dtype, V, D), gate_up = prepared[1]->checked(dtype, 2 * F, 2 * D);
+  const Layer down = prepared[2]->checked(dtype, D, F), output = prepared[3]->checked(dtype, W, D);
   const Tensor drafted = at::empty({B, k}, tokens.options()), from = states.contiguous();
   const int64_t* first_tokens = checked(tokens, "tokens", at::kLong, {B}).const_data_ptr<int64_t>();
   const int64_t* id = checked(ids, "ids", at::kLong, {-1}).const_data_ptr<int64_t>();
@@ -98,9 +70,9 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, con
         by_rows([&](int64_t b) {
           T* x = a.x + b * 2 * D;
           rms_norm_row(state + b * D, a.ones, x, D, eps);
-          look_up(table, std::clamp<int64_t>(i ? to[b * k + i - 1] : first_tokens[b], 0, V - 1), x + D);
+          look_up(table.pieces.at(0), std::clamp<int64_t>(i ? to[b * k + i - 1] : first_tokens[b], 0, V - 1), x + D);
           rms_norm_row(x + D, a.ones, x + D, D, eps);
-          prepare_input<T>(gate_up, a.to_up, b, 0, gate_up.Kb);
+          prepare_input<T>(gate_up, a.to_up, b, 0, gate_up.groups());
         });
         matmul<T>(team, gate_up, a.to_up, B, nullptr, a.up), team.barrier();
         by_rows([&](int64_t b) {
@@ -111,7 +83,7 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, con
             const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
             store(a.act + b * F + f, _mm512_mul_ps(silu, up), valid);
           }
-          prepare_input<T>(down, a.to_down, b, 0, down.Kb);
+          prepare_input<T>(down, a.to_down, b, 0, down.groups());
         });
         T* next = a.state[i % 2];
         matmul<T>(team, down, a.to_down, B, state, next), team.barrier();

@@ -1,12 +1,12 @@
-// The CPU kernels: matrix products with bfloat16, float16, float32, int8 and int4 weights, norms, attention, all blocks
-// of a transformer as one operation, sampling, and Medusa heads.
+// The CPU kernels: matrix products with bfloat16, float16 and float32 weights and with every quantized format, norms,
+// attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
 // cpu/install.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
 // are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
 // Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
-// Before it come vectors.h, threads.h, products.h, matmul.h, attention.h, blocks.h, sampling.h, checks.h and medusa.h,
-// in this order. All are one translation unit.
+// Before it come vectors.h, formats.h, parallel.h, products.h, matmul.h, attention.h, blocks.h, sampling.h, checks.h and
+// medusa.h, in this order. All are one translation unit.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -19,8 +19,6 @@
 #include <torch/library.h>
 
 #include <deque>
-#include <memory>
-#include <mutex>
 #include <tuple>
 
 #include "attention.h"
@@ -37,14 +35,14 @@ Tensor empty_with_width(const Tensor& x, int64_t width) {
   return at::empty(sizes, x.options());
 }
 
-Tensor run_layer(const Tensor& x, const Linear& l) {
+Tensor run_layer(const Tensor& x, const Layer& l) {
   const Tensor xs = x.contiguous(), out = empty_with_width(x, l.N);
   const int64_t M = l.K ? x.numel() / l.K : 0;
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     const T* from = xs.const_data_ptr<T>();
     auto [in, memory] = allocate_together([&](Arena& arena) { return allocate_input(arena, l, from, M); });
-    parallel(l.N * l.K * (l.bits == 16 ? 1 : M) < MIN_PARALLEL_WORK, [&, &in = in](const Team& team) {
+    parallel(l.N * l.K * (l.any(&Linear::is_quantized) ? M : 1) < MIN_PARALLEL_WORK, [&, &in = in](const Team& team) {
       prepare_input_rows<T>(team, l, in, M);
       matmul<T>(team, l, in, M, nullptr, out.data_ptr<T>());
     });
@@ -54,23 +52,73 @@ Tensor run_layer(const Tensor& x, const Linear& l) {
 
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   if (x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS) return at::linear(x, weight, bias);  // prefill
-  const Tensor w = weight.contiguous();
-  return run_layer(x, checked_layer(w, {}, {}, bias, x.scalar_type(), w.size(0), x.size(-1), 0, true));
+  const int64_t N = weight.size(0), K = x.size(-1);
+  return run_layer(x, make_layer("dense", weight.contiguous(), bias, N, K, 0, true).checked(x.scalar_type(), N, K));
 }
 
-Tensor linear_bfloat16(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t N) {
-  return run_layer(x, checked_layer(weight, {}, {}, bias, x.scalar_type(), N, x.size(-1), 0, true));
+int64_t prepare_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t K,
+                      int64_t groupsize, bool exact) {
+  return prepared_layers.add(make_layer(format, weight, bias, N, K, groupsize, exact));
 }
 
-Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t groupsize,
-                   const MaybeTensor& bias, int64_t N, bool exact) {
-  return run_layer(x, checked_layer(weight, scales, {}, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
+int64_t stack_layers(at::IntArrayRef layers, const MaybeTensor& bias) {
+  std::vector<std::shared_ptr<const PreparedLayer>> prepared;
+  for (int64_t layer : layers) prepared.push_back(prepared_layers.get(layer));
+  return prepared_layers.add(stack(prepared, bias));
 }
 
-Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& mins, int64_t groupsize,
-                   const MaybeTensor& bias, int64_t N, bool exact) {
-  return run_layer(x, checked_layer(weight, scales, mins, bias, x.scalar_type(), N, x.size(-1), groupsize, exact));
+// Packs the parts of a matrix (N,K) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their dtype.
+void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int64_t groupsize, const Tensor& to) {
+  const int64_t N = parts.at(0).size(0), Kb = (K + GROUP - 1) / GROUP;
+  checked(to, "packed weight", at::kByte, {packed_bytes(format, N, K, groupsize)});
+  Source source{{}, {}, N, K, groupsize};
+  TORCH_CHECK(parts.size() <= 3, "a format with ", parts.size(), " parts");
+  for (size_t i = 0; i < parts.size(); i++) {
+    TORCH_CHECK(parts[i].dim() == 2 && parts[i].size(0) == N && parts[i].is_contiguous(), "part ", i, ": ",
+                parts[i].sizes());
+    source.parts[i] = (const uint8_t*)parts[i].const_data_ptr(), source.row_bytes[i] = parts[i].size(1) * parts[i].itemsize();
+  }
+  with_format(checked_format(format, K, groupsize), [&](auto f) {
+    using F = decltype(f);
+    TORCH_CHECK(parts.size() == F::PARTS, F::NAME, " has ", F::PARTS, " parts, not ", parts.size());
+    if constexpr (F::PARTS == 1)
+      TORCH_CHECK(source.row_bytes[0] == (K + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ", source.row_bytes[0],
+                  " bytes for ", K, " columns");
+    const int64_t per_scale = groups_per_scale(groupsize, K), bytes = packed_block_bytes<F>(Kb, per_scale);
+    uint8_t* out = to.data_ptr<uint8_t>();
+    parallel(N * K < MIN_PARALLEL_WORK, [&](const Team& team) {
+      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
+        for (; block < end; block++) pack_block<F>(source, block, Kb, per_scale, out + block * bytes);
+      });
+    });
+  });
 }
+
+// Rows of a table, (...,K) float32.
+Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t K) {
+  const auto prepared = prepared_layers.get(layer);
+  const Layer& l = prepared->layer;
+  TORCH_CHECK(l.pieces.size() == 1 && l.pieces[0].is_quantized() && l.K == K, "a quantized table (N,", K, ") was expected");
+  const Tensor ids = checked(tokens.contiguous(), "tokens", at::kLong, tokens.sizes());
+  auto sizes = tokens.sizes().vec();
+  sizes.push_back(l.K);
+  const Tensor out = at::empty(sizes, tokens.options().dtype(at::kFloat));
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ids.numel(); i++) TORCH_CHECK(id[i] >= 0 && id[i] < l.N, "token ", id[i], " of ", l.N);
+  parallel(ids.numel() * l.K < MIN_PARALLEL_WORK, [&](const Team& team) {
+    team.split(ids.numel(), 1, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) look_up(l.pieces[0], id[i], out.data_ptr<float>() + i * l.K);
+    });
+  });
+  return out;
+}
+
+Tensor linear_packed(const Tensor& x, int64_t layer, int64_t N) {
+  const auto prepared = prepared_layers.get(layer);
+  return run_layer(x, prepared->checked(x.scalar_type(), N, x.size(-1)));
+}
+
+void release_layers(at::IntArrayRef layers) { prepared_layers.release(layers); }
 
 template <class Row>
 Tensor norm(const Tensor& x, const Row& row) {
@@ -108,7 +156,7 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 template <class T>
 Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_cache, const Tensor& v_cache,
                                const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& slopes,
-                               std::optional<int64_t> window) {
+                               std::optional<int64_t> window, double scale) {
   checked(k_cache, "k_cache", c10::CppTypeToScalarType<T>::value, {-1, -1, -1, -1});
   checked(v_cache, "v_cache", k_cache.scalar_type(), k_cache.sizes());
   const int64_t R = k_cache.size(0), K = k_cache.size(1), slots = k_cache.size(2);
@@ -123,17 +171,17 @@ Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_
   Attention<T> a{B, S, H, K, k_cache.size(3), slots};
   a.k = k_cache.const_data_ptr<T>(), a.v = v_cache.const_data_ptr<T>();
   a.positions = positions, a.rows = row, a.slopes = data<float>(slopes);
-  a.window = std::min(window.value_or(slots), slots);
+  a.window = std::min(window.value_or(slots), slots), a.scale = scale;
   return a;
 }
 
 Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& input_pos,
-                 const MaybeTensor& rows, const MaybeTensor& slopes, std::optional<int64_t> window) {
+                 const MaybeTensor& rows, const MaybeTensor& slopes, std::optional<int64_t> window, double scale) {
   const Tensor qs = q.contiguous(), out = at::empty(q.sizes(), q.options());
   dispatch_dtype(q, [&](auto type) {
     using T = decltype(type);
     const Tensor at = input_pos.contiguous();
-    auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window);
+    auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window, scale);
     TORCH_CHECK(q.size(3) == a.E, "queries of width ", q.size(3), ", keys of ", a.E);
     a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
     const SplitPlan plan(a);
@@ -247,58 +295,46 @@ Tensor probabilities(SAMPLING_ARGUMENTS) {
   return probs;
 }
 
-std::mutex prepared_lock;
-std::vector<std::shared_ptr<const PreparedBlock>> prepared_blocks;  // a handle is an index
+Handles<PreparedBlock> prepared_blocks;
 
-// Returns a handle of a block for the operation `blocks`. weights: weight and bias of the two norms; q_norm and k_norm;
-// weight, scales, mins and bias of qkv, of out, of up (or gate and up), and of down. sizes: H, K, E, F, and the
-// groupsizes of these four layers.
-int64_t prepare_block(const c10::List<MaybeTensor>& weights, at::IntArrayRef sizes, std::optional<int64_t> window,
-                      double eps, bool gated, bool post_norm_residual, bool exact) {
-  TORCH_CHECK(weights.size() == 22 && sizes.size() == 8, "22 weights and 8 sizes were expected");
-  auto made = std::make_shared<PreparedBlock>();
-  PreparedBlock& p = *made;
-  auto& w = p.tensors;
-  w.assign(weights.begin(), weights.end());
-  for (int i : {0, 2, 6, 10, 14, 18}) TORCH_CHECK(w[i], "weight ", i, " is missing");
+// Returns a handle of a block for the operation `blocks`. norms: weight and bias of the two norms of a block, then the
+// weights of q_norm and k_norm. layers: qkv, out, up (or gate and up), down. sizes: H, K, E, F.
+int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
+                      std::optional<int64_t> window, double scale, double eps, bool gated, bool post_norm_residual,
+                      int64_t rope_table) {
+  TORCH_CHECK(norms.size() == 6 && layers.size() == 4 && sizes.size() == 4, "6 norms, 4 layers, 4 sizes were expected");
+  PreparedBlock p;
+  p.norms.assign(norms.begin(), norms.end());
+  const auto& w = p.norms;
+  TORCH_CHECK(w[0] && w[2], "the weight of a norm is missing");
   p.dtype = w[0]->scalar_type(), p.D = w[0]->numel();
   p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.F = sizes[3];
-  p.window = window.value_or(std::numeric_limits<int64_t>::max());
+  p.window = window.value_or(std::numeric_limits<int64_t>::max()), p.scale = scale;
   auto vector = [&](int i, int64_t size) {
     return checked(w[i], "weight of a norm", p.dtype, {size}) ? w[i]->const_data_ptr() : nullptr;
   };
   auto linear = [&](int i, int64_t N, int64_t columns) {
-    const auto* t = &w[6 + 4 * i];
-    return checked_layer(*t[0], t[1], t[2], t[3], p.dtype, N, columns, sizes[4 + i], exact);
+    p.layers.push_back(prepared_layers.get(layers[i]));
+    return p.layers.back()->checked(p.dtype, N, columns);
   };
   p.qkv = linear(0, (p.H + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
   p.up = linear(2, gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
   for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
   p.q_norm = vector(4, p.E), p.k_norm = vector(5, p.E);
-  p.eps = eps, p.gated = gated, p.post_norm_residual = post_norm_residual;
-  const std::lock_guard lock(prepared_lock);
-  prepared_blocks.push_back(std::move(made));
-  return prepared_blocks.size() - 1;
+  p.eps = eps, p.gated = gated, p.post_norm_residual = post_norm_residual, p.rope_table = rope_table;
+  return prepared_blocks.add(std::move(p));
 }
 
-void release_blocks(at::IntArrayRef handles) {
-  const std::lock_guard lock(prepared_lock);
-  for (int64_t i : handles) prepared_blocks.at(i).reset();
-}
+void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
-Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& cos,
-              const MaybeTensor& sin, const MaybeTensor& slopes, at::TensorList k_caches, at::TensorList v_caches,
+// cos, sin: of x's tokens, from each RoPE table; none if the model has no RoPE.
+Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
+              at::TensorList sin, const MaybeTensor& slopes, at::TensorList k_caches, at::TensorList v_caches,
               at::IntArrayRef handles) {
   TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() && v_caches.size() == handles.size(),
               "x (B,S,D) and two caches a block were expected");
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  {
-    const std::lock_guard lock(prepared_lock);
-    for (int64_t i : handles) {
-      TORCH_CHECK(i >= 0 && i < int64_t(prepared_blocks.size()) && prepared_blocks[i], "there is no block ", i);
-      prepared.push_back(prepared_blocks[i]);
-    }
-  }
+  for (int64_t handle : handles) prepared.push_back(prepared_blocks.get(handle));
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
   const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
@@ -308,14 +344,19 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
     int64_t window = -1, work = 0;
     for (size_t i = 0; i < prepared.size(); i++) {
       const PreparedBlock& p = *prepared[i];
-      auto a = checked_attention<T>(B, S, p.H, k_caches[i], v_caches[i], at, rows, slopes, p.window);
+      auto a = checked_attention<T>(B, S, p.H, k_caches[i], v_caches[i], at, rows, slopes, p.window, p.scale);
       TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D && p.K == a.K && p.E == a.E, "block ", handles[i], " has D ",
                   p.D, ", K ", p.K, ", E ", p.E, " in ", p.dtype, ", not x ", x.sizes(), " in ", x.scalar_type(),
                   ", k_cache ", k_caches[i].sizes());
       if (p.window != window || a.slots != all.back().attention.slots) plans.emplace_back(a), window = p.window;
       Block<T> block{p, plans.back(), a, B * S};
-      block.cos = data<float>(checked(cos, "cos", at::kFloat, {B, S, 1, p.E}));
-      block.sin = data<float>(checked(sin, "sin", at::kFloat, {B, S, 1, p.E}));
+      if (!cos.empty()) {
+        TORCH_CHECK(p.rope_table >= 0 && p.rope_table < int64_t(cos.size()) && cos.size() == sin.size(), "block ",
+                    handles[i], " needs RoPE table ", p.rope_table, " of ", cos.size());
+        const Tensor &c = cos[p.rope_table], &s = sin[p.rope_table];
+        block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
+        block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
+      }
       block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);
@@ -350,24 +391,49 @@ bool allow_amx(bool allowed) {
 
 }  // namespace
 
-// kernels.py and sampling.py declare the schemas of these operations.
-TORCH_LIBRARY_IMPL(fastpath, CPU, m) {
-  m.impl("linear", &linear);
-  m.impl("linear_bfloat16", &linear_bfloat16);
-  m.impl("linear_int8", &linear_int8);
-  m.impl("linear_int4", &linear_int4);
-  m.impl("rms_norm", &rms_norm);
-  m.impl("layer_norm", &layer_norm);
-  m.impl("attention", &attention);
-  m.impl("sample", &sample);
-  m.impl("probabilities", &probabilities);
-  m.impl("blocks", &blocks);
-  m.impl("prepare_block", &prepare_block);
-  m.impl("medusa", &medusa);
+// Registers the kernels under the schemas that kernels.py and sampling.py declare. Returns the names of those that do
+// not fit their schemas, separated by spaces: these are left out, so that their references run.
+extern "C" const char* register_kernels() {
+  static torch::Library cpu(torch::Library::IMPL, "fastpath", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  // These have no tensor whose device could be dispatched on.
+  static torch::Library any(torch::Library::IMPL, "fastpath", c10::DispatchKey::CompositeImplicitAutograd, __FILE__,
+                            __LINE__);
+  static std::string misfits;
+  auto add = [](torch::Library& library, const char* name, auto* function) {
+    try {
+      library.impl(name, function);
+    } catch (const std::exception&) {
+      misfits += misfits.empty() ? name : std::string(" ") + name;
+    }
+  };
+  add(cpu, "linear", &linear);
+  add(cpu, "pack_layer", &pack_layer);
+  add(cpu, "prepare_layer", &prepare_layer);
+  add(cpu, "embed_packed", &embed_packed);
+  add(cpu, "linear_packed", &linear_packed);
+  add(cpu, "rms_norm", &rms_norm);
+  add(cpu, "layer_norm", &layer_norm);
+  add(cpu, "attention", &attention);
+  add(cpu, "sample", &sample);
+  add(cpu, "probabilities", &probabilities);
+  add(cpu, "prepare_block", &prepare_block);
+  add(cpu, "blocks", &blocks);
+  add(cpu, "medusa", &medusa);
+  add(any, "packed_bytes", &packed_bytes);
+  add(any, "stack_layers", &stack_layers);
+  add(any, "release_layers", &release_layers);
+  add(any, "release_blocks", &release_blocks);
+  add(any, "allow_amx", &allow_amx);
+  return misfits.c_str();
 }
 
-TORCH_LIBRARY_IMPL(fastpath, CompositeImplicitAutograd, m) {
-  // These have no tensor whose device could be dispatched on.
-  m.impl("release_blocks", &release_blocks);
-  m.impl("allow_amx", &allow_amx);
+// The names of the formats that have kernels, separated by spaces.
+extern "C" const char* format_names() {
+  static const std::string names = [] {
+    std::string all;
+    for (int i = 0; i < int(std::tuple_size_v<Formats>); i++)
+      with_format(i, [&](auto format) { all += std::string(i ? " " : "") + decltype(format)::NAME; });
+    return all;
+  }();
+  return names.c_str();
 }

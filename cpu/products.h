@@ -1,21 +1,17 @@
-// Products of weights and rows of x: the layouts of packed weights, and the products of their tiles.
+// Products of weights and rows of x: layers, the conversion of x, and the products of tiles.
 //
-// A packed matrix consists of Nb blocks of 16 rows, a row for each lane; a block consists of Kb groups of 32 columns. N
-// and K are padded with zeros. Index j goes over the 16 (bfloat16), 8 (int8) or 4 (int4) registers of a group of a
-// block.
-//   bfloat16 (Nb,Kb,16,16,2), for AMX: columns 2j and 2j+1
-//   int8  (Nb,Kb,8,16,4) uint8: q + 128 of columns 4j..4j+3, because vpdpbusd multiplies unsigned with signed bytes
-//   int4  (Nb,Kb,4,16,4) uint8: columns 4j..4j+3 in the low nibbles, columns 16+4j..16+4j+3 in the high nibbles
-//   scales, and for int4 also mins: (Nb,G,16) float16
-// Activations are quantized to 8 bits, with one scale for each group of 32 columns: the dot product of a group is then
-// an exact int32. With `exact`, activations stay as they are, and weights are converted to float32 in registers.
+// Quantized weights are packed in blocks of 16 rows (formats.h). Activations are quantized to 8 bits, with one scale for
+// each group of 32 columns: the dot product of a group is then an exact int32. With `exact`, activations stay as they
+// are, and weights are converted to float32 in registers.
 
 #pragma once
 
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
+#include "formats.h"
 #include "parallel.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -24,7 +20,6 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // columns of x that share a scale when x is quantized, or that AMX adds at once
 constexpr int MAX_DECODE_TOKENS = 16;  // up to so many new tokens a row, reading the weights limits a matrix product
 constexpr int PREFETCH_DISTANCE = 4096;  // bytes between the weights in use and those being prefetched
 #if defined(__znver4__) || defined(__znver5__)
@@ -33,28 +28,45 @@ constexpr auto PREFETCH_TO = _MM_HINT_T0;  // the L1 cache
 constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: on Intel, prefetches to L1 delay the loads of x
 #endif
 
-// A linear layer: y = x W^T + bias.
+// How the rows of a matrix are stored: one of these two, or a place in `Formats`.
+constexpr int DENSE = -2;  // in x's dtype, (N,K)
+constexpr int TILES = -1;  // in bfloat16, packed for AMX: (Nb,Kb,16,16,2), line j of a group has columns 2j and 2j+1
+
+// N rows W of a layer's matrix, all in one format.
 struct Linear {
   int64_t N, K;
-  int bits;           // 16: W is in x's dtype, (N,K) or packed for AMX; 8 or 4: W is packed, as described above
+  int format;
   bool exact;         // x is not quantized
   const void* weight;
   const void* bias;   // (N,) in x's dtype, or null
-  const half *scales, *mins;
-  int64_t Kb, G;      // groups of 32 columns (0 if W is (N,K)); weight scales of a row
-  int64_t groups_per_scale;  // groups of 32 columns that share a weight scale
+  int64_t Kb;         // groups of 32 columns
+  int64_t groups_per_scale;  // groups of 32 columns that share a weight scale, if the format leaves this open
+  int64_t block_bytes;       // of 16 packed rows, if W is quantized
+  int64_t first, stride;     // where the outputs of these rows begin in those of the layer, and how many the layer has
 
-  bool quantizes_activations() const { return bits < 16 && !exact; }
+  bool is_quantized() const { return format >= 0; }
+  bool quantizes_activations() const { return is_quantized() && !exact; }
+};
+
+// A linear layer: y = x W^T + bias. The rows of W may be stored in several formats.
+struct Layer {
+  int64_t N, K;
+  std::vector<Linear> pieces;
+
+  int64_t groups() const { return (K + GROUP - 1) / GROUP; }
+  bool any(bool (Linear::*property)() const) const {
+    return std::any_of(pieces.begin(), pieces.end(), [&](const Linear& l) { return (l.*property)(); });
+  }
 };
 
 // M rows of x, converted to what a matrix product reads.
 struct Input {
-  const void* x;       // (M,K)
-  int8_t* q;           // (M,Kb,32), x quantized to 8 bits
-  float* scale;        // (M,Kb), x = q * scale
-  int32_t* dot_start;  // (M,Kb), -128 * sum(q): cancels the 128 that is added to packed int8 weights
-  float* scaled_sum;   // (M,Kb), scale * sum(q): what the min of a group of int4 weights is multiplied by
-  float* as_float;     // (M,Kb*32), x in float32, for exact activations
+  const void* x;      // (M,K)
+  int8_t* q;          // (M,Kb,32), x quantized to 8 bits
+  float* scale;       // (M,Kb), x = q * scale
+  int32_t *sum, *half_sum[2];  // (M,Kb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
+  float* scaled_sum;  // (M,Kb), scale * sum(q): what the min of a group of weights is multiplied by
+  float* as_float;    // (M,Kb*32), x in float32, for exact activations
 };
 
 template <int I>
@@ -104,7 +116,7 @@ inline __m512 sums_of_lanes(const __m512* x) {
 
 // NT rows of w times MT rows of x. Each of the MT * NT sums has its own register, whose lanes are added at the end.
 template <class T, int NT, int MT>
-inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t N, int64_t K) {
+inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t stride, int64_t K) {
   using S = Step<T>;
   __m512 acc[MT][NT];
   for (auto& row : acc) std::fill(row, row + NT, _mm512_setzero_ps());
@@ -136,18 +148,19 @@ inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual
   for (int m = 0; m < MT; m++) {
     __m512 y = load(sums[m], valid);
     if (bias) y = _mm512_add_ps(y, load(bias, valid));
-    if (residual) y = _mm512_add_ps(y, load(residual + m * N, valid));
-    store(out + m * N, y, valid);
+    if (residual) y = _mm512_add_ps(y, load(residual + m * stride, valid));
+    store(out + m * stride, y, valid);
   }
 }
 
 // NT rows of w times all M rows of x, in tiles of up to 8 rows.
 template <class T, int NT>
-void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t M, int64_t N, int64_t K) {
+void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t M, int64_t stride,
+                 int64_t K) {
   int64_t m = 0;
   auto tile = [&](auto rows) {
     constexpr int MT = decltype(rows)::value;
-    linear_tile<T, NT, MT>(w, x + m * K, bias, residual ? residual + m * N : nullptr, out + m * N, N, K);
+    linear_tile<T, NT, MT>(w, x + m * K, bias, residual ? residual + m * stride : nullptr, out + m * stride, stride, K);
     m += MT;
   };
   while (NT == 2 && m + 8 <= M) tile(Int<8>());
@@ -157,21 +170,23 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   if (M - m == 1) tile(Int<1>());
 }
 
-// Quantizes a group of up to 32 columns of x to 8 bits; returns sum(q). Any NaN or infinity makes the scale NaN.
+// Quantizes group `at` of x, of up to 32 columns. Any NaN or infinity makes the scale NaN.
 template <class T>
-inline int32_t quantize_group(const T* x, int64_t K, int8_t* q, float* scale) {
+inline void quantize_group(const T* x, int64_t K, const Input& in, int64_t at) {
   const __m512 lo = load(x, first_lanes(K)), hi = load(x + LANES, first_lanes(K - LANES));
   const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
   constexpr int NOT_FINITE = 0x99;  // quiet and signalling NaN, both infinities
   const bool finite = !(_mm512_fpclass_ps_mask(lo, NOT_FINITE) | _mm512_fpclass_ps_mask(hi, NOT_FINITE));
   const bool tiny = most < 1e-30f;  // its inverse would overflow
-  *scale = !finite ? NAN : tiny ? 0.0f : most / 127;
+  const float scale = !finite ? NAN : tiny ? 0.0f : most / 127;
   const __m512 inverse = _mm512_set1_ps(!finite || tiny ? 0.0f : 127 / most);
   const __m512i a = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, lo, inverse));
   const __m512i c = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, hi, inverse));
-  _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8(a));
-  _mm_storeu_si128((__m128i*)(q + LANES), _mm512_cvtepi32_epi8(c));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+  _mm_storeu_si128((__m128i*)(in.q + at * GROUP), _mm512_cvtepi32_epi8(a));
+  _mm_storeu_si128((__m128i*)(in.q + at * GROUP + LANES), _mm512_cvtepi32_epi8(c));
+  const int32_t first = _mm512_reduce_add_epi32(a), second = _mm512_reduce_add_epi32(c);
+  in.half_sum[0][at] = -8 * first, in.half_sum[1][at] = -8 * second, in.sum[at] = -8 * (first + second);
+  in.scale[at] = scale, in.scaled_sum[at] = scale * (first + second);
 }
 
 // Four bytes of q, copied to every lane.
@@ -181,119 +196,162 @@ inline __m512i four_columns(const int8_t* q) {
   return _mm512_set1_epi32(bytes);
 }
 
+template <int LINES>
+inline void prefetch_lines(const uint8_t* at) {
+#pragma GCC unroll 8
+  for (int i = 0; i < LINES; i++) _mm_prefetch(at + PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
+}
+
+// Walks through the groups of a block of packed weights, in the order of the stream.
+template <class F>
+struct Stream {
+  using Scales = typename F::Scales;
+  const uint8_t* next;
+  int64_t groups_per_scale, groups;  // groups in a superblock
+  int64_t i;                         // the place of a group in its superblock
+  Scales scales;                     // of the superblock
+  Stream(const Linear& l, int64_t block)
+      : next((const uint8_t*)l.weight + block * l.block_bytes), groups_per_scale(l.groups_per_scale),
+        groups(Scales::groups(groups_per_scale)), i(groups - 1) {}
+
+  // The levels of the next group. Now `i` and `scales` are for this group.
+  const uint8_t* next_group() {
+    if (++i == (Scales::GROUPS ? Scales::GROUPS : groups)) {
+      i = 0;
+      scales.load(next, groups_per_scale);
+      prefetch_lines<Scales::BYTES / 64>(next);
+      next += Scales::BYTES;
+    }
+    const uint8_t* at = next;
+    next += F::Levels::LINES * 64;
+    return at;
+  }
+  __m512 scale(int half) const { return scales.scale(i, half); }
+  __m512 min() const { return scales.min(i); }
+};
+
+// -OFFSET * sum(q) in each lane, from -8 * sum(q).
+template <class F>
+inline __m512i offset_sum(int32_t sum) {
+  static_assert(F::OFFSET % 8 == 0 && !(F::OFFSET & (F::OFFSET - 1)));
+  constexpr int shift = F::OFFSET == 128 ? 4 : F::OFFSET / 16;  // 8, 16, 32: 0, 1, 2
+  return F::OFFSET ? _mm512_slli_epi32(_mm512_set1_epi32(sum), shift) : _mm512_setzero_si512();
+}
+
 // A block of 16 packed weight rows times MT rows of x that are quantized to 8 bits.
-template <int MT, bool INT4>
-inline void block_dot_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
-  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * (INT4 ? 256 : 512);
-  const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
-  const __m512i nibble = _mm512_set1_epi8(15);
+template <int MT, class F>
+[[gnu::noinline]] void block_dot_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+  using L = typename F::Levels;
+  using S = typename F::Scales;
+  constexpr int SUMS = S::HALVES ? 2 : 1;
+  static_assert(!S::HALVES || (L::REGISTERS == 2 && !S::HAS_MINS));  // a register has columns of one half
+  Stream<F> stream(p, block);
   std::fill(acc, acc + MT, _mm512_setzero_ps());
-  for (int64_t b = 0, g = 0, left = p.groups_per_scale; b < p.Kb; b++) {
+  for (int64_t b = 0; b < p.Kb; b++) {
+    const uint8_t* group = stream.next_group();
     const int8_t* q[MT];
-    __m512i dot[MT];
+    __m512i dot[MT][SUMS];
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) {
       const int64_t at = (m0 + m) * p.Kb + b;
       q[m] = x.q + at * GROUP;
-      dot[m] = INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(x.dot_start[at]);
-    }
-    for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
-      const __m512i bytes = _mm512_loadu_si512(w);
-      _mm_prefetch(w + PREFETCH_DISTANCE, PREFETCH_TO);
-      if constexpr (INT4) {
-        const __m512i low = _mm512_and_si512(bytes, nibble);
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
-#pragma GCC unroll 8
-        for (int m = 0; m < MT; m++) {
-          dot[m] = _mm512_dpbusd_epi32(dot[m], low, four_columns(q[m] + 4 * j));
-          dot[m] = _mm512_dpbusd_epi32(dot[m], high, four_columns(q[m] + 16 + 4 * j));
-        }
-      } else {
-#pragma GCC unroll 8
-        for (int m = 0; m < MT; m++) dot[m] = _mm512_dpbusd_epi32(dot[m], bytes, four_columns(q[m] + 4 * j));
+      for (int h = 0; h < SUMS; h++) {
+        const int32_t* sum = SUMS == 1 ? x.sum : x.half_sum[h];
+        dot[m][h] = offset_sum<F>(sum[at]);
       }
     }
-    const __m512 scale = load(scales + g * LANES);
-    const __m512 min = INT4 ? load(mins + g * LANES) : _mm512_setzero_ps();
+    if constexpr (L::LINES > L::STEPS) prefetch_lines<L::LINES - L::STEPS>(group);
+    for (int j = 0; j < L::STEPS; j++) {
+      __m512i levels[L::REGISTERS];
+      L::unpack(group, j, levels);
+      prefetch_lines<1>(group + 64 * (L::LINES - L::STEPS + j));
+#pragma GCC unroll 8
+      for (int m = 0; m < MT; m++)
+#pragma GCC unroll 2
+        for (int r = 0; r < L::REGISTERS; r++) {
+          __m512i& sum = dot[m][r % SUMS];
+          sum = _mm512_dpbusd_epi32(sum, levels[r], four_columns(q[m] + L::first_column(j, r)));
+        }
+    }
+    __m512 scale[SUMS];
+    for (int h = 0; h < SUMS; h++) scale[h] = stream.scale(h);
+    const __m512 min = stream.min();
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) {
       const int64_t at = (m0 + m) * p.Kb + b;
-      const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale);
-      acc[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m]), step, acc[m]);
-      if constexpr (INT4) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scaled_sum[at]), acc[m]);
+      for (int h = 0; h < SUMS; h++) {
+        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale[h]);
+        acc[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m][h]), step, acc[m]);
+      }
+      if constexpr (S::HAS_MINS) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scaled_sum[at]), acc[m]);
     }
-    if (--left == 0) g++, left = p.groups_per_scale;
   }
 }
 
+// Four columns of 16 weights each, from a register of levels: the weights of column c, in float32.
+template <class F>
+inline __m512 weights_of_column(__m512i levels, int c, __m512 scale, __m512 min) {
+  const __m512i level = _mm512_and_si512(_mm512_srli_epi32(levels, 8 * c), _mm512_set1_epi32(255));
+  const __m512 centered = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(F::OFFSET)));
+  return F::Scales::HAS_MINS ? _mm512_fmadd_ps(centered, scale, min) : _mm512_mul_ps(centered, scale);
+}
+
 // A block of 16 packed weight rows times MT rows of x in float32. Each weight is unpacked once, for all MT rows.
-template <int MT, bool INT4>
-inline void block_dot_float(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
-  const uint8_t* w = (const uint8_t*)p.weight + block * p.Kb * (INT4 ? 256 : 512);
-  const half *scales = p.scales + block * p.G * LANES, *mins = INT4 ? p.mins + block * p.G * LANES : nullptr;
-  const __m512i low = _mm512_set1_epi32(15), sign = _mm512_set1_epi8(-128);
+template <int MT, class F>
+[[gnu::noinline]] void block_dot_float(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+  using L = typename F::Levels;
   const int64_t K = p.Kb * GROUP;
+  Stream<F> stream(p, block);
   __m512 other[MT];  // two sums, so that one addition need not wait for the last
   std::fill(acc, acc + MT, _mm512_setzero_ps());
   std::fill(other, other + MT, _mm512_setzero_ps());
-  for (int64_t b = 0, g = 0, left = p.groups_per_scale; b < p.Kb; b++) {
-    const __m512 scale = load(scales + g * LANES);
-    const __m512 min = INT4 ? load(mins + g * LANES) : _mm512_setzero_ps();
-    const float* column = x.as_float + m0 * K + b * GROUP;
-    for (int j = 0; j < (INT4 ? 4 : 8); j++, w += 64) {
-      __m512i bytes = _mm512_loadu_si512(w);
-      if constexpr (!INT4) bytes = _mm512_xor_si512(bytes, sign);
+  for (int64_t b = 0; b < p.Kb; b++) {
+    const uint8_t* group = stream.next_group();
+    const __m512 scale[] = {stream.scale(0), stream.scale(1)}, min = stream.min();
+    const float* columns = x.as_float + m0 * K + b * GROUP;
+    for (int j = 0; j < L::STEPS; j++) {
+      __m512i levels[L::REGISTERS];
+      L::unpack(group, j, levels);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) {
-        if constexpr (INT4) {
-          const __m512i q = _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * c), low);
-          const __m512i r = _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * c + 4), low);
-          const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), scale, min);
-          const __m512 d = _mm512_fmadd_ps(_mm512_cvtepi32_ps(r), scale, min);
+      for (int c = 0; c < 4; c++)
+#pragma GCC unroll 2
+        for (int r = 0; r < L::REGISTERS; r++) {
+          const __m512 weight = weights_of_column<F>(levels[r], c, scale[F::Scales::HALVES ? r : 0], min);
+          const float* column = columns + L::first_column(j, r) + c;
 #pragma GCC unroll 8
           for (int m = 0; m < MT; m++) {
-            acc[m] = _mm512_fmadd_ps(a, _mm512_set1_ps(column[m * K + 4 * j + c]), acc[m]);
-            other[m] = _mm512_fmadd_ps(d, _mm512_set1_ps(column[m * K + 16 + 4 * j + c]), other[m]);
-          }
-        } else {
-          const __m512i q = _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * c), 24);
-          const __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(q), scale);
-#pragma GCC unroll 8
-          for (int m = 0; m < MT; m++) {
-            __m512& sum = c % 2 ? other[m] : acc[m];
-            sum = _mm512_fmadd_ps(a, _mm512_set1_ps(column[m * K + 4 * j + c]), sum);
+            __m512& sum = (L::REGISTERS > 1 ? r : c) % 2 ? other[m] : acc[m];
+            sum = _mm512_fmadd_ps(weight, _mm512_set1_ps(column[m * K]), sum);
           }
         }
-      }
     }
-    if (--left == 0) g++, left = p.groups_per_scale;
   }
   for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], other[m]);
 }
 
-inline Input allocate_input(Arena& arena, const Linear& l, const void* x, int64_t M) {
+inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t M) {
   Input in{x};
-  if (l.quantizes_activations()) {
-    in.q = arena.allocate<int8_t>(M * l.Kb * GROUP);
-    in.scale = arena.allocate<float>(M * l.Kb);
-    in.dot_start = arena.allocate<int32_t>(M * l.Kb);
-    in.scaled_sum = arena.allocate<float>(M * l.Kb);
-  } else if (l.bits < 16) {
-    in.as_float = arena.allocate<float>(M * l.Kb * GROUP);
+  const int64_t groups = M * l.groups();
+  if (l.any(&Linear::quantizes_activations)) {
+    in.q = arena.allocate<int8_t>(groups * GROUP);
+    in.scale = arena.allocate<float>(groups), in.scaled_sum = arena.allocate<float>(groups);
+    in.sum = arena.allocate<int32_t>(groups);
+    for (int32_t*& sum : in.half_sum) sum = arena.allocate<int32_t>(groups);
+  } else if (l.any(&Linear::is_quantized)) {
+    in.as_float = arena.allocate<float>(groups * GROUP);
   }
   return in;
 }
 
 // Converts groups begin..end of row m of x.
 template <class T>
-void prepare_input(const Linear& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
-  if (l.bits == 16) return;
+void prepare_input(const Layer& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
+  if (!in.q && !in.as_float) return;
   const T* x = (const T*)in.x + m * l.K;
   for (int64_t b = begin; b < end; b++) {
-    const int64_t k = b * GROUP, left = l.K - k, at = m * l.Kb + b;
-    if (l.quantizes_activations()) {
-      const int32_t sum = quantize_group(x + k, left, in.q + at * GROUP, in.scale + at);
-      in.dot_start[at] = -128 * sum, in.scaled_sum[at] = in.scale[at] * sum;
+    const int64_t k = b * GROUP, left = l.K - k, at = m * l.groups() + b;
+    if (in.q) {
+      quantize_group(x + k, left, in, at);
     } else {
       store(in.as_float + at * GROUP, load(x + k, first_lanes(left)), 0xffff);
       store(in.as_float + at * GROUP + LANES, load(x + k + LANES, first_lanes(left - LANES)), 0xffff);
@@ -302,10 +360,10 @@ void prepare_input(const Linear& l, const Input& in, int64_t m, int64_t begin, i
 }
 
 template <class T>
-void prepare_input_rows(const Team& team, const Linear& l, const Input& in, int64_t M) {
-  if (l.bits == 16) return;
+void prepare_input_rows(const Team& team, const Layer& l, const Input& in, int64_t M) {
+  if (!in.q && !in.as_float) return;
   team.split(M, 1, [&](int64_t m, int64_t end) {
-    for (; m < end; m++) prepare_input<T>(l, in, m, 0, l.Kb);
+    for (; m < end; m++) prepare_input<T>(l, in, m, 0, l.groups());
   });
   team.barrier();
 }
@@ -313,35 +371,60 @@ void prepare_input_rows(const Team& team, const Linear& l, const Input& in, int6
 // Adds bias and residual to 16 outputs of row m of x, and stores them.
 template <class T>
 inline void finish_outputs(const Linear& l, int64_t block, int64_t m, __m512 y, const T* residual, T* out) {
-  const int64_t n = block * LANES, at = m * l.N + n;
+  const int64_t n = block * LANES, at = m * l.stride + l.first + n;
   const __mmask16 valid = first_lanes(l.N - n);
   if (l.bias) y = _mm512_add_ps(y, load((const T*)l.bias + n, valid));
   if (residual) y = _mm512_add_ps(y, load(residual + at, valid));
   store(out + at, y, valid);
 }
 
-// A block of packed weights times rows m0..m0+MT of x, plus bias and residual.
-template <int MT, bool INT4, class T>
-void packed_tile(const Linear& l, int64_t block, const Input& x, int64_t m0, const T* residual, T* out) {
-  __m512 acc[MT];
-  if (l.exact)
-    block_dot_float<MT, INT4>(l, block, x, m0, acc);
-  else
-    block_dot_int8<MT, INT4>(l, block, x, m0, acc);
-  for (int m = 0; m < MT; m++) finish_outputs(l, block, m0 + m, acc[m], residual, out);
-}
-
-// A block of packed weights times rows m..stop of x.
-template <bool INT4, class T>
+// A block of packed weights times rows m..stop of x, plus bias and residual.
+template <class F, class T>
 void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual, T* out) {
   auto tile = [&](auto rows) {
-    packed_tile<decltype(rows)::value, INT4>(l, block, x, m, residual, out);
-    m += decltype(rows)::value;
+    constexpr int MT = decltype(rows)::value;
+    __m512 acc[MT];
+    if constexpr (MT % 4 != 0 || MT == 4) {
+      if (l.exact) block_dot_float<MT, F>(l, block, x, m, acc);
+    }
+    if (!l.exact) block_dot_int8<MT, F>(l, block, x, m, acc);
+    for (int i = 0; i < MT; i++) finish_outputs(l, block, m + i, acc[i], residual, out);
+    m += MT;
   };
-  while (m + 8 <= stop) tile(Int<8>());
-  if (stop - m >= 4) tile(Int<4>());
+  while (m + 8 <= stop && !l.exact) tile(Int<8>());
+  while (m + 4 <= stop) tile(Int<4>());
   if (stop - m >= 2) tile(Int<2>());
   if (stop - m >= 1) tile(Int<1>());
+}
+
+// Row `id` of a table of any format, such as an embedding.
+template <class T>
+void look_up(const Linear& table, int64_t id, T* out) {
+  const int64_t block = id / LANES, lane = id % LANES;
+  if (table.format == DENSE) std::copy_n((const T*)table.weight + id * table.K, table.K, out);
+  for (int64_t k = 0; table.format == TILES && k < table.K; k++) {
+    const int64_t group = block * table.Kb + k / GROUP, c = k % GROUP;
+    out[k] = ((const T*)table.weight)[((group * GROUP / 2 + c / 2) * LANES + lane) * 2 + c % 2];
+  }
+  with_format(table.format, [&](auto format) {
+    using F = decltype(format);
+    using L = typename F::Levels;
+    Stream<F> stream(table, block);
+    for (int64_t b = 0; b < table.Kb; b++) {
+      const uint8_t* group = stream.next_group();
+      for (int j = 0; j < L::STEPS; j++) {
+        __m512i levels[L::REGISTERS];
+        L::unpack(group, j, levels);
+        for (int r = 0; r < L::REGISTERS; r++)
+          for (int c = 0; c < 4; c++) {
+            alignas(64) float weights[LANES];
+            _mm512_store_ps(weights, weights_of_column<F>(levels[r], c, stream.scale(r), stream.min()));
+            const int64_t k = b * GROUP + L::first_column(j, r) + c;
+            if (k < table.K) out[k] = weights[lane];
+          }
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -145,7 +145,7 @@ class Threads:
         self.most = torch.get_num_threads()
         self.steps: dict[str, Counter] = {}  # first word of the kind -> number of threads -> steps
         self.trials = 0  # steps in trials
-        self.cpu_times = CpuTimes.now()  # the last measurement of other programs' processor time
+        self.start = self.cpu_times = CpuTimes.now()  # the first and the last measurement of processor time
         self.free = float(self.most)  # processors that other programs had left to us at that time
 
     @contextmanager
@@ -174,6 +174,10 @@ class Threads:
     def used(self) -> dict[str, dict[int, int]]:
         """For each first word of the kinds: number of threads -> number of steps, the most frequent number first."""
         return {kind: dict(steps.most_common()) for kind, steps in self.steps.items()}
+
+    def others(self) -> float | None:
+        """How many processors other programs have used on average since `forget`; None if that is unknown."""
+        return CpuTimes.now().others_since(self.start)
 
     def can_run(self, n: int) -> bool | None:
         """Whether other programs have recently left about n processors to this one; None if that is unknown."""

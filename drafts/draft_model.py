@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from formats import Int8Linear, pack_int8
+from formats import QuantizedLinear, Scheme, pack
 from model import Transformer
-from report import kv_bytes, synchronize, weight_bytes
+from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 from speculative import Proposal, full_width_choices
 
@@ -39,7 +39,7 @@ class DraftVocabulary(nn.Module):
     def __init__(self, ids: Tensor, vectors: Tensor):
         super().__init__()
         self.register_buffer("ids", ids)
-        self.output = int8_layer(pack_int8(vectors, GROUPSIZE))
+        self.output = int8_layer(pack(vectors, "int8", GROUPSIZE))
 
     @property
     def device(self) -> torch.device:
@@ -55,11 +55,11 @@ class DraftVocabulary(nn.Module):
         return self.ids[self.output(x).argmax(-1)]
 
 
-def int8_layer(packed: dict[str, Tensor]) -> Int8Linear:
-    """The layer with weights of formats.pack_int8 in groups of GROUPSIZE columns."""
+def int8_layer(packed: dict[str, Tensor]) -> QuantizedLinear:
+    """The layer with these parts of an int8 matrix in groups of GROUPSIZE columns."""
     N, K = packed["weight"].shape
     with torch.device("meta"):
-        layer = Int8Linear(K, N, False, GROUPSIZE)
+        layer = QuantizedLinear(K, N, False, Scheme("int8", GROUPSIZE))
     layer.load_state_dict(packed, assign=True)
     return layer
 
@@ -111,7 +111,7 @@ class ModelDraft:
         self.engine, self.sampling = engine, engine.sampling
         self.next_token = engine.steps.compile(next_token)
         if self.shares_caches:
-            return share_caches(engine.model, self.draft)
+            return self.draft.share_caches(engine.model)
         self.draft.setup_caches(len(engine.rows), engine.length)
         self.cached = [[] for _ in engine.rows]
 
@@ -148,8 +148,8 @@ class ModelDraft:
             tokens = tokens.clamp(max=self.draft.config.vocab_size - 1)  # the target's table may have more padding ids
             input_pos = torch.where(is_ready[:, None], torch.stack([position - 1, position], 1), -1)
         lengths = torch.where(is_ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # within the cache row
-        fixed = not self.draft.max_kernel_tokens
-        with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
+        fixed = not self.draft.backend.thread_invariant
+        with self.engine.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
             drafted, p_draft = self._draw(tokens, input_pos, rows, lengths, k, batch.random)
         if not self.shares_caches:
             for row, length in zip(batch.rows, lengths.tolist()):
@@ -157,8 +157,8 @@ class ModelDraft:
                     n = len(self.cached[row.index])
                     self.cached[row.index] = self.cached[row.index] + [*row.tokens, row.request.new_tokens[-1]][n:]
                     self.drafted_in_cache[row.index] = length - 1
-        if self.engine.model.split is not None:
-            drafted = self.engine.model.split.broadcast(drafted)
+        if self.engine.model.shard is not None:
+            drafted = self.engine.model.shard.broadcast(drafted)
         return Proposal(drafted, lengths, p_draft)
 
     def _draw(self, tokens: Tensor, input_pos: Tensor, rows: Tensor, lengths: Tensor, k: int, random: bool):
@@ -192,7 +192,7 @@ class ModelDraft:
             input_pos[i, : len(chunk)] = torch.arange(len(cached), len(cached) + len(chunk))
             self.cached[row.index] = cached + chunk
         index = torch.tensor([row.index for row in behind], device=device)
-        with self.engine.timing.threads.of("draft-prefill", tokens.shape, fixed=not self.draft.chunk_invariant):
+        with self.engine.threads.of("draft-prefill", tokens.shape, fixed=not self.draft.backend.chunk_invariant):
             self.draft(tokens.to(device), input_pos.to(device), index)
         synchronize(device)
         seconds = time.perf_counter() - start
@@ -203,16 +203,7 @@ class ModelDraft:
         return full_width_choices(min(k, AUTO_K))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        return k * self.weight_bytes, k * kv_bytes(self.draft, positions)
-
-
-def share_caches(model: Transformer, draft: Transformer):
-    """Let the draft use the KV caches, RoPE tables and ALiBi slopes of the target model."""
-    for name in ("rope_cos", "rope_sin"):
-        draft.register_buffer(name, getattr(model, name), persistent=False)
-    for block, target_block in zip(draft.blocks, model.blocks):
-        for name in ("k_cache", "v_cache", "slopes"):
-            block.attention.register_buffer(name, getattr(target_block.attention, name), persistent=False)
+        return k * self.weight_bytes, k * self.draft.kv_bytes(positions)
 
 
 def next_token(draft, tokens, input_pos, rows, sampling: Sampling, V: int, random: bool, vocabulary=None):

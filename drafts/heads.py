@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from checkpoint import safetensors_header
 from cli import UserError, check_is_file
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
-from formats import pack_int8
-from model import Transformer
+from formats import pack
+from kernels import has_kernel
+from model import Embedding, Transformer
 from sampling import Sampling, sample
 from speculative import Batch, Proposal, full_width_choices
 
@@ -64,16 +65,18 @@ class MedusaHeads(nn.Module):
     def device(self) -> torch.device:
         return self.vocabulary.device
 
-    def kernel_arguments(self, model: Transformer) -> tuple | None:
-        """What the CPU kernels' operation `medusa` needs of the heads and of the model; None if it cannot be used."""
-        table, layers = model.embedding, (self.gate_up, self.down, self.vocabulary.output)
-        has_kernels = all(hasattr(layer, "arguments") for layer in layers) and self.device.type == "cpu"
-        if not has_kernels or model.split is not None or (hasattr(table, "scales") and not hasattr(table, "arguments")):
+    def layers_for_kernels(self, model: Transformer) -> list | None:
+        """The layers of the heads and of the model that the CPU kernels' operation `medusa` needs, prepared for it;
+        None if it cannot be used."""
+        if model.shard is not None or not has_kernel("medusa", self.device):
             return None
-        weights = [table.weight, getattr(table, "scales", None), getattr(table, "mins", None)]
-        weights += [tensor for layer in layers for tensor in (layer.weight, layer.scales)]
-        sizes = [model.config.vocab_size, self.down.in_features, getattr(table, "groupsize", 0), GROUPSIZE]
-        return self.vocabulary.ids, weights, sizes
+        from cpu.install import PackedLinear, PreparedLayer
+
+        own = (self.gate_up, self.down, self.vocabulary.output)
+        has_layout = isinstance(model.embedding, (Embedding, PackedLinear))  # else it is quantized, but not packed
+        if not has_layout or not all(isinstance(layer, PackedLinear) for layer in own):
+            return None
+        return [PreparedLayer.of(layer) for layer in (model.embedding, *own)]
 
     def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
         """The next state (B,D), from the state (B,D) before it and the embedding (B,D) of the newest token."""
@@ -100,7 +103,7 @@ def fingerprint(model: Transformer) -> str:
 class HeadsFile(NamedTuple):
     """What a file of heads holds."""
 
-    # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), as formats.pack_int8 packs them
+    # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), the parts of int8 matrices
     packed: dict[str, dict[str, Tensor]]
     vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then those that the model says most
     heads: int  # so many tokens were proposed in training
@@ -110,7 +113,7 @@ class HeadsFile(NamedTuple):
 def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads: int, tokens: int, model, name: str):
     """Write heads for the model of this name to a file, which appears when it is complete. The other arguments are
     those of HeadsFile, but the weights are not packed yet."""
-    packed = {key: pack_int8(weight.float(), GROUPSIZE) for key, weight in weights.items()}
+    packed = {key: pack(weight.float(), "int8", GROUPSIZE) for key, weight in weights.items()}
     tensors = {f"{key}.{part}": tensor for key, parts in packed.items() for part, tensor in parts.items()}
     tensors["vocabulary"] = vocabulary.to(torch.int32)
     description = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
@@ -194,7 +197,7 @@ class MedusaDraft:
     def begin(self, engine):
         self.engine, self.draw = engine, engine.steps.compile(draw_tokens)
         self.no_state = torch.zeros_like(engine.model.norm.weight)
-        self.arguments = self.heads.kernel_arguments(engine.model)
+        self.layers = self.heads.layers_for_kernels(engine.model)
         self.states.clear()
 
     def add(self, row: int, tokens: list[int]):
@@ -217,15 +220,16 @@ class MedusaDraft:
         padding = [None] * (batch.inputs.shape[1] - len(states))
         hidden = torch.stack([self.no_state if state is None else state for state in states + padding])  # (B,D)
         k = min(k, self.heads.n)
-        model, fixed = self.engine.model, not self.engine.model.max_kernel_tokens
-        with self.engine.timing.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
-            if self.arguments is not None and not batch.random:
-                drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], *self.arguments, k)
+        model, fixed = self.engine.model, not self.engine.model.backend.thread_invariant
+        with self.engine.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
+            if self.layers is not None and not batch.random:
+                handles = [layer.handle for layer in self.layers]
+                drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], self.heads.vocabulary.ids, handles, k)
             else:
                 sampling = self.engine.sampling if batch.random else None
                 drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
-        if model.split is not None:
-            drafted = model.split.broadcast(drafted)
+        if model.shard is not None:
+            drafted = model.shard.broadcast(drafted)
         room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
         lengths = [0 if state is None else min(k, n) for state, n in zip(states, room)] + [0] * len(padding)
         return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))
@@ -243,7 +247,7 @@ def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampl
     token, position, rows = inputs.unbind(0)
     state, drafted = hidden, []
     for i in range(k):
-        state = draft(state, model.embedding(token[:, None])[:, 0])
+        state = draft(state, model.embed(token[:, None])[:, 0])
         if sampling is not None:
             logits = draft.vocabulary.logits(state, sampling.counts.shape[1])[:, None]  # (B,1,V)
             token = sample(logits, rows, position + 1 + i, rows[:, None][:, :0], sampling)[0][:, 0].clamp(min=0)

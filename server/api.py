@@ -1,7 +1,7 @@
 """OpenAI's API as data: from the JSON of a request to requests to the engine, and from what comes of them to JSON.
 
 Read down: Event, what a step brings; errors; what a request asks for: Fields, Wishes, ServedModel, which reads a body;
-then how the answers of each kind look, whole and in chunks. What is HTTP is in server/http_server.py.
+then how the answers of each kind look, whole and in chunks. What is HTTP is in http_server.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
 /tokenize ...); Hugging Face's text-generation-inference (/generate, /generate_stream).
@@ -11,12 +11,12 @@ import json
 import secrets
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint import read_config
+from checkpoint import TokenizerFiles
 from cli import UserError, print_status
 from engine import Request, check_prompt
+from model import Config
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -171,13 +171,13 @@ def parse_object(data: bytes) -> dict:
 class ServedModel:
     """The served model as requests see it: its name, its texts, what fits into it."""
 
-    def __init__(self, directory: Path, name: str, length: int):
+    def __init__(self, config: Config, files: TokenizerFiles, name: str, length: int):
         """length: positions of context."""
         self.name, self.length = name, length
-        self.config, self.tokenizer = read_config(directory), Tokenizer(directory)
+        self.config, self.tokenizer = config, Tokenizer(files)
         self.template, self.no_template = None, ""
         try:
-            self.template = ChatTemplate(directory, self.tokenizer)
+            self.template = ChatTemplate(files, self.tokenizer)
         except UserError as error:
             self.no_template = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):

@@ -3,7 +3,7 @@
 Read down: `run_http`, which is called in the new process; connections and their limits; EngineClient, what this process
 knows of the engine; Call, a request that is running; the paths; streams; who may ask; errors.
 
-What requests and answers look like is in server/api.py. The libraries are Starlette and uvicorn.
+What requests and answers look like is in api.py. The libraries are Starlette and uvicorn.
 """
 
 import asyncio
@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint import TokenizerFiles
 from cli import open_closed_streams, print_status
+from model import Config
 from server.api import (
     MAX_BODY,
     ApiError,
@@ -77,7 +79,8 @@ MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
 class Settings:
     """What the HTTP process has to know."""
 
-    directory: os.PathLike  # of the checkpoint
+    config: Config
+    tokenizer_files: TokenizerFiles
     name: str  # of the model
     length: int  # positions of context
     rows: int  # requests that run at the same time
@@ -393,7 +396,7 @@ def engine_endpoint(client: EngineClient, read: Callable[[dict], Wishes], shape:
 
 def make_app(settings: Settings, client: EngineClient, address: str) -> Starlette:
     """address: the one that is listened on."""
-    model = ServedModel(settings.directory, settings.name, settings.length)
+    model = ServedModel(settings.config, settings.tokenizer_files, settings.name, settings.length)
 
     def asking(read: Callable[[dict], Wishes], shape: Callable):
         return engine_endpoint(client, read, lambda wishes: shape(model, wishes))

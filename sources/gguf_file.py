@@ -1,25 +1,29 @@
-"""Reads GGUF files of the architectures llama, qwen2 and qwen3: the Config, the tensors, the tokenizer.
+"""Reads GGUF files: the Config, the tensors, the tokenizer.
 
-The `gguf` package parses the file and dequantizes tensors. This file knows what the metadata means (with the names that
-llama.cpp writes), which tensors have another layout than ours, and which quantized tensors can be kept as they are.
-Nothing is guessed from the file's name.
+gguf_header.py parses the header. This file knows what the metadata means (with the names that llama.cpp writes);
+families.py knows which architectures there are, and which of their tensors have another layout than ours; formats.py
+knows the quantized types. The `gguf` package dequantizes other types. Nothing is guessed from the file's name.
 """
 
+import dataclasses
+import os
+import struct
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
-from gguf.quants import dequantize
 
-from checkpoint import Writer, make_config
-from cli import UserError
-from formats import Packed, Quantization, pack_nibbles
-from model import Config, RopeScaling, yarn_attention_factor
+from checkpoint import TokenizerFiles, make_config
+from cli import UserError, first_line, print_status
+from formats import FORMATS, Packed, Quantization, Scheme
+from model import Config, RopeScaling
+from sources.families import GGUF_FAMILIES
+from sources.fields import yarn_attention_factor
+from sources.gguf_header import TensorInfo, open_file, read_header
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 # The fields that are read or checked. Any other field of the architecture causes a warning.
 USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count
     attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
@@ -27,43 +31,8 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count"""
 
-BLOCK = 32  # columns that share a scale, in the formats that can be kept
-# GGUF type: our formats that can hold its values exactly.
-EXACT_FORMATS = {"Q4_0": ["int4", "int8"], "Q4_1": ["int4"], "Q8_0": ["int8"]}
 
-
-def repack(blocks: np.ndarray, kind: str, format: str) -> dict[str, torch.Tensor]:
-    """Convert a matrix of type (kind) Q4_0, Q4_1 or Q8_0 to our int4 or int8 format (formats.py), with the same values.
-
-    blocks: uint8 (N, bytes). Each block of 32 columns is a float16 scale, in Q4_1 also a float16 minimum, and then the
-    columns. In Q8_0 a column is a signed byte. In Q4_0 and Q4_1 the columns are 16 bytes: columns 0 to 15 in the low
-    nibbles, 16 to 31 in the high nibbles. A weight of Q4_0 is (q - 8) * scale.
-    """
-    N = blocks.shape[0]
-    n_float16 = 2 if kind == "Q4_1" else 1  # numbers before the columns
-    blocks = torch.from_numpy(blocks.copy()).view(N, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
-    head, body = blocks[..., : 2 * n_float16].contiguous().view(torch.float16), blocks[..., 2 * n_float16 :]
-    scales = head[..., 0].contiguous()
-    if kind == "Q8_0":
-        return {"weight": body.reshape(N, -1).view(torch.int8), "scales": scales}
-    q = torch.cat([body & 15, body >> 4], dim=-1).reshape(N, -1)  # (N,K)
-    if format == "int8":
-        return {"weight": q.to(torch.int8) - 8, "scales": scales}
-    mins = head[..., 1].contiguous() if kind == "Q4_1" else scales * -8
-    return {"packed": pack_nibbles(q), "scales": scales, "mins": mins}
-
-
-class Reader(gguf.GGUFReader):
-    """The reader of the gguf package, with an error that names the tensor at which a file is truncated."""
-
-    def _build_tensors(self, start_offs, fields):
-        for entry in fields:
-            _, name, _, dims, kind, offset = entry.parts
-            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind[0])]
-            end, have = int(start_offs) + int(offset[0]) + int(dims.prod()) // block * size, len(self.data)
-            if end > have:
-                raise ValueError(f"truncated: tensor {bytes(name).decode()} ends at byte {end:,}, the file at {have:,}")
-        super()._build_tensors(start_offs, fields)
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile:
@@ -72,42 +41,53 @@ class GgufFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self.reader = Reader(path)
-        except (ValueError, LookupError, OSError, OverflowError, MemoryError) as error:
+            self.file = open_file(path)
+            weakref.finalize(self, os.close, self.file)
+            self.metadata, self.infos = read_header(self.file)
+        except (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from None
-        self.family = self.value("general.architecture", None)
-        if self.family not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise UserError(f"{path}: architecture {self.family} is not known; known in GGUF files: {known}")
+        self.architecture = str(self.value("general.architecture", None))
+        if self.architecture not in GGUF_FAMILIES:
+            known = ", ".join(GGUF_FAMILIES)
+            raise UserError(f"{path}: architecture {self.architecture} is not known; known in GGUF files: {known}")
+        self.family = GGUF_FAMILIES[self.architecture]
 
     def value(self, name: str, *default):
         """A field of the metadata, or the default. UserError if the field is missing and there is no default."""
-        if name in self.reader.fields:
-            return self.reader.fields[name].contents()
+        if name in self.metadata:
+            return self.metadata[name]
         if not default:
             raise UserError(f"{self.path} lacks {name}")
         return default[0]
 
     def hyper(self, name: str, *default):
         """A hyperparameter: a field whose name begins with the architecture."""
-        return self.value(f"{self.family}.{name}", *default)
+        return self.value(f"{self.architecture}.{name}", *default)
 
     def refuse(self, name: str, why: str):
-        raise UserError(f"{self.path}: {self.family}.{name} = {self.hyper(name)!r} {why}")
+        raise UserError(f"{self.path}: {self.architecture}.{name} = {self.hyper(name)!r} {why}")
 
     # ------------------------------------------------------------ Config
 
     def config(self) -> Config:
-        for name in sorted(self.reader.fields):
-            family, _, rest = name.partition(".")
-            if family == self.family and rest not in USED_FIELDS.split():
+        try:
+            return self._config()
+        except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
+            raise UserError(f"{self.path} has a field of the wrong type or size: {first_line(error)}") from None
+
+    def _config(self) -> Config:
+        for name in sorted(self.metadata):
+            architecture, _, rest = name.partition(".")
+            if architecture == self.architecture and rest not in USED_FIELDS.split():
                 print(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored", file=sys.stderr)
-        shapes = {tensor.name: tensor.shape for tensor in self.reader.tensors}  # the last dimension comes first
-        if "token_embd.weight" not in shapes:
+        shapes = {name: info.shape for name, info in self.infos.items()}
+        if len(shapes.get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
             if isinstance(self.hyper(name, 0), list):
                 self.refuse(name, "differs by layer, which is not supported")
+        if self.hyper("block_count") > len(self.infos):
+            self.refuse("block_count", f"is more than the {len(self.infos)} tensors of the file")
         if self.hyper("expert_count", 0):
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
         n_head, dim = self.hyper("attention.head_count"), self.hyper("embedding_length")
@@ -117,7 +97,7 @@ class GgufFile:
         if self.hyper("rope.dimension_count", head_dim) != head_dim:
             self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
         scaling, context = self.rope()
-        return make_config(
+        config = make_config(
             self.path,
             n_layer=self.hyper("block_count"),
             n_head=n_head,
@@ -125,7 +105,7 @@ class GgufFile:
             head_dim=head_dim,
             dim=dim,
             hidden_dim=self.hyper("feed_forward_length"),
-            vocab_size=int(shapes["token_embd.weight"][1]),
+            vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),  # 1e-5 or 1e-6, stored as float32
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
@@ -137,15 +117,16 @@ class GgufFile:
             qk_norm="blk.0.attn_q_norm.weight" in shapes,
             sliding_window=self.hyper("attention.sliding_window", None) or None,
         )
+        return dataclasses.replace(config, **self.family.gguf_fields(config))
 
     def rope(self) -> tuple[RopeScaling | None, int]:
         """(scaling, longest context). Llama 3's scaling is a tensor of divisors, others are fields."""
         context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
-        divisors = next((tensor for tensor in self.reader.tensors if tensor.name == "rope_freqs.weight"), None)
+        divisors = self.infos.get("rope_freqs.weight")
         if divisors is not None and kind != "none":
             self.refuse("rope.scaling.type", "and a tensor rope_freqs.weight cannot both be used")
         if divisors is not None:
-            return RopeScaling("factors", factors=tuple(map(float, divisors.data))), context
+            return RopeScaling("factors", factors=tuple(self.read(divisors).float().tolist())), context
         if kind == "none":
             return None, context
         factor = float(self.hyper("rope.scaling.factor"))
@@ -166,77 +147,98 @@ class GgufFile:
 
     # ------------------------------------------------------------ tensors
 
-    def tensors(self, config: Config, keep: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
-        """Yield the name and value of each tensor, in float32 or, if `keep` has a format for its name, packed in it.
+    def tensors(self, keep: dict[str, Scheme | None]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
+        """Yield the name and value of each tensor: packed if `keep` has a scheme for its name."""
+        for name, info in self.infos.items():
+            tensor = self.read(info)
+            if keep.get(name) is None:
+                yield name, tensor if info.type in DENSE else self.dequantize(info, tensor)
+            elif FORMATS[keep[name].format].is_finite({"blocks": tensor}):
+                yield name, Packed(torch.Size(info.shape), {"blocks": tensor})
+            else:
+                raise UserError(f"{self.path}: {name} ({info.type}) holds NaN or infinity")
 
-        In files of the llama architecture, RoPE rotates neighbouring rows (2i, 2i+1) of q and k. Our RoPE rotates rows
-        that are half a head apart (i, i + E/2), so these rows are reordered.
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor: floating-point numbers, or uint8 (rows, bytes). The file is read and not mapped into memory,
+        because a mapped file that somebody truncates would kill the process."""
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        buffer, done = memoryview(data.numpy()), 0
+        while done < info.nbytes:
+            count = os.preadv(self.file, [buffer[done : done + (1 << 30)]], info.start + done)
+            if count == 0:
+                raise UserError(f"{self.path} was truncated while it was read")
+            done += count
+        if info.type in DENSE:
+            return data.view(DENSE[info.type]).view(info.shape)
+        return data.view(-1, info.row_bytes) if info.row_bytes else data
+
+    def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
+        """A tensor of a type that is not kept, in float32."""
+        if info.type.lower() in FORMATS:
+            format, K = FORMATS[info.type.lower()], info.shape[-1]
+            return format.unpack({"blocks": blocks}, format.groupsizes[0], K).view(info.shape)
+        import gguf
+
+        try:
+            array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[info.type])
+        except (NotImplementedError, ValueError, KeyError) as error:
+            raise UserError(f"{self.path}: {info.name} ({info.type}) cannot be dequantized: {error}") from None
+        return torch.from_numpy(np.ascontiguousarray(array)).view(info.shape)
+
+    def quantization(self, modules: dict[str, list[str]]) -> Quantization | None:
+        """The Quantization with the types of this file's tensors that are in FORMATS; None if there are none.
+
+        modules: our module name -> the names of the file's tensors that are stacked in this module. Matrices of other
+        quantized types are dequantized, after one line that says so.
         """
-        heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head} if self.family == "llama" else {}
-
-        def reorder(tensor):
-            n = heads.get(entry.name.split(".")[-2])
-            if n is None or tensor.shape[0] != n * config.head_dim:  # `convert` refuses a wrong shape
-                return tensor
-            return tensor.view(n, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
-
-        for entry in self.reader.tensors:
-            kind = entry.tensor_type.name
-            if keep.get(entry.name, "none") != "none":
-                parts = repack(np.asarray(entry.data), kind, keep[entry.name])
-                if not all(torch.isfinite(part).all() for part in parts.values()):
-                    raise UserError(f"{self.path}: {entry.name} ({kind}) holds NaN or infinity")
-                shape = torch.Size(int(size) for size in reversed(entry.shape))
-                yield entry.name, Packed(shape, {name: reorder(part) for name, part in parts.items()})
-                continue
-            try:
-                array = dequantize(entry.data, entry.tensor_type)
-            except (NotImplementedError, ValueError) as error:
-                raise UserError(f"{self.path}: {entry.name} ({kind}) cannot be dequantized: {error}") from None
-            yield entry.name, reorder(torch.from_numpy(array if array.flags.writeable else array.copy()))
-
-    def quantization(self, modules: dict[str, list[str]]) -> Quantization:
-        """The Quantization of a checkpoint that keeps the quantized values of this file where it can.
-
-        modules: our module name -> the names of the file's tensors that are stacked in this module. A module is
-        dequantized if no single format of ours can hold all its tensors exactly.
-        """
-        kinds = {tensor.name: tensor.tensor_type.name for tensor in self.reader.tensors}
         formats = {}
         for module, names in modules.items():
-            fitting = [EXACT_FORMATS.get(kinds.get(name), ["none"]) for name in names]
-            formats[module] = next((f for f in ("int4", "int8") if all(f in choice for choice in fitting)), "none")
-        blocks = [formats[module] for module in modules if module.startswith("blocks.")]
-        mode = "int8" if blocks.count("int8") > blocks.count("int4") else "int4"
-        if mode not in blocks:
-            kept = ", ".join(EXACT_FORMATS)
-            raise UserError(f"{self.path} has no matrices of {kept}; convert it without --keep_quantized")
-        head = formats.get("output", formats["embedding"])
-        without = Quantization(mode, BLOCK, head)
-        exceptions = {module: format for module, format in formats.items() if format != without.format(module)}
-        return Quantization(mode, BLOCK, head, exceptions)
+            kinds = [self.infos[name].type.lower() if name in self.infos else "none" for name in names]
+            own = [kind if kind in FORMATS else "none" for kind in kinds]
+            formats[module] = own[0] if len(set(own)) == 1 else "+".join(own)
+        self.warn_of_other_types()
+        blocks = [format for module, format in formats.items() if module.startswith("blocks.")]
+        mode = max(FORMATS, key=lambda name: sum(text.split("+").count(name) for text in blocks))
+        if not any(mode in text.split("+") for text in blocks):
+            return None
+        head, size = formats.get("output", formats["embedding"]), FORMATS[mode].groupsizes[0]
+        without = Quantization(mode, size, head)
+        exceptions = {module: format for module, format in formats.items() if format != without.usual(module)}
+        return Quantization(mode, size, head, exceptions)
+
+    def warn_of_other_types(self):
+        others = [info for info in self.infos.values() if info.type.lower() not in FORMATS and info.type not in DENSE]
+        if others:
+            kinds = ", ".join(sorted({info.type for info in others}))
+            elements = sum(torch.Size(info.shape).numel() for info in others)
+            extra = 2 * elements - sum(info.nbytes for info in others)
+            print_status(f"{self.path}: {kinds} cannot be kept: dequantized, which takes {extra / 1e6:.1f} MB more")
 
     # ------------------------------------------------------------ tokenizer
 
-    def write_tokenizer(self, writer: Writer):
-        """Write tokenizer.json or tokenizer.model, tokenizer_config.json and the chat template, from the metadata."""
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The tokenizer and the chat template, from the metadata."""
+        try:
+            return self._tokenizer_files()
+        except UserError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise UserError(f"{self.path}: the tokenizer's fields do not fit each other: {first_line(error)}") from None
 
+    def _tokenizer_files(self) -> TokenizerFiles:
         def get(name, *default):
             return self.value(f"tokenizer.ggml.{name}", *default)
 
-        kind = get("model", None)
+        kind, files = get("model", None), TokenizerFiles(self.path, {})
         if kind == "gpt2":
-            library, add_bos = byte_level_bpe(self.path, get)
-            library.save(str(writer.path / "tokenizer.json"))
+            files.library, add_bos = byte_level_bpe(self.path, get)
         elif kind == "llama":
-            add_bos = True
-            (writer.path / "tokenizer.model").write_bytes(sentencepiece_model(get))
+            add_bos, files.model = True, sentencepiece_model(get)
         else:
             raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
-        tokens, kinds = get("tokens"), get("token_type", [])
-        bos, eos_ids = get("bos_token_id", None), [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
-        eos_ids = list(dict.fromkeys(i for i in eos_ids if i is not None))
-        settings = {
+        tokens, kinds, bos = get("tokens"), get("token_type", []), get("bos_token_id", None)
+        eos_ids = end_tokens(get)
+        files.settings = {
             "bos_token_id": bos,
             "eos_token_ids": eos_ids,
             "add_bos_token": bool(get("add_bos_token", add_bos)) and bos is not None,
@@ -247,10 +249,23 @@ class GgufFile:
             },
             "legacy": True,
         }
-        writer.add_json("tokenizer_config.json", settings)
         template = self.value("tokenizer.chat_template", None)
-        if template:
-            (writer.path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        files.template = template if isinstance(template, str) and template else None
+        return files
+
+
+def end_tokens(get) -> list[int]:
+    """The ids of the tokens that end a text: those that the fields name, and special tokens that are known by name. (A
+    file names one token only, such as Qwen2.5's <|im_end|>, although a text ends at <|endoftext|>.)"""
+    named = [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
+    special = [i for i, kind in enumerate(get("token_type", [])) if kind == CONTROL]
+    tokens = get("tokens")
+    return list(dict.fromkeys([i for i in named if i is not None] + [i for i in special if tokens[i] in END_TOKENS]))
+
+
+# Tokens that end a text or a turn, in the families that are known here and their relatives.
+END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn> <|end|> <|return|> <|call|>
+    </s> <eos> <EOT> <|eot|> <|end_of_role|>""".split()  # noqa: SIM905
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types, numbered as in sentencepiece

@@ -92,7 +92,7 @@ def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, T
         q, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, K * E, K * E], dim=-1)
         gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
         parts = {"attention.q": q, "attention.k": k, "attention.v": v, "mlp.gate": gate, "mlp.up": up}
-        parts["attention.k_cache"] = block.attention.k_cache[:, :, : len(ids)]  # (1,K,S,E)
+        parts["attention.k_cache"] = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
         tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
     return tensors
 

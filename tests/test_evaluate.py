@@ -101,13 +101,17 @@ def run(*args):
 def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 12 + "Ende: süß.\n", encoding="utf-8")
-    done = run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json", "--window", 50)
+    same = ("--checkpoint_path", default_checkpoint, "--reference_checkpoint_path", default_checkpoint)
+    done = run("--text", text, *same, "--json", "--window", 50)
     result = json.loads(done.stdout)
     assert set(result) >= {"perplexity", "bits_per_byte", "kl_nats", "kl_ci95", "top1_agreement", "top1_ci95", "tokens"}
     assert result["kl_nats"] == 0 and result["top1_agreement"] == 1 and 1 < result["perplexity"] < 20
     bits = math.log2(result["perplexity"]) * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(bits / (len(text.read_bytes()) - len("The")))
     assert result["kl_ci95"] is not None
+    # The default model in its own bits: with kernels, activations are rounded to 8 bits; weights are not rounded again.
+    file = json.loads(run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json").stdout)
+    assert 0 <= file["kl_nats"] < 0.03 and file["top1_agreement"] > 0.9
     one = run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9)
     assert json.loads(one.stdout)["kl_ci95"] is None, "a single window has no interval"
     (tmp_path / "empty").write_text("")

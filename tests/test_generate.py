@@ -12,21 +12,22 @@ import transformers
 from conftest import ROOT, hf_greedy, random_prompts
 
 import generate as program
-from checkpoint import read_config
+from checkpoint import open_directory
 from cli import UserError, run_command
-from convert_hf_checkpoint import default_gguf, ensure_checkpoint
+from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import Checkpoint, choose_cache_length, load_model
 from model import Config
-from report import kv_bytes, measurements, weight_bytes
+from report import measurements, weight_bytes
 from sampling import SamplingParams
+from sources.hub import default_gguf
 from tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
-    weight_bytes_per_token kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s peak_memory_bytes
-    mean_accepted_tokens recompiles graph_breaks device dtype torch threads other_programs_cpus"""
+    weight_bytes_per_token weight_bytes_by_format kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s
+    peak_memory_bytes mean_accepted_tokens recompiles graph_breaks device dtype torch threads other_programs_cpus"""
 
 
 def run(*args, **options):
@@ -69,7 +70,7 @@ def test_report_counts_what_it_says(tiny_model):
     assert (timing.prefill_tokens, timing.decode_tokens, timing.decode_steps) == (41, 15, 5)
     looks = sum(min(n + i, config.sliding_window) for n in (2, 9, 30) for i in range(1, 6))
     assert timing.kv_bytes == looks * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
-    found = measurements(model, timing, profiled=False)
+    found = measurements(engine, profiled=False)
     total = sum(weight.nbytes for weight in model.parameters())
     table, row = model.embedding.weight.nbytes, model.embedding.weight[0].nbytes
     assert weight_bytes(model, 3) == total - table + 3 * row, "of an untied embedding, only the rows that are looked up"
@@ -79,13 +80,13 @@ def test_report_counts_what_it_says(tiny_model):
     assert found["decode_tokens_per_s"] == pytest.approx(15 / timing.decode_s)
     tied = tiny_model("llama-gqa-biased")
     assert weight_bytes(tied, 3) == sum(weight.nbytes for weight in tied.parameters())
-    assert kv_bytes(tied, [7]) == 7 * 2 * tied.config.n_layer * tied.config.n_kv_head * tied.config.head_dim * 4
+    assert tied.kv_bytes([7]) == 7 * 2 * tied.config.n_layer * tied.config.n_kv_head * tied.config.head_dim * 4
 
 
 def test_no_rates_under_the_profiler(tiny_model):
     engine = Engine(tiny_model("llama-mha"), 1, 256)
     generate(engine, [Request([5, 6, 7], GREEDY_PARAMS, 4)])
-    found = measurements(engine.model, engine.timing, profiled=True)
+    found = measurements(engine, profiled=True)
     assert {name for name, value in found.items() if value is None} - {"other_programs_cpus"} == {
         "time_to_first_token_s",
         "prefill_tokens_per_s",
@@ -237,7 +238,7 @@ def test_no_chat_without_a_template(tiny, monkeypatch):
 def test_every_kind_of_prompt(default_checkpoint, tmp_path):
     (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
     tokenizer = Tokenizer(default_checkpoint)
-    checkpoint = Checkpoint(default_checkpoint, read_config(default_checkpoint), None, tokenizer)
+    checkpoint = Checkpoint(open_directory(default_checkpoint))
     args = parse_arguments(
         ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
         + ["--synthetic_prompt", "300"]
@@ -365,7 +366,7 @@ def test_profile_writes_a_trace(tiny, tmp_path, capsys, monkeypatch):
     assert "tokens/s" not in err
     assert result["decode_tokens_per_s"] is None and result["prefill_tokens_per_s"] is None
     trace = json.loads((tmp_path / "trace.json").read_text())
-    assert {"aten::linear", "fastpath::linear", "fastpath::linear_bfloat16"} & {
+    assert {"aten::linear", "fastpath::linear", "fastpath::linear_packed"} & {
         str(event.get("name")) for event in trace["traceEvents"]
     }
     with pytest.raises((UserError, OSError), match="no/trace.json"):

@@ -12,11 +12,12 @@ from lm_eval.models.huggingface import HFLM
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
 from cli import UserError
-from convert_hf_checkpoint import convert, hf_source
+from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
-from harness import HarnessModel, run_tasks
+from evaluate import harness_model, run_tasks
 from load import load_model
 from sampling import SamplingParams
+from sources.opening import open_hf
 from tokenizer import ChatTemplate, Tokenizer
 
 CONTEXT = 90  # tokens
@@ -27,12 +28,12 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, byte_level):  # noqa: F811
-    """(our HarnessModel, the harness's own class, our checkpoint directory) for a tiny model with a chat template."""
+    """(our model for the harness, the harness's own class, our directory) of a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("harness")
     oracle, library = tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=0)
-    ours = convert(hf_source(folder / "hf"), folder / "ours", torch.float32)
+    ours = convert(open_hf(folder / "hf"), folder / "ours", torch.float32)
     tokenizer = Tokenizer(ours)
-    model = HarnessModel(load_model(ours, dtype=torch.float32), tokenizer, 3, ChatTemplate(ours, tokenizer))
+    model = harness_model(load_model(ours, dtype=torch.float32), tokenizer, 3, ChatTemplate(ours, tokenizer))
     return model, HFLM(oracle, tokenizer=library, batch_size=3, device="cpu", dtype="float32"), ours
 
 

@@ -16,7 +16,7 @@ FLOAT32 = 2e-5  # sums of up to 97 products of order 1, summed in another order
 BFLOAT16 = 3e-2  # 8 bits of mantissa in the inputs, the weights and the output
 
 
-def naive(q, k_cache, v_cache, input_pos, rows, slopes, window):
+def naive(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """Attention of one query at a time, in float64."""
     B, S, H, E = q.shape
     group = H // k_cache.shape[1]
@@ -28,7 +28,7 @@ def naive(q, k_cache, v_cache, input_pos, rows, slopes, window):
             first = 0 if window is None else max(0, p - window + 1)
             for h in range(H if p >= 0 else 0):
                 k, v = (cache[row, h // group, first : p + 1].double() for cache in (k_cache, v_cache))
-                scores = k @ q[b, s, h].double() / E**0.5
+                scores = k @ q[b, s, h].double() * scale
                 if slopes is not None:
                     scores -= slopes[h].double() * (p - torch.arange(first, p + 1))
                 out[b, s, h] = scores.softmax(0) @ v
@@ -71,9 +71,10 @@ CASES = {
 def test_attention_equals_naive(name, dtype, window, alibi):
     q, k, v, input_pos = case(dtype=dtype, **CASES[name])
     slopes = torch.linspace(0.7, 0.05, q.shape[2]) if alibi else None
-    out = attention_reference(q, k, v, input_pos, None, slopes, window)
+    places = (input_pos, None, slopes, window, 0.4)
+    out = attention_reference(q, k, v, *places)
     assert out.dtype == dtype and out.shape == q.shape
-    expected = naive(q, k, v, input_pos, None, slopes, window)
+    expected = naive(q, k, v, *places)
     assert (out.double() - expected).abs().max() < (FLOAT32 if dtype == torch.float32 else BFLOAT16)
     assert (out[input_pos < 0] == 0).all()
 
@@ -83,8 +84,8 @@ def test_attention_through_rows(S):
     q, k, v, input_pos = case(S=S, poison=False)
     rows = torch.tensor([4, 0, 2])
     k[[1, 3]], v[[1, 3]] = float("nan"), float("nan")
-    out = attention_reference(q, k, v, input_pos, rows)
-    assert (out - naive(q, k, v, input_pos, rows, None, None)).abs().max() < FLOAT32
+    places = (input_pos, rows, None, None, 0.3)
+    assert (attention_reference(q, k, v, *places) - naive(q, k, v, *places)).abs().max() < FLOAT32
 
 
 @pytest.mark.slow
@@ -93,9 +94,8 @@ def test_attention_compiled(S):
     """The compiled graph reads all T slots instead of the live ones, with the same result up to rounding."""
     compiled = torch.compile(attention_reference, fullgraph=True)
     q, k, v, input_pos = case(S=S)
-    assert (
-        compiled(q, k, v, input_pos, None, None, 8) - attention_reference(q, k, v, input_pos, None, None, 8)
-    ).abs().max() < 1e-5
+    arguments = (q, k, v, input_pos, None, None, 8, 0.3)
+    assert (compiled(*arguments) - attention_reference(*arguments)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("T", [4, 5])
@@ -105,8 +105,9 @@ def test_padding_does_not_reach_other_rows(T):
     k, v = torch.randn(2, 1, 3, 20, 10).bfloat16()  # (B,K,T,E)
     input_pos = torch.full((1, 17), -1)
     input_pos[0, :T] = torch.arange(T)
-    out = attention_reference(q, k, v, input_pos)
-    expected = attention_reference(q[:, :T], k, v, input_pos[:, :T])
+    rest = (None, None, None, 0.3)
+    out = attention_reference(q, k, v, input_pos, *rest)
+    expected = attention_reference(q[:, :T], k, v, input_pos[:, :T], *rest)
     assert torch.equal(out[:, T:], torch.zeros_like(out[:, T:]))
     torch.testing.assert_close(out[:, :T], expected, rtol=0.02, atol=0.02)  # a product of another shape, in bfloat16
 

@@ -1,24 +1,28 @@
 """The C++ kernels: results against float32 arithmetic, equal bits for a row in every batch, and the build."""
 
+import copy
 import gc
 import os
-import random
+import pickle
+import shutil
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import attention_case, numbers, quantized
 from conftest import ROOT, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Writer, empty_model
 from cpu import install as kernels_cpu
-from formats import EMBEDDING, LINEAR, PACK, Int8Linear, Quantization, matrices, pack, swap
-from kernels import attention_reference, unpack_int4, unpack_int8
+from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
+from kernels import KERNELS, attention_reference
 from load import install_kernels, load_model
 from model import Config, Embedding, Linear
 from quantize import quantize_checkpoint
@@ -43,23 +47,10 @@ def poisoned_outputs():
     torch.set_num_threads(before)
 
 
-def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
-    """Random numbers in storage that begins `offset` elements after an aligned address."""
-    count = torch.Size(shape).numel()
-    flat = torch.randn(count + offset, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return flat[offset:].view(shape)
-
-
-def quantized(format, N, K, groupsize, bias, dtype, seed=0):
-    """(a quantized layer, the float32 matrix that it stands for)."""
-    packed = PACK[format](numbers(N, K, seed=seed), groupsize)
-    layer = LINEAR[format](K, N, bias, groupsize)
-    layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
-    layer.bias = layer.bias.to(dtype) if bias else None
-    size = groupsize or K
-    if format == "int8":
-        return layer, unpack_int8(packed["weight"], packed["scales"], size)
-    return layer, unpack_int4(packed["packed"], packed["scales"], packed["mins"], size, K)
+def fitting_size(format, groupsize, K):
+    """A groupsize that the format has, near this one, for K columns."""
+    sizes = FORMATS[format].groupsizes
+    return (groupsize if groupsize < K else 0) if len(sizes) > 1 else sizes[0]
 
 
 def unquantized(N, K, bias, seed=0, kind=Linear):
@@ -93,12 +84,12 @@ def test_linear(M, N, K, dtype, bias, n, offset):
 
 @settings(max_examples=250, deadline=None)
 @given(
-    **sizes, dtype=st.sampled_from(list(DTYPES)), format=st.sampled_from(["int8", "int4"]), n=threads,
+    **sizes, dtype=st.sampled_from(list(DTYPES)), format=st.sampled_from(list(FORMATS)), n=threads,
     groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(), exact=st.booleans(), offset=st.integers(0, 3),
 )  # fmt: skip
 def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, offset):
     torch.set_num_threads(n)
-    layer, matrix = quantized(format, N, K, groupsize if groupsize < K else 0, bias, dtype, seed=N)
+    layer, matrix = quantized(format, N, K, fitting_size(format, groupsize, K), bias, dtype, seed=N)
     x = numbers(M, K, seed=K, dtype=dtype, offset=offset)
     found = kernels_cpu.PackedLinear(layer, exact)(x)
     expected = F.linear(x.float(), matrix, layer.bias.float() if bias else None)
@@ -181,12 +172,12 @@ def with_and_without_amx(function) -> list:
 @settings(max_examples=250, deadline=None)
 @given(
     M=st.sampled_from([*range(1, 18), 37, 257, 300]), N=sizes["N"], K=st.integers(1, 600), n=threads,
-    format=st.sampled_from(["int8", "int4"]), groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(),
+    format=st.sampled_from(list(FORMATS)), groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )  # fmt: skip
 def test_quantized_products_have_the_same_bits_with_amx(M, N, K, n, format, groupsize, bias, dtype):
     torch.set_num_threads(n)
-    layer, _ = quantized(format, N, K, groupsize if groupsize < K else 0, bias, dtype, seed=N)
+    layer, _ = quantized(format, N, K, fitting_size(format, groupsize, K), bias, dtype, seed=N)
     packed, x = kernels_cpu.PackedLinear(layer, False), numbers(M, K, seed=K, dtype=dtype)
     one, other = with_and_without_amx(lambda: packed(x))
     assert torch.equal(one, other)
@@ -218,7 +209,7 @@ def test_rows_of_extreme_size():
 
 def test_levels_that_only_other_programs_write():
     """GGUF files may contain -128 and negative scales."""
-    layer = Int8Linear(32, 3, False, 32)
+    layer = QuantizedLinear(32, 3, False, Scheme("int8", 32))
     layer.weight.copy_(torch.tensor([[-128] * 32, [127] * 32, [-128, 127] * 16]))
     layer.scales.copy_(torch.tensor([[-1.0], [0.5], [2.0]]))
     x = torch.full((1, 32), 2.0)
@@ -227,11 +218,12 @@ def test_levels_that_only_other_programs_write():
         assert torch.allclose(found, torch.tensor([[8192.0, 4064.0, -64.0]]), rtol=0.01)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("N, K, groupsize", [(33, 45, 32), (16, 64, 0), (50, 129, 64)])
 def test_lookup_in_packed_tables(format, N, K, groupsize):
-    plain = EMBEDDING[format](K, N, False, groupsize)
-    plain.load_state_dict(PACK[format](numbers(N, K), groupsize))
+    groupsize = groupsize if groupsize in FORMATS[format].groupsizes else 32
+    plain = QuantizedEmbedding(K, N, False, Scheme(format, groupsize))
+    plain.load_state_dict(quantized(format, N, K, groupsize, False, torch.float32)[0].parts())
     table = kernels_cpu.PackedEmbedding(plain, True)
     tokens = torch.randint(0, N, (2, 7))
     assert torch.equal(table(tokens), plain(tokens))
@@ -261,13 +253,12 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.linear, (numbers(2, 17, 40, dtype=dtype), w, None))
     torch.library.opcheck(ops.rms_norm, (x, w[0], 1e-5))
     torch.library.opcheck(ops.layer_norm, (x, w[0], w[1], 1e-5))
-    for format in ("int8", "int4"):
-        p = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
-        tensors = [p.weight, p.scales] + [p.mins] * (format == "int4")
-        torch.library.opcheck(getattr(ops, f"linear_{format}"), (x, *tensors, 32, b, 21, False))
+    for format in FORMATS:
+        packed = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
+        torch.library.opcheck(ops.linear_packed, (x, packed.prepared.handle, 21))
     if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
         packed = kernels_cpu.PackedLinear(unquantized(48, 64, True), False)
-        torch.library.opcheck(ops.linear_bfloat16, (numbers(3, 64, dtype=dtype), *packed.arguments))
+        torch.library.opcheck(ops.linear_packed, (numbers(3, 64, dtype=dtype), packed.prepared.handle, 48))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
@@ -275,11 +266,13 @@ def test_opcheck_of_blocks(tiny):
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
-    rope = model.rope(input_pos)
-    caches = [[block.attention.k_cache for block in model.blocks], [block.attention.v_cache for block in model.blocks]]
+    cos, sin = model.ropes(input_pos)[0]
+    caches = [[block.attention.cache.k for block in model.blocks], [block.attention.cache.v for block in model.blocks]]
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
-    torch.library.opcheck(ops.blocks, (x, input_pos, None, *rope, None, *caches, model.fused.handles))
+    torch.library.opcheck(
+        ops.blocks, (x, input_pos, None, [cos], [sin], None, *caches, model.backend.run_blocks.handles)
+    )
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -289,30 +282,24 @@ def test_shapes_that_do_not_fit_are_refused():
         ops.linear(x, numbers(3, 41), None)
     with pytest.raises(RuntimeError, match=r"bias: expected \[3\] .* got \[4\]"):
         ops.linear(x, numbers(3, 40), numbers(4))
-    with pytest.raises(RuntimeError, match=r"packed weight: expected \[3, 2, 4, 16, 4\] .* got \[2, 2, 4, 16, 4\]"):
-        ops.linear_int4(x, p.weight, p.scales, p.mins, 32, None, 40, True)
-    with pytest.raises(RuntimeError, match=r"scales: expected \[2, 1, 16\] .* got \[2, 2, 16\]"):
-        ops.linear_int4(x, p.weight, p.scales, p.mins, 64, None, 21, True)
+    parts = [torch.zeros(21, 20, dtype=torch.uint8), *(torch.zeros(21, 2, dtype=torch.float16) for _ in range(2))]
+    with pytest.raises(RuntimeError, match=r"packed weight: expected \[1920\] .* got \[1280\]"):
+        ops.prepare_layer("int4", p.weight, None, 40, 40, 32, True)
+    with pytest.raises(RuntimeError, match=r"packed weight: expected \[1280\] .* got \[1279\]"):
+        ops.pack_layer("int4", parts, 40, 32, p.weight[1:])
+    with pytest.raises(RuntimeError, match="int8 has 2 parts, not 3"):
+        ops.pack_layer("int8", parts, 40, 32, torch.empty(2176, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="q4_0: 21 bytes for 40 columns"):
+        ops.pack_layer("q4_0", [torch.zeros(21, 21, dtype=torch.uint8)], 40, 32, torch.empty(1152, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="there are no kernels for the format int3"):
+        ops.prepare_layer("int3", p.weight, None, 21, 40, 32, True)
+    with pytest.raises(RuntimeError, match="a layer of 21 outputs and 40 inputs, not 21 and 39"):
+        ops.linear_packed(x[:, :39], p.prepared.handle, 21)
+    with pytest.raises(RuntimeError, match="there is no handle 1000000"):
+        ops.linear_packed(x, 10**6, 21)
 
 
 # ---------------------------------------------------------------- attention
-
-
-def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):
-    """Random arguments of attention, with NaN in every slot that no token sees, and sometimes a full cache."""
-    rng = random.Random(seed)
-    R, S = B + 1, min(S, T)
-    k_cache, v_cache = torch.full((2, R, K, T + 8, E), float("nan")).to(dtype)
-    where = torch.tensor(rng.sample(range(R), B)) if rows else None
-    input_pos = torch.full((B, S), -1)
-    for b in range(B):
-        start, new = rng.choice([0, T - S, rng.randint(0, T - S)]), rng.randint(0, S) if ragged else S
-        input_pos[b, :new] = torch.arange(start, start + new)
-        seen = slice(max(0, start - (window or T) + 1), start + new) if new else slice(0)
-        for cache in (k_cache, v_cache):
-            cache[where[b] if rows else b, :, seen] = numbers(K, T, E, seed=seed + b).to(dtype)[:, seen]
-    bias = torch.rand(K * group, generator=torch.Generator().manual_seed(seed)) if slopes else None
-    return numbers(B, S, K * group, E, seed=seed).to(dtype), k_cache, v_cache, input_pos, where, bias, window
 
 
 @settings(max_examples=250, deadline=None)
@@ -335,7 +322,7 @@ def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragg
 def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype, window, slopes):
     """Among few or many tokens of its row, in any row of a batch, and with any number of threads."""
     case = attention_case(3, dtype, 3, 45, 2, 3, 80, 330, window, slopes, False, False)
-    q, k_cache, v_cache, input_pos, _, bias, _ = case
+    q, k_cache, v_cache, input_pos, _, bias, _, scale = case
     together = ops.attention(*case)
     for n in (1, 2, 3):
         torch.set_num_threads(n)
@@ -344,7 +331,7 @@ def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype, window, sl
             for tokens in (slice(0, 1), slice(44, 45), slice(7, 23), slice(3, 45)):
                 rows = torch.tensor([b])
                 part = q[b : b + 1, tokens], k_cache, v_cache, input_pos[b : b + 1, tokens], rows, bias, window
-                assert torch.equal(ops.attention(*part), together[b : b + 1, tokens])
+                assert torch.equal(ops.attention(*part, scale), together[b : b + 1, tokens])
 
 
 @settings(max_examples=150, deadline=None)
@@ -390,8 +377,8 @@ def test_queries_that_see_nothing_beside_others_that_do(dtype, window, start, T)
     q, cache = numbers(1, 16, 8, 16).to(dtype), numbers(2, 1, 1, T, 16, seed=1).to(dtype)
     input_pos = torch.full((1, 16), -1)
     input_pos[:, :4] = torch.arange(start, start + 4)
-    found = ops.attention(q, *cache, input_pos, None, None, window)
-    alone = ops.attention(q[:, :4].contiguous(), *cache, input_pos[:, :4].contiguous(), None, None, window)
+    found = ops.attention(q, *cache, input_pos, None, None, window, 0.25)
+    alone = ops.attention(q[:, :4].contiguous(), *cache, input_pos[:, :4].contiguous(), None, None, window, 0.25)
     assert torch.equal(found[:, :4], alone) and (found[:, 4:] == 0).all()
 
 
@@ -402,9 +389,9 @@ def test_attention_refuses_what_lies_outside_the_cache():
         with pytest.raises(RuntimeError, match=said):
             ops.attention(q, k_cache, v_cache, torch.where(input_pos == input_pos[1, 2], bad, input_pos), *rest)
     with pytest.raises(RuntimeError, match="row 3 of 3"):
-        ops.attention(q, k_cache, v_cache, input_pos, torch.tensor([0, 3]), None, None)
+        ops.attention(q, k_cache, v_cache, input_pos, torch.tensor([0, 3]), None, None, 1.0)
     with pytest.raises(RuntimeError, match="a cache of .* for 2 rows"):
-        ops.attention(q, k_cache[:1], v_cache[:1], input_pos, None, None, None)
+        ops.attention(q, k_cache[:1], v_cache[:1], input_pos, None, None, None, 1.0)
     with pytest.raises(RuntimeError, match="v_cache: expected"):
         ops.attention(q, k_cache, v_cache[:, :, 1:], input_pos, *rest)
 
@@ -451,10 +438,9 @@ def plain_tokens(directory, prompts, n):
 def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     directory, prompts = checkpoint(name, quantization), random_prompts((3, 40, 17))
     model = load_model(directory, dtype=torch.float32)
-    assert not {type(module) for module in model.modules()} & kernels_cpu.PACKED.keys()
-    assert (len(model.fused.handles) > 0) and model.chunk_invariant == (
-        quantization == MODELS[2][1] or name == "bloom-7-post"
-    )
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    all_packed = quantization is not None and quantization.head != "none"
+    assert len(model.backend.run_blocks.handles) > 0 and model.backend.chunk_invariant == all_packed
     assert greedy(model, prompts, 24) == plain_tokens(directory, prompts, 24)
 
 
@@ -487,13 +473,13 @@ def test_packed_bfloat16_models_are_close_to_plain_torch(checkpoint, name, S):
 def test_chunk_invariant_models_are_chunk_invariant(checkpoint, name, quantization):
     """In bfloat16, the bits of logits, keys and values do not depend on the chunks in which the row was read."""
     model, tokens = load_model(checkpoint(name, quantization)), torch.tensor(random_prompts((45,)))
-    assert model.chunk_invariant
+    assert model.backend.chunk_invariant
     found = []
     for cuts in ((0, 45), (0, 1, 3, 20, 45), (0, 44, 45)):
         model.setup_caches(1, 45)
         parts = [model(tokens[:, a:b], torch.arange(a, b)[None], all_logits=True) for a, b in zip(cuts, cuts[1:])]
         caches = [
-            cache[:, :, :45] for block in model.blocks for cache in (block.attention.k_cache, block.attention.v_cache)
+            cache[:, :, :45] for block in model.blocks for cache in (block.attention.cache.k, block.attention.cache.v)
         ]
         found.append([torch.cat(parts, 1), *caches])
     assert all(torch.equal(one, other) for more in found[1:] for one, other in zip(found[0], more))
@@ -506,15 +492,21 @@ def test_fused_blocks_equal_single_blocks(checkpoint, name, quantization, dtype)
     model = load_model(checkpoint(name, quantization), dtype=dtype)
     x, rows = numbers(3, 5, model.config.dim, dtype=dtype), torch.tensor([2, 0, 3])
     found = []
-    for run in (model.fused, lambda blocks, x, *places: [x := block(x, *places) for block in blocks][-1]):
+
+    def single(blocks, x, ropes, *places):
+        for block in blocks:
+            x = block(x, ropes[block.rope_table], *places)
+        return x
+
+    for run in (model.backend.run_blocks, single):
         model.setup_caches(4, 40)
         found.append([])
         first, then = [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [-1] * 5], [[5, 6, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
         for positions in (first, then):
             input_pos = torch.tensor(positions)
-            rope = model.rope(input_pos)
-            y = run(model.blocks, x, rope, input_pos, rows)
-            found[-1] += [y[input_pos >= 0], *(block.attention.k_cache[:, :, :40].clone() for block in model.blocks)]
+            ropes = model.ropes(input_pos)
+            y = run(model.blocks, x, ropes, input_pos, rows)
+            found[-1] += [y[input_pos >= 0], *(block.attention.cache.k[:, :, :40].clone() for block in model.blocks)]
     for one, other in zip(*found):
         close(one, other.float(), 1e-5 if dtype == torch.float32 else 0.05)
         assert one[one != 0].numel()
@@ -525,11 +517,11 @@ def test_blocks_of_another_model_are_refused(tiny):
     model.setup_caches(1, 8)
     x, at = torch.zeros(1, 1, model.config.dim), torch.tensor([[0]])
     with pytest.raises(RuntimeError, match="has D .* not x"):
-        model.fused(model.blocks, x[..., 1:], model.rope(at), at, None)
-    handles, model.fused.handles = model.fused.handles, [10**6] * len(model.blocks)
-    with pytest.raises(RuntimeError, match="there is no block 1000000"):
-        model.fused(model.blocks, x, model.rope(at), at, None)
-    model.fused.handles = handles
+        model.backend.run_blocks(model.blocks, x[..., 1:], model.ropes(at), at, None)
+    handles, model.backend.run_blocks.handles = model.backend.run_blocks.handles, [10**6] * len(model.blocks)
+    with pytest.raises(RuntimeError, match="there is no handle 1000000"):
+        model.backend.run_blocks(model.blocks, x, model.ropes(at), at, None)
+    model.backend.run_blocks.handles = handles
     weight = weakref.ref(model.blocks[0].attention.qkv.weight)
     del model
     gc.collect()
@@ -557,7 +549,7 @@ def wide_model(format):
     for weight in model.state_dict().values():
         weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)
     weights = {name: module.weight for name, module in matrices(model)}
-    swap(model, Quantization(format, 32, format) if format else None)
+    swap(model, Quantization(format, 32, format).scheme if format else lambda name: None)
     for name, weight in weights.items() if format else ():
         model.get_submodule(name).load_state_dict(pack(weight, format, 32), assign=True)
     assert kernels_cpu.install(model)
@@ -633,7 +625,7 @@ def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoin
 
 # ---------------------------------------------------------------- the build
 
-SAY = "import kernels_cpu, torch; kernels_cpu.FLAGS.append('-O0'); print(kernels_cpu.load_kernels())"
+SAY = "import torch; from cpu import install; install.FLAGS.append('-O0'); print(install.load_kernels())"
 SAY += "; print(torch.ops.fastpath.linear)"  # built without optimization, which is faster
 
 
@@ -682,10 +674,71 @@ def test_without_a_compiler_torch_is_used(tiny, tmp_path, environment, why):
     assert out == "torch.Size([1, 131])\n" and why in err and len(err.splitlines()) == 1
 
 
+def test_a_format_without_kernels_is_unpacked(tiny, tmp_path, monkeypatch, capsys):
+    """A forker's new row of FORMATS runs before it has a C++ struct, in the dtype of the model."""
+    monkeypatch.setitem(FORMATS, "new", FORMATS["int4"])
+    quantize_checkpoint(tiny("llama-mha")[2], tmp_path / "q", Quantization("new", 32, "int8"))
+    model, prompts = load_model(tmp_path / "q", dtype=torch.float32), random_prompts((3, 20))
+    assert "no kernels for new: unpacked, which takes" in capsys.readouterr().err
+    assert type(model.blocks[1].mlp.down) is Linear and model.backend.run_blocks is not None
+    assert greedy(model, prompts, 12) == plain_tokens(tmp_path / "q", prompts, 12)
+
+
+def test_copies_of_packed_layers_live_on(tiny):
+    """A copy of a layer has its own handle, so it works after the original is gone; also a copy by pickle."""
+    layer = kernels_cpu.PackedLinear(quantized("int8", 21, 40, 32, True, torch.float32)[0], False)
+    x, copies = numbers(3, 40), [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    expected, handle = layer(x), layer.prepared.handle
+    del layer
+    gc.collect()
+    assert all(torch.equal(other(x), expected) and other.prepared.handle != handle for other in copies)
+
+
+def test_kernels_are_known_per_operation(tiny):
+    """With kernels for products and attention only, these are used, and everything else runs its reference."""
+    prompts, calls = random_prompts((3, 40, 17)), []
+    for name in ("llama-gqa-biased", "bloom-5"):
+        expected = greedy(load_model(tiny(name)[2], dtype=torch.float32), prompts, 24)
+        with mock.patch.dict(KERNELS, {"cpu": {"linear", "prepare_layer", "linear_packed", "attention"}}):
+            model = load_model(tiny(name)[2], dtype=torch.float32)
+            assert model.backend.run_blocks is None and model.backend.thread_invariant
+            with torch.profiler.profile() as profiler:
+                assert greedy(model, prompts, 24) == expected
+        calls.append({event.key for event in profiler.key_averages() if event.key.startswith("fastpath::")})
+    assert calls == [{"fastpath::linear", "fastpath::attention"}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old, new, name", [
+    ("float scale) -> Tensor", "float scale, float softcap=0.0) -> Tensor", "attention"),
+    ("rms_norm(Tensor x, Tensor weight,", "rms_norm(Tensor x, Tensor? residual, Tensor weight,", "rms_norm"),
+    ("linear_packed(Tensor x, int layer, int N)", "linear_packed(Tensor x, int layer, int N, int M)", "linear_packed"),
+])  # fmt: skip
+def test_a_schema_that_was_changed_in_python_only(tiny, tmp_path, python, old, new, name):
+    """It gives one line, and its reference runs. What fused it is not used any more."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "cpu", tmp_path / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (tmp_path / "kernels.py").read_text()
+    assert text.count(old) == 1
+    (tmp_path / "kernels.py").write_text(text.replace(old, new))
+    quantize_checkpoint(tiny("llama-gqa-biased")[2], tmp_path / "int8", Quantization("int8", 32, "int8"))
+    code = (
+        "import torch; from load import load_model; m = load_model('int8', dtype=torch.float32); m.setup_caches(1, 9)"
+    )
+    code += "; print(m(torch.tensor([[5]]), torch.tensor([[0]])).shape, m.backend.run_blocks)"
+    done = subprocess.run([*python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "torch.Size([1, 131]) None\n", done.stderr
+    first, *others = done.stderr.splitlines()
+    assert first.endswith(f"the references run: {name}")
+    unpacked = name == "linear_packed"  # once, at load, because its reference is slow
+    assert len(others) == unpacked and all("no kernels for int8: unpacked" in line for line in others)
+
+
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cpu.install", None)
+    monkeypatch.setitem(sys.modules, "cpu", None)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
-    assert model.fused is None and "cpu.install is not there: torch's own" in capsys.readouterr().err
+    assert model.backend.run_blocks is None and "cpu is not there: torch's own" in capsys.readouterr().err
 
 
 @pytest.mark.full  # a build with sanitizers takes a minute
@@ -694,8 +747,10 @@ def test_under_sanitizers(tmp_path):
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
         import sys, torch
-        import formats
+        sys.path.insert(0, "tests")
+        from cases import quantized
         from cpu import install as kernels_cpu
+        import formats
         from checkpoint import Writer, empty_model
         from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -705,12 +760,18 @@ def test_under_sanitizers(tmp_path):
             for N, K in ((1, 1), (17, 33), (37, 96), (16, 150), (35, 31)):
                 w, b, norm = torch.randn(N, K).to(dtype), torch.randn(N).to(dtype), torch.randn(K).to(dtype)
                 layers = []
-                for format in ("int8", "int4"):
-                    for size in (0, 32, 64):
-                        plain = formats.LINEAR[format](K, N, False, size if size < K else 0)
-                        plain.load_state_dict(formats.PACK[format](w, size if size < K else 0))
-                        plain.bias = b
+                for name, format in formats.FORMATS.items():
+                    for size in (0, 32, 64) if len(format.groupsizes) > 1 else format.groupsizes:
+                        size = size if len(format.groupsizes) == 1 or size < K else 0
+                        plain = quantized(name, N, K, size, True, dtype)[0]
                         layers += [kernels_cpu.PackedLinear(plain, exact) for exact in (False, True)]
+                        other = formats.Linear(K, 5, False).to(dtype)
+                        stack = formats.StackedLinear([plain, other], b.new_zeros(N + 5))
+                        plain.bias = None
+                        layers.append(kernels_cpu.PackedLinear(stack, False))
+                        table = formats.QuantizedEmbedding(K, N, False, plain.scheme)
+                        table.load_state_dict(plain.parts())
+                        kernels_cpu.PackedEmbedding(table, False)(torch.tensor([[0, N - 1]]))
                 for M in (1, 2, 3, 5, 8, 13, 45):
                     x = torch.randn(M, K).to(dtype)
                     ops.linear(x, w, b), ops.rms_norm(x, norm, 1e-5), ops.layer_norm(x, norm, norm, 1e-5)
@@ -721,21 +782,23 @@ def test_under_sanitizers(tmp_path):
                 for start in (0, max(0, T - S)):
                     pos = torch.arange(start, start + S).clamp(max=T).expand(2, S)
                     for window, slopes in ((None, None), (7, torch.rand(H))):
-                        ops.attention(q, k, v, pos, None, slopes, window)
+                        ops.attention(q, k, v, pos, None, slopes, window, 0.3)
             for D, F, W in ((33, 45, 37), (10, 1, 1)):
                 layers = []
                 for N, K in ((2 * F, 2 * D), (D, F), (W, D)):
-                    plain = formats.LINEAR["int8"](K, N, False, 32)
-                    plain.load_state_dict(formats.PACK["int8"](torch.randn(N, K), 32))
-                    packed = kernels_cpu.PackedLinear(plain, False)
-                    layers += [packed.weight, packed.scales]
-                weights, ids = [torch.randn(131, D).to(dtype), None, None, *layers], torch.arange(W)
+                    plain = formats.QuantizedLinear(K, N, False, formats.Scheme("int8", 32))
+                    plain.load_state_dict(formats.pack(torch.randn(N, K), "int8", 32))
+                    layers.append(kernels_cpu.PackedLinear(plain, False))
+                rows = torch.randn(131, D).to(dtype)
+                table = kernels_cpu.PreparedLayer("prepare_layer", "dense", rows, None, 131, D, 0, True)
+                handles = [table.handle, *(layer.prepared.handle for layer in layers)]
                 tokens = torch.tensor([130, 0, 7])
-                ops.medusa(torch.randn(3, D).to(dtype), tokens, ids, weights, [131, F, 0, 32], 3)
+                ops.medusa(torch.randn(3, D).to(dtype), tokens, torch.arange(W), handles, 3)
         pos = torch.cat([torch.arange(500, 504), torch.full((12,), -1)])[None]  # whole tiles of queries are padding
         for start, window in ((0, None), (500, 16)):
             q, k, v = torch.randn(1, 16, 8, 16), torch.randn(1, 1, 600, 16), torch.randn(1, 1, 600, 16)
-            ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), (pos - start).clamp(min=-1), None, None, window)
+            q, k, v, at = q.bfloat16(), k.bfloat16(), v.bfloat16(), (pos - start).clamp(min=-1)
+            ops.attention(q, k, v, at, None, None, window, 0.3)
         for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
             config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
             for mode in (None, "int8", "int4"):

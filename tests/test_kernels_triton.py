@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import attention_case, numbers, quantized
 from conftest import INTERPRET, ROOT, greedy, only_torch, random_prompts
-from test_kernels_cpu import attention_case, numbers, quantized
 
 tl = pytest.importorskip("triton.language")
 with INTERPRET:
     import kernels_triton as kt
 
 import kernels
-from formats import EMBEDDING, PACK, Quantization
-from kernels import attention_reference, unpack_levels
+from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
+from kernels import attention_reference
 from load import load_model
 from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint
@@ -44,7 +44,8 @@ def interpreter(monkeypatch):
     with torch.library._scoped_library("fastpath", "IMPL") as library:
         if not ON_GPU:
             kt.register(library, "CPU")  # replaces the C++ kernels if they are loaded
-        monkeypatch.setattr(kernels, "DEVICES_WITH_KERNELS", {DEVICE})
+        monkeypatch.setattr(kernels, "KERNELS", {})
+        kernels.find_kernels(DEVICE)
         yield
 
 
@@ -108,7 +109,7 @@ def test_attention_far_beyond_the_live_length():
     """A cache of 3000 slots of which 70 are live, with as many splits as on a GPU."""
     q, k_cache, v_cache = numbers(1, 1, 3, 16), *torch.full((2, 1, 1, 3008, 16), float("nan"))
     k_cache[:, :, :70], v_cache[:, :, :70] = numbers(1, 1, 70, 16, seed=1), numbers(1, 1, 70, 16, seed=2)
-    arguments = on_device([q, k_cache, v_cache, torch.tensor([[69]]), None, None, None])
+    arguments = on_device([q, k_cache, v_cache, torch.tensor([[69]]), None, None, None, 0.25])
     with mock.patch.object(kt, "SPLITS", tl.constexpr(64)):
         close(ops.attention(*arguments), attention_reference(*arguments), TOLERANCE[F32])
 
@@ -125,11 +126,11 @@ def test_attention_of_a_token_has_the_same_bits_in_every_batch(ordered_products,
         torch.rand(3) / 99 if slopes else None,
     )
     q, k_cache, v_cache, input_pos, bias = on_device([q, k_cache, v_cache, input_pos, bias])
-    together = ops.attention(q, k_cache, v_cache, input_pos, None, bias, window)
+    together = ops.attention(q, k_cache, v_cache, input_pos, None, bias, window, 0.1)
     longer = [F.pad(cache, (0, 0, 0, 500), value=float("nan")) for cache in (k_cache, v_cache)]
     for b, tokens in ((0, slice(0, 1)), (0, slice(9, 10)), (1, slice(7, 12))):
         row = torch.tensor([b], device=DEVICE)
-        found = ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window)
+        found = ops.attention(q[b : b + 1, tokens], *longer, input_pos[b : b + 1, tokens], row, bias, window, 0.1)
         assert torch.equal(found, together[b : b + 1, tokens])
 
 
@@ -216,8 +217,9 @@ def test_products_with_many_rows(format, group, dtype):
 @pytest.mark.parametrize("K", [45, 300])
 def test_packed_weights_are_the_same_numbers(format, group, K):
     """Looked up as in an embedding; also with negative scales and -128, which only other programs write."""
-    plain = EMBEDDING[format](K, 29, False, group if group < K else 0)
-    plain.load_state_dict(PACK[format](numbers(29, K), group if group < K else 0))
+    scheme = Scheme(format, group if group < K else 0)
+    plain = QuantizedEmbedding(K, 29, False, scheme)
+    plain.load_state_dict(pack(numbers(29, K), *scheme))
     if format == "int8":
         plain.weight[3, 7], plain.scales[3] = -128, -plain.scales[3]
     tokens = torch.randint(0, 29, (2, 7))
@@ -335,8 +337,9 @@ def models(tiny, tmp_path):
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, DEVICE, dtype, "torch") for _ in range(2))
-        assert kt.install(ours) and (ours.fused is not None) == (not name.startswith("bloom"))
-        assert not {type(module) for module in ours.modules()} & kt.PACKED.keys()
+        ours.use(kt.install(ours))
+        assert (ours.backend.run_blocks is not None) == (not name.startswith("bloom"))
+        assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain
 
     return get
@@ -361,7 +364,7 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     with only_torch():
         expected = greedy(plain, prompts, 8)
     assert greedy(ours, prompts, 8) == expected
-    ours.fused = None
+    ours.use(kernels.Backend())
     assert greedy(ours, prompts, 3) == [row[:3] for row in expected]
 
 
@@ -445,8 +448,8 @@ def test_graph_replays_at_changing_positions(models, name, quantization):
         model.setup_caches(3, 200)
         generator = torch.Generator(DEVICE).manual_seed(0)
         for block in model.blocks:
-            block.attention.k_cache.normal_(generator=generator)
-            block.attention.v_cache.normal_(generator=generator)
+            block.attention.cache.k.normal_(generator=generator)
+            block.attention.cache.v.normal_(generator=generator)
         logits.append([])
         for _ in range(2):  # the first round warms up and captures
             for at in positions:
@@ -459,14 +462,16 @@ def test_graph_replays_at_changing_positions(models, name, quantization):
 
 @needs_gpu
 def test_models_on_a_gpu_have_the_kernels(tiny):
-    fused = [load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).fused for kernels in ("auto", "torch")]
+    fused = [
+        load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).backend.run_blocks for kernels in ("auto", "torch")
+    ]
     assert fused == [kt.fused_blocks, None]
 
 
 def test_models_on_a_cpu_do_not_need_triton(tiny):
     """Neither Triton nor its kernels are imported."""
     with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
-        assert load_model(tiny("llama-mha")[2]).fused is not kt.fused_blocks
+        assert load_model(tiny("llama-mha")[2]).backend.run_blocks is not kt.fused_blocks
 
 
 # ---------------------------------------------------------------- ahead of time
@@ -501,6 +506,4 @@ def test_every_configuration_compiles():
 def test_unpacked_numbers_are_the_reference(models):
     """The weights of an int4 layer, column by column, found by multiplying with the identity."""
     layer, plain = gpu_layer("int4", 24, 70, 32, False, F32)[0], quantized("int4", 24, 70, 32, False, F32, seed=24)[0]
-    q = torch.stack([plain.packed & 15, plain.packed >> 4], -1).flatten(1)
-    expected = unpack_levels(q, plain.scales, plain.mins, 32)
-    close(layer(torch.eye(70, device=DEVICE)).cpu(), expected.T, 1e-6)
+    close(layer(torch.eye(70, device=DEVICE)).cpu(), plain.weights().T, 1e-6)

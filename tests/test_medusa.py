@@ -22,7 +22,6 @@ from drafts.draft_model import output_vectors
 from drafts.heads import FORMAT, MedusaDraft, draw_tokens, fingerprint, make_heads, read_heads, save_heads
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
-from kernels import unpack_int8
 from load import install_kernels, load_model
 from sampling import Sampling
 from speculative import Speculation, verify
@@ -48,7 +47,7 @@ def test_heads_come_back_from_their_file(tiny, tmp_path):
     assert file.vocabulary.tolist() == list(range(101, 2, -2)) and heads.n == file.heads == 3
     assert heads.vocabulary.ids.tolist() == list(range(101, 22, -2))
     for layer, weight in ((heads.gate_up, weights["gate_up"]), (heads.down, weights["down"])):
-        again = unpack_int8(layer.weight, layer.scales, layer.groupsize)
+        again = layer.weights()
         assert (again - weight).abs().max() <= weight.abs().max() / 127
     assert not list(tmp_path.glob("*.partial"))
 
@@ -171,7 +170,7 @@ def test_output_vectors_are_rows_of_the_output_matrix(tiny, name):
         load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), Quantization("int8", 32, "int8")
     )
     layer = model.embedding if model.output is None else model.output
-    expected = unpack_int8(layer.weight, layer.scales, layer.groupsize)[ids]
+    expected = layer.weights(ids)
     assert (output_vectors(install_kernels(model), ids) - expected).abs().max() < 1e-6
 
 
@@ -180,9 +179,9 @@ def test_heads_compute_what_their_file_describes(tiny, kernels):
     """The greedy tokens, and the states of each head, against a plain calculation."""
     model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
     heads = random_heads(model, n=3, size=0.3)
-    W, V = (unpack_int8(layer.weight, layer.scales, layer.groupsize) for layer in (heads.gate_up, heads.down))
+    W, V = (layer.weights() for layer in (heads.gate_up, heads.down))
     ids, layer = heads.vocabulary.ids, heads.vocabulary.output
-    vectors = unpack_int8(layer.weight, layer.scales, layer.groupsize)
+    vectors = layer.weights()
     heads = install_kernels(heads, kernels)
     hidden = torch.randn(3, model.config.dim, generator=torch.Generator().manual_seed(8))
     inputs = torch.tensor([[9, 8, 7], [3, 4, 5], [6, 0, 2]])
@@ -219,7 +218,7 @@ class TableHeads:
 
 def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, float]:
     """(ROWS,3): three sampled tokens of each row after token 0, with proposals of two tokens; the share accepted."""
-    model = SimpleNamespace(embedding=lambda tokens: tokens[..., None].float())
+    model = SimpleNamespace(embed=lambda tokens: tokens[..., None].float())
     settings, judged, kept = settings_of(ROWS, how), 0, 0
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     while len(rows := (last < 3).nonzero()[:, 0]):
@@ -258,7 +257,8 @@ def test_one_operation_draws_the_likeliest_tokens(tiny, name, quantization, dtyp
     heads = install_kernels(random_heads(model, n=3, size=0.3))
     model = install_kernels(model if quantization is None else quantize_model(model, quantization))
     states = torch.randn(5, model.config.dim, generator=torch.Generator().manual_seed(4)).to(dtype)
-    tokens, arguments = torch.tensor([3, 99, 0, 130, 64]), heads.kernel_arguments(model)
+    tokens, layers = torch.tensor([3, 99, 0, 130, 64]), heads.layers_for_kernels(model)
+    arguments = heads.vocabulary.ids, [layer.handle for layer in layers]
     drafted = torch.ops.fastpath.medusa(states, tokens, *arguments, 3)
     assert torch.equal(torch.ops.fastpath.medusa(states[3:], tokens[3:], *arguments, 2), drafted[3:, :2])
     state, token = states, tokens

@@ -1,6 +1,7 @@
 """The model against transformers, and against itself: cached, chunked, batched, with `rows`, full, compiled."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -41,10 +42,10 @@ def test_equals_transformers(tiny, tiny_model, name):
 def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
     """Fused blocks, single operations with kernels and plain torch give the same greedy tokens."""
     model, prompts = tiny_model(name), random_prompts((3, 40, 17, 1))
-    if model.fused is None:
+    if model.backend.run_blocks is None:
         pytest.skip("no kernels for this machine")
     fused = greedy(model, prompts, 24)
-    model.fused = None
+    model.use(dataclasses.replace(model.backend, run_blocks=None))
     assert greedy(model, prompts, 24) == fused
     with only_torch():
         assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 24) == fused
@@ -66,7 +67,15 @@ def test_chunked_and_cached_equal_whole(tiny_model, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-llama3", "mistral-window", "qwen2-sliding", "qwen3-mqa-biased", "bloom-3", "bloom-7-post"]
+    "name",
+    [
+        "llama-llama3",
+        "mistral-window",
+        "qwen2-sliding",
+        "qwen3-mqa-biased",
+        "bloom-3",
+        "bloom-7-post",
+    ],
 )
 def test_ragged_rows_equal_rows_alone(tiny_model, name):
     model, prompts = tiny_model(name), random_prompts((3, 29, 1, 64, 17))
@@ -79,7 +88,7 @@ def test_rows_fill_one_slot(tiny_model):
     model, other = tiny_model(name), tiny_model(name)
     tokens = torch.tensor(random_prompts((23,) * 5))
     model(tokens, positions(5, 23))
-    before = [block.attention.k_cache.clone() for block in model.blocks]
+    before = [block.attention.cache.k.clone() for block in model.blocks]
     new = torch.tensor(random_prompts((31, 31), seed=1))
     rows = torch.tensor([3, 1])
     logits = model(new, positions(2, 31), rows)
@@ -87,9 +96,9 @@ def test_rows_fill_one_slot(tiny_model):
     assert (logits - expected).abs().max() < SAME
     for block, twin, old in zip(model.blocks, other.blocks, before):
         mine, theirs = block.attention, twin.attention
-        for cache, twin_cache in ((mine.k_cache, theirs.k_cache), (mine.v_cache, theirs.v_cache)):
+        for cache, twin_cache in ((mine.cache.k, theirs.cache.k), (mine.cache.v, theirs.cache.v)):
             assert (cache[rows, :, :31] - twin_cache[:2, :, :31]).abs().max() < SAME
-        assert torch.equal(mine.k_cache[[0, 2, 4]], old[[0, 2, 4]])
+        assert torch.equal(mine.cache.k[[0, 2, 4]], old[[0, 2, 4]])
 
 
 def test_unseen_slots_have_no_effect(tiny_model):
@@ -97,16 +106,16 @@ def test_unseen_slots_have_no_effect(tiny_model):
     for name in ("llama-mqa-linear", "mistral-window", "bloom-8"):
         clean, poisoned = tiny_model(name), tiny_model(name)
         for block in poisoned.blocks:
-            block.attention.k_cache.fill_(float("nan"))
-            block.attention.v_cache.fill_(float("nan"))
+            block.attention.cache.k.fill_(float("nan"))
+            block.attention.cache.v.fill_(float("nan"))
         prompts = random_prompts((3, 41, 18))
         assert greedy(poisoned, prompts, 20, length=None) == greedy(clean, prompts, 20)
         window = poisoned.config.sliding_window
         if window is not None:
             for block in poisoned.blocks:
-                block.attention.k_cache[0, :, : 60 - window + 1] = float("nan")
-                block.attention.v_cache[0, :, : 60 - window + 1] = float("nan")
-                for t in (block.attention.k_cache, block.attention.v_cache):
+                block.attention.cache.k[0, :, : 60 - window + 1] = float("nan")
+                block.attention.cache.v[0, :, : 60 - window + 1] = float("nan")
+                for t in (block.attention.cache.k, block.attention.cache.v):
                     t[0, :, 60 - window + 1 : 60] = 0.5
             token, at = torch.tensor([[5]]), torch.tensor([[60]])
             assert poisoned(token, at).isfinite().all()
@@ -127,10 +136,10 @@ def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
     model, tokens = tiny_model("qwen2-sliding"), torch.tensor(random_prompts((30, 30)))
     assert model.device.type == "cpu"
     model(tokens, positions(2, 30), torch.tensor([3, 1]))
-    before = [(block.attention.k_cache.clone(), block.attention.v_cache.clone()) for block in model.blocks]
+    before = [(block.attention.cache.k.clone(), block.attention.cache.v.clone()) for block in model.blocks]
     model.copy_cache(3, 1, 19)
     for block, caches in zip(model.blocks, before):
-        for cache, old in zip((block.attention.k_cache, block.attention.v_cache), caches):
+        for cache, old in zip((block.attention.cache.k, block.attention.cache.v), caches):
             old[1, :, :19] = old[3, :, :19]
             assert torch.equal(cache, old)
     more, at = tokens[1:, :6], positions(1, 6, 19)

@@ -37,8 +37,9 @@ from test_harness import TEMPLATE
 from test_serve import KEY, running, wait_for
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from convert_hf_checkpoint import convert, hf_source
+from convert_hf_checkpoint import convert
 from server import http_server
+from sources.opening import open_hf
 
 HTML = (ROOT / "server" / "page.html").read_text(encoding="utf-8")
 
@@ -726,7 +727,7 @@ def checkpoint(tmp_path_factory, byte_level):  # noqa: F811
     """A tiny model whose answers can be so long that none ends while a test looks at it."""
     folder = tmp_path_factory.mktemp("page")
     tiny_chat_llama(folder / "hf", byte_level, 30000, TEMPLATE, seed=1)
-    return convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)
+    return convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)
 
 
 def options(checkpoint: Path) -> list:

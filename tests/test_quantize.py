@@ -6,20 +6,30 @@ import shutil
 import subprocess
 import sys
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import random_blocks
 from conftest import ROOT, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import formats
 import quantize
-from checkpoint import Writer, empty_model, read_config, read_quantization
+from checkpoint import Writer, empty_model, read_model, read_quantization
 from cli import UserError
-from formats import Quantization, matrices, pack_int4, pack_int8
-from kernels import unpack_int4, unpack_int8
+from formats import (
+    FORMATS,
+    Quantization,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Scheme,
+    StackedLinear,
+    dense_layer,
+    pack,
+)
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
@@ -30,9 +40,8 @@ ROUNDING = 3e-7  # float32 rounding errors, as a fraction of the largest weight
 
 def unpacked(packed: dict, groupsize: int, K: int) -> torch.Tensor:
     """The float32 matrix that packed tensors stand for."""
-    if "weight" in packed:
-        return unpack_int8(packed["weight"], packed["scales"], groupsize or K)
-    return unpack_int4(packed["packed"], packed["scales"], packed["mins"], groupsize or K, K)
+    format = next(format for format in FORMATS.values() if {part.name for part in format.parts} == packed.keys())
+    return format.unpack(packed, groupsize or K, K)
 
 
 def by_column(numbers, groupsize, K):
@@ -61,11 +70,11 @@ def matrix(N, K, kind, seed):
 def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed):
     """The error is at most half a level, or the float16 rounding of an int4 group's minimum if that is more."""
     w = matrix(N, K, kind, seed)
-    exact, most = w.float(), w.float().abs().max() * ROUNDING
-    packed = pack_int8(w, groupsize)
+    exact, most = w.float(), w.float().abs().max() * ROUNDING + 1e-42  # at most 127 times the least float32
+    packed = pack(w, "int8", groupsize)
     error = (unpacked(packed, groupsize, K) - exact).abs()
     assert (error <= by_column(packed["scales"], groupsize, K) / 2 + most).all()
-    packed = pack_int4(w, groupsize)
+    packed = pack(w, "int4", groupsize)
     least = torch.stack([part.amin(1) for part in exact.split(groupsize or K, 1)], 1)
     offset = by_column((packed["mins"].float() - least).abs(), groupsize, K)
     error = (unpacked(packed, groupsize, K) - exact).abs()
@@ -77,39 +86,64 @@ def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed)
 def test_the_layout_on_disk():
     """By hand: the low nibble is the even column, each group has its own scale and min, and the last group is short."""
     w = torch.tensor([[0.0, 15, 3, 7, 1, 2, 9, 4] * 8])  # 64 columns on a grid of steps of 1
-    packed = pack_int4(torch.cat([w - 1, 10 * w[:, :15]], 1), 64)
+    packed = pack(torch.cat([w - 1, 10 * w[:, :15]], 1), "int4", 64)
     assert packed["packed"][0, :3].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
     assert packed["mins"].tolist() == [[-1.0, 0.0]] and packed["scales"].tolist() == [[1.0, 10.0]]
     assert packed["packed"][0, 32:35].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
     assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns leave the last nibble empty"
     scales, mins = torch.tensor([[2.0, 0.5]]).half(), torch.tensor([[-4.0, 1.0]]).half()
     q = torch.tensor([[0x10, 0x32, 0x0F]], dtype=torch.uint8)
-    assert unpack_int4(q, scales, mins, 4, 5).tolist() == [[-4.0, -2.0, 0.0, 2.0, 8.5]]
+    assert FORMATS["int4"].unpack({"packed": q, "scales": scales, "mins": mins}, 4, 5).tolist() == [
+        [-4.0, -2.0, 0.0, 2.0, 8.5]
+    ]
     q = torch.tensor([[-127, 3, 0, 1, 127]], dtype=torch.int8)
-    assert unpack_int8(q, scales, 4).tolist() == [[-254.0, 6.0, 0.0, 2.0, 63.5]]
-    assert pack_int8(torch.tensor([[-254.0, 6, 0, 2, 63.5]]), 0)["weight"].tolist() == [[-127, 3, 0, 1, 32]]
+    assert FORMATS["int8"].unpack({"weight": q, "scales": scales}, 4, 5).tolist() == [[-254.0, 6.0, 0.0, 2.0, 63.5]]
+    assert pack(torch.tensor([[-254.0, 6, 0, 2, 63.5]]), "int8", 0)["weight"].tolist() == [[-127, 3, 0, 1, 32]]
+
+
+ENCODED = [name for name, format in FORMATS.items() if format.quantize is not None]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].halves_at])
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_blocks_of_gguf_files_equal_the_gguf_package(name):
+    """Also hostile ones: every scale, negative, infinite and NaN too, and every level."""
+    format, kind = FORMATS[name], gguf.GGMLQuantizationType[name.upper()]
+    (part,), generator = format.parts, torch.Generator().manual_seed(1)
+    assert gguf.GGML_QUANT_SIZES[kind] == (part.columns, part.count)
+    blocks = torch.randint(0, 256, (300, 4 * part.count), generator=generator).byte()
+    found = format.unpack({"blocks": blocks}, part.columns, 4 * part.columns)
+    assert np.array_equal(found.numpy(), gguf.quants.dequantize(blocks.numpy(), kind), equal_nan=True)
+    assert not format.is_finite({"blocks": blocks}) and not found.isfinite().all()
+    sane = random_blocks(name, 7, 5 * part.columns)
+    assert format.is_finite(sane) and format.unpack(sane, part.columns, 5 * part.columns).isfinite().all()
+    for at in format.halves_at:
+        sane["blocks"][3, 2 * part.count + at : 2 * part.count + at + 2] = torch.tensor([0, 0x7C]).byte()  # infinity
+        assert not format.is_finite(sane)
+        sane["blocks"][3, 2 * part.count + at + 1] = 0x7B
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e10])
 def test_what_cannot_be_packed_is_refused(value):
     w = torch.randn(3, 40)
     w[1, 33] = value
-    for pack in (pack_int8, pack_int4):
+    for format in ENCODED:
         with pytest.raises(ValueError, match="holds NaN or infinity|too large for float16"):
-            pack(w, 32)
+            pack(w, format, 32)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ENCODED)
 @pytest.mark.parametrize("N, K, groupsize", [(7, 45, 32), (50, 129, 128), (33, 64, 0), (1, 31, 0), (5, 70, 64)])
 def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
     torch.manual_seed(N)
     w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(2, 3, K)
-    packed = formats.PACK[format](w, groupsize)
-    whole = unpacked(packed, groupsize, K)
-    layer = formats.LINEAR[format](K, N, True, groupsize)
+    scheme = Scheme(format, groupsize if groupsize in FORMATS[format].groupsizes else 32)
+    packed = pack(w, *scheme)
+    whole = FORMATS[format].unpack(packed, scheme.groupsize or K, K)
+    layer = QuantizedLinear(K, N, True, scheme)
     layer.load_state_dict(packed | {"bias": bias})
     assert torch.allclose(layer(x), F.linear(x, whole, bias), atol=1e-5)
-    table = formats.EMBEDDING[format](K, N, False, groupsize)
+    table = QuantizedEmbedding(K, N, False, scheme)
     table.load_state_dict(packed)
     tokens = torch.randint(0, N, (2, 5))
     assert torch.equal(table(tokens), whole[tokens])
@@ -117,25 +151,21 @@ def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
 
 
 def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
-    layer = formats.Int4Linear(96, 1000, False, 32)
-    layer.load_state_dict(pack_int4(torch.randn(1000, 96), 32))
+    layer = QuantizedLinear(96, 1000, False, Scheme("int4", 32))
+    layer.load_state_dict(pack(torch.randn(1000, 96), "int4", 32))
     x = torch.randn(4, 96)
     whole = layer(x)
-    monkeypatch.setattr("kernels.UNPACK_BLOCK", 96 * 77)
+    monkeypatch.setattr("formats.UNPACK_BLOCK", 96 * 77)
     assert torch.allclose(layer(x), whole, atol=1e-5)
 
 
 def plain_twin(directory):
     """A plain float32 model with the unpacked weights of a quantized checkpoint."""
-    quantization, config = read_quantization(directory), read_config(directory)
-    tensors, state = load_file(directory / "model.safetensors"), {}
-    for name, module in matrices(empty_model(config)):
-        K, size = module.weight.shape[1], quantization.groupsize
-        parts = {part: tensors.pop(f"{name}.{part}", None) for part in ("weight", "packed", "scales", "mins")}
-        parts = {part: tensor for part, tensor in parts.items() if tensor is not None}
-        state[f"{name}.weight"] = parts["weight"] if len(parts) == 1 else unpacked(parts, size, K)
-    model = empty_model(config)
-    model.load_state_dict({name: t.float() for name, t in (state | tensors).items()}, assign=True)
+    model = read_model(directory, dtype=torch.float32)
+    for name, layer in list(model.named_modules()):
+        in_stack = isinstance(model.get_submodule(name.rpartition(".")[0]), StackedLinear)
+        if isinstance(layer, (QuantizedLinear, StackedLinear)) and not in_stack:
+            model.set_submodule(name, dense_layer(layer, torch.float32))
     return model
 
 
@@ -195,12 +225,12 @@ def test_compiled_equals_eager(tiny, tmp_path):
     "fields, why",
     [
         ({"mode": "int3"}, "mode must be one of"),
-        ({"groupsize": 31}, "groupsize must be one of"),
-        ({"groupsize": "32"}, "groupsize must be one of"),
-        ({"groupsize": 32.0}, "groupsize must be one of"),
+        ({"groupsize": 31}, "groupsize of mode .int4. must be one of"),
+        ({"groupsize": "32"}, "groupsize of mode .int4. must be one of"),
+        ({"groupsize": 32.0}, "groupsize of mode .int4. must be one of"),
         ({"exceptions": {"blocks.9.mlp.down": "int4"}}, "exceptions name blocks.9.mlp.down, which is no matrix"),
         ({"exceptions": {"norm": "int4"}}, "exceptions name norm, which is no matrix"),
-        ({"exceptions": {"blocks.0.mlp.down": "int2"}}, "exceptions must name formats"),
+        ({"exceptions": {"blocks.0.mlp.down": "int2"}}, "blocks.0.mlp.down must be one of"),
         ({"exceptions": ["blocks.0.mlp.down"]}, "exceptions must name formats"),
         ({"head": None}, "head must be one of"),
         ({"bits": 4}, "bits"),
@@ -306,6 +336,7 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         import sys, torch
         from pathlib import Path
         from checkpoint import empty_model, read_config
+        from cpu.install import load_kernels
         from formats import Quantization
         from load import load_model
         from quantize import quantize_checkpoint
@@ -316,7 +347,8 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         if task == "quantize":
             quantize_checkpoint(source, source.with_name("q"), Quantization(mode, 32, "int8"))
         else:
-            model = load_model(source.with_name("q"))
+            has_kernels = load_kernels()  # without, weights are unpacked, unless plain PyTorch is asked for
+            model = load_model(source.with_name("q"), kernels="auto" if has_kernels else "torch")
         print(peak_memory(torch.device("cpu")) - before)"""
     grown = {}
     for task in ("quantize", "load"):
@@ -341,7 +373,7 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, K, groupsize):
     x = torch.randn(4000, K, generator=generator) @ mixing
     x[:, 3] = 0  # an input that is always 0
     w = torch.randn(N, K, generator=generator)
-    ours, nearest = quantize.pack_gptq(w, x.T @ x, groupsize), pack_int4(w, groupsize)
+    ours, nearest = quantize.pack_gptq(w, x.T @ x, groupsize), pack(w, "int4", groupsize)
     assert torch.equal(ours["scales"], nearest["scales"]) and torch.equal(ours["mins"], nearest["mins"])
     new = torch.randn(1000, K, generator=generator) @ mixing
     new[:, 3] = 0
@@ -351,7 +383,7 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, K, groupsize):
 
 def test_gptq_of_independent_inputs_is_rounding():
     w = torch.randn(20, 150, generator=torch.Generator().manual_seed(3))
-    ours, nearest = quantize.pack_gptq(w, torch.diag(torch.rand(150) + 0.1), 64), pack_int4(w, 64)
+    ours, nearest = quantize.pack_gptq(w, torch.diag(torch.rand(150) + 0.1), 64), pack(w, "int4", 64)
     assert all(torch.equal(ours[name], nearest[name]) for name in nearest)
 
 

@@ -16,7 +16,7 @@ from test_house import ORDER
 
 import convert_hf_checkpoint
 from generate import parse_arguments
-from sources.hf_directory import FAMILIES
+from sources.families import FAMILIES
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import report
 from cli import UserError
 from load import load_model
-from report import kv_bytes, roofline, weight_bytes
+from report import roofline, weight_bytes
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "qwen3-gqa", "bloom-7-post", "bloom-2-untied"])
@@ -25,7 +25,7 @@ def test_roofline_counts_what_a_decode_step_does(tiny, name):
         model(token, at)
     found = roofline(model.config, 2e9, torch.float32, context, rows=3)
     assert found["flops_per_token"] * 3 == counter.get_total_flops()
-    weights, kv = weight_bytes(model, 3), kv_bytes(model, [context] * 3)
+    weights, kv = weight_bytes(model, 3), model.kv_bytes([context] * 3)
     assert (found["weight_bytes_per_token"], found["kv_bytes_per_token"]) == (weights / 3, kv / 3)
     assert found["bound_tokens_per_s"] == pytest.approx(3 * 2e9 / (weights + kv))
 
@@ -37,7 +37,7 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
     model = tiny_model("qwen2-sliding")
     config = model.config
     seen = 37 + 3 * config.sliding_window  # the first of four layers has no window
-    assert kv_bytes(model, [37]) == seen * 2 * config.n_kv_head * config.head_dim * 4
+    assert model.kv_bytes([37]) == seen * 2 * config.n_kv_head * config.head_dim * 4
 
 
 @pytest.mark.slow

@@ -30,14 +30,15 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from test_harness import TEMPLATE
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
-from convert_hf_checkpoint import convert, hf_source
+from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
+from evaluate import harness_model
 from formats import Quantization
-from harness import HarnessModel
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from serve import Job
+from sources.opening import open_hf
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
@@ -51,7 +52,7 @@ def checkpoints(tmp_path_factory, byte_level):  # noqa: F811
     """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
     folder = tmp_path_factory.mktemp("serve")
     tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)
-    made = {None: convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)}
+    made = {None: convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)}
     quantize_checkpoint(made[None], folder / "tiny-int4", Quantization("int4", 32, "int8"))
     return made | {"int4": folder / "tiny-int4"}
 
@@ -544,7 +545,7 @@ def test_schedules_change_no_tokens(server, oracle, schedule):
 @settings(max_examples=8, deadline=None, suppress_health_check=FIXTURES)
 @given(schedule=schedules)
 def test_schedules_change_no_bits_of_quantized_models(int4_server, int4_oracle, schedule):
-    check_schedule(int4_server, int4_oracle, schedule, same_bits=int4_oracle.model.chunk_invariant)
+    check_schedule(int4_server, int4_oracle, schedule, same_bits=int4_oracle.model.backend.chunk_invariant)
 
 
 @pytest.mark.full
@@ -678,7 +679,7 @@ def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
 def test_lm_eval_finds_the_loglikelihoods_of_evaluate(server, checkpoints, oracle, monkeypatch):
     """By its own client for such servers, on token ids, with the tokenizer of the server."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    model = HarnessModel(load_model(checkpoints[None], dtype=torch.float32), oracle.tokenizer, 3)
+    model = harness_model(load_model(checkpoints[None], dtype=torch.float32), oracle.tokenizer, 3)
     api = LocalCompletionsAPI(
         base_url=f"http://127.0.0.1:{server.port}/v1/completions", model="tiny", tokenizer_backend="remote",
         auth_token=KEY, batch_size=4, max_length=CONTEXT,

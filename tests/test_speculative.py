@@ -25,9 +25,17 @@ from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model, lookup_name, read_lookup_text, warm_up
+from load import (
+    DEFAULT_HEADS,
+    compile_counts,
+    compiled_steps,
+    install_kernels,
+    load_model,
+    lookup_name,
+    read_lookup_text,
+    warm_up,
+)
 from quantize import quantize_checkpoint
-from report import compile_counts
 from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
@@ -291,7 +299,7 @@ SETTINGS = [
 class Table:
     """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
 
-    config, split = SimpleNamespace(n_token=None), None
+    config, shard = SimpleNamespace(n_token=None), None
 
     def __init__(self, noise: float):
         torch.manual_seed(3)
@@ -495,7 +503,7 @@ def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     """A step with another number of threads takes another time."""
     speculation = Speculation([RetrievalDraft()])
     engine = Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation)
-    threads, real = engine.timing.threads, engine.timing.threads.of
+    threads, real = engine.threads, engine.threads.of
 
     def of(*arguments, **options):
         threads.trials += is_trial
@@ -606,7 +614,7 @@ def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monk
     report, steps = speculation.report, speculation.report.steps
     assert steps > 1 and report.draft_s == report.drafts[draft.name]["seconds"] == 2.0 * steps
     assert engine.timing.prefill_s == 1000.0 and engine.timing.decode_s == 2.0 * steps
-    assert all(seconds < 1000 for seconds in engine.timing.threads.kinds["draft draft model 2"].average_s.values())
+    assert all(seconds < 1000 for seconds in engine.threads.kinds["draft draft model 2"].average_s.values())
 
 
 def test_drafts_of_one_name_are_told_apart():
@@ -740,7 +748,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         (["--draft", "medusa:nowhere.safetensors"], "nowhere.safetensors"),
         (["--draft", "medusa:{other}/model.safetensors"], "is not a file of Medusa heads"),
         (["--draft", "int4-self", "--draft_checkpoint_path", "{other}"], "is another model"),
-        (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already; a draft should be smaller"),
+        (["--draft", "int4-self", "--checkpoint_path", "{int4}"], "has 4 bits already, and a draft should be smaller"),
         (["--draft_checkpoint_path", "nowhere"], "nowhere"),
         (["--draft_checkpoint_path", "{small}"], "has 77 tokens"),
     ],

@@ -11,19 +11,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-from checkpoint import Writer, empty_model
+import load
+from checkpoint import Writer, empty_model, open_directory, read_model
 from cli import UserError
-from formats import Quantization
+from formats import Quantization, quantize_model
 from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
-from tp import SPLIT, TIMEOUT_S, Shard, check, split_of
+from ranks import TIMEOUT_S
+from tp import SPLIT, Shard, check, split_of
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine
@@ -41,15 +44,15 @@ POST_NORM = BLOOM | {"post_norm_residual": True}
 # name: (ranks, family, H, K, E, D, F, tied, quantization or None, kernels, compiled)
 # Pairwise over ranks, family, format, tied or not, how K goes into the ranks, kernels, compiled or not.
 CASES = {
-    "2 llama, MHA": (2, LLAMA, 6, 6, 10, 44, 58, False, None, "auto", False),
+    "2 llama, MHA": (2, LLAMA, 6, 6, 10, 44, 57, False, None, "auto", False),
     "2 qwen2, K copied, int8": (2, QWEN2, 6, 3, 32, 52, 128, True, ("int8", 32, "int8"), "torch", False),
     "2 bloom, int4 in whole rows": (2, BLOOM, 10, 10, 6, 50, 84, True, ("int4", 0, "int4"), "auto", False),
     "2 qwen3, K on both, compiled": (2, QWEN3, 4, 1, 14, 38, 46, False, None, "auto", True),
-    "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 192, True, ("int4", 32, "int8"), "auto", False),
+    "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 160, True, ("int4", 32, "int8"), "auto", False),
     "3 qwen3, K copied": (3, QWEN3, 6, 2, 12, 40, 54, False, None, "torch", False),
     "3 bloom, residuals after the norm": (3, POST_NORM, 9, 9, 5, 55, 66, False, None, "auto", False),
     "3 window, K on all, int8 in whole rows": (3, WINDOW, 3, 1, 20, 42, 69, False, ("int8", 0, "int8"), "auto", False),
-    "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 256, False, ("int8", 32, "int8"), "auto", False),
+    "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 230, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
@@ -132,8 +135,9 @@ def test_a_rank_has_its_share_of_the_bytes(mode, tied):
 
     whole = size(empty_model(config, quantization))
     for rank in range(3):
-        model = empty_model(config, quantization)
-        slices = Shard(rank, 3).cut(model)
+        shard = Shard(rank, 3).fit(empty_model(config, quantization))
+        model = empty_model(config, quantization, shard)
+        slices = shard.slices(empty_model(config, quantization))
         assert size(model) == pytest.approx(whole / 3, rel=0.02)
         assert slices.keys() == model.state_dict().keys() and model.config is config, (
             "the caller's Config does not change"
@@ -149,13 +153,14 @@ def test_slices_make_up_the_whole(ranks, bits):
     whole = empty_model(config, quantization).state_dict()
     seen = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in whole.items()}
     for rank in range(ranks):
-        for name, part in Shard(rank, ranks).cut(empty_model(config, quantization)).items():
+        model = empty_model(config, quantization)
+        for name, part in Shard(rank, ranks).fit(model).slices(model).items():
             for rows in part.rows:
                 columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
                 seen[name][(slice(rows.start, rows.stop), *[columns] * (part.columns is not None))] += 1
     for name, counts in seen.items():
         how = split_of(name.rpartition(".")[0])[0]
-        on_all = how == "whole" or (how == "inputs" and name.endswith(("scales", "mins")))  # one group per row
+        on_all = how == "whole" or (how.startswith("from") and name.endswith(("scales", "mins")))  # one group per row
         assert counts.unique().tolist() == [ranks if on_all else 1], name
 
 
@@ -174,15 +179,14 @@ def test_key_and_value_heads_of_a_rank():
 @pytest.mark.parametrize(
     "sizes, quantization, ranks, why",
     [
-        ((9, 3, 64, 1536), None, 2, "n_head 9 is not a multiple of 2; [1, 3] ranks are possible"),
-        ((8, 2, 10, 92), None, 8, "hidden_dim 92 is not a multiple of 8; [1, 2, 4] ranks are possible"),
-        ((8, 2, 16, 96), ("int8", 32, "int8"), 2, "blocks.0.mlp.down: 48 columns per rank are not a multiple of the "
-         "quantization group of 32; [1] ranks are possible"),
-        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns per rank are not a multiple of "
-         "the quantization group of 64; [1, 2] ranks are possible"),
-        ((6, 2, 4, 78), ("int4", 0, "int8"), 6, "blocks.0.mlp.down: 13 columns per rank are odd, and 4-bit weights are "
-         "stored in pairs; [1, 3] ranks are possible"),
-        ((4, 2, 6, 39), ("int4", 32, "int8"), 2, "hidden_dim 39 is not a multiple of 2; [1] ranks are possible"),
+        ((9, 3, 64, 1536), None, 2, "n_head 9 is not a multiple of 2; [1, 3, 9] ranks are possible"),
+        ((8, 2, 16, 5), None, 8, "mlp.down: 5 columns in blocks of 1 are 5 blocks; [1, 2, 4] ranks are possible"),
+        ((8, 2, 16, 96), ("int8", 32, "int8"), 4, "mlp.down: 96 columns in blocks of 32 are 3 blocks; [1, 2] ranks are "
+         "possible"),
+        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns per rank are no multiple of "
+         "its block of 64; [1, 2] ranks are possible"),
+        ((6, 2, 10, 5), ("int4", 0, "int8"), 6, "mlp.down: 5 columns in blocks of 2 are 3 blocks; [1, 2, 3] ranks are "
+         "possible"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, ranks, why):
@@ -190,6 +194,42 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, r
     config = Config(2, H, K, E, 40, F, 131, 64)
     with pytest.raises(UserError, match=re.escape(f"over {ranks} ranks: {why}")):
         check(empty_model(config, quantization and Quantization(*quantization)), ranks)
+
+
+@pytest.mark.parametrize("F, mode, shares", [(39, None, [9, 10, 10, 10]), (160, ("int4", 32), [32, 32, 32, 64])])
+@pytest.mark.parametrize("exception", [None, "int8-g64"])
+def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, exception):
+    """Also of an exception with larger groups in one of the layers."""
+    config = Config(2, 8, 2, 16, 40, F, 131, 64)
+    exceptions = {"blocks.1.mlp.down": exception} if exception and mode else {}
+    whole = empty_model(config, mode and Quantization(*mode, "int8", exceptions))
+    if exceptions:
+        with pytest.raises(UserError, match="160 columns in blocks of 64 are 3 blocks"):
+            Shard(0, 4).fit(whole)
+        return
+    found = [len(Shard(rank, 4).fit(whole).own_hidden(F)) for rank in range(4)]
+    assert found == shares and sum(found) == F
+
+
+@pytest.mark.parametrize("exceptions", [{}, {"blocks.1.mlp.down": "int4-g64"}])
+@pytest.mark.parametrize("groupsize, head", [(0, "int8"), (32, "int4"), (64, "int8"), (128, "none")])
+def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exceptions):
+    """--draft int4-self of an int8 checkpoint, whose layers in 4 bits and in the head keep their own formats."""
+    config = Config(2, 4, 2, 32, 132, 320, 131, 64, tied_embeddings=head == "int8")
+    with Writer(tmp_path / "whole") as writer:
+        for name, tensor in empty_model(config).state_dict().items():
+            writer.add(name, torch.randn(tensor.shape))
+        writer.add_config(config)
+    quantize_checkpoint(tmp_path / "whole", tmp_path / "q", Quantization("int8", groupsize, head, exceptions))
+    args = SimpleNamespace(kernels="torch", exact_activations=False, draft_tp=False)
+    for rank in range(2):
+        target = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch", shard=Shard(rank, 2))
+        sources = load.DraftSources({"int4-self": ""}, [], None)
+        draft = load.load_draft(args, SimpleNamespace(source=open_directory(tmp_path / "q")), target, sources)
+        whole = quantize_model(read_model(tmp_path / "q", dtype=torch.float32), Quantization("int4", 32, "int8"))
+        state, slices = whole.state_dict(), draft.shard.slices(whole)
+        assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)
+        assert all(torch.equal(part, slices[name].of(state[name])) for name, part in draft.state_dict().items())
 
 
 def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):
@@ -335,7 +375,7 @@ def test_a_checkpoint_that_differs_between_machines(checkpoint, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"norm_eps": 1e-4}))
     script = tmp_path / "start.py"
     script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom tp import run_together\n"
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport generate\nfrom ranks import run_together\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, str(int(os.environ['RANK']) // 2)))\nrun_together(generate.main)\n"
     )
     code, out, err = finish(torchrun(3, *arguments("."), program=script, **PIPES))
@@ -410,12 +450,10 @@ def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
         from load import load_model
         from report import peak_memory
         from tp import Shard
-        class Cut(Shard):
-            def connect(self, model): pass
         directory = Path(sys.argv[1])
         empty_model(read_config(directory))  # torch imports 150 MB for the first one
         before = peak_memory(torch.device("cpu"))
-        model = load_model(directory, kernels="torch", shard=Cut(1, 3))
+        model = load_model(directory, kernels="torch", shard=Shard(1, 3))
         own = sum(t.nbytes for t in model.state_dict().values())
         print(peak_memory(torch.device("cpu")) - before, own, 49152 * 576 * 2)"""
     command = [sys.executable, "-c", script, str(default_checkpoint)]

@@ -31,7 +31,7 @@ from teacher import (
 
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
-from convert_hf_checkpoint import convert, hf_source
+from convert_hf_checkpoint import convert
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
@@ -39,6 +39,7 @@ from load import load_model
 from model import Config
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
+from sources.opening import open_hf
 from speculative import Speculation
 from tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ SAME = 1e-4  # two orders of the same float32 sums
 def chat_checkpoint(tmp_path_factory, byte_level):  # noqa: F811
     folder = tmp_path_factory.mktemp("training")
     tiny_chat_llama(folder / "hf", byte_level, 1600, TEMPLATE, seed=1)
-    return convert(hf_source(folder / "hf"), folder / "tiny", torch.float32)
+    return convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def sabotage(rank: int, step: str, how: str):
         return real(*arguments)
 
     program.load_engine = with_step(program.load_engine, step, broken)
-    from tp import run_together
+    from ranks import run_together
 
     run_together(program.main)
 

@@ -22,8 +22,9 @@ from teacher import Sequence, TeacherText, end_tokens, likely_tokens, new_token_
 from torch import Tensor
 
 import checkpoint as ck
-from cli import UserError, keep_freed_memory, number, print_status, run_command
+from cli import UserError, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
+from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_vectors
 from formats import Quantization
 from load import load_model
@@ -101,7 +102,7 @@ def make_batch(tokens: Tensor, sequences: list[Sequence]) -> Batch:
 def draft_states(draft: Transformer, batch: Batch) -> Tensor:
     """The normalized last hidden states (n,D) of a batch. model.py's own forward is for inference: its operations have
     no gradients, and it reads keys and values from caches."""
-    freqs = rope_frequencies(draft.config)
+    freqs = rope_frequencies(draft.config.head_dim, *draft.config.rope(0))
     rope = rope_table(freqs, None, batch.input_pos[None])
     x = F.embedding(batch.tokens, draft.embedding.weight)  # (n,D)
     for block in draft.blocks:
@@ -190,7 +191,7 @@ def write_draft(draft: Transformer, source: Path, out: Path):
         for name, tensor in draft.state_dict().items():
             writer.add(name, tensor.to(torch.bfloat16))
         writer.add_config(draft.config)
-        ck.copy_tokenizer(source, writer)
+        ck.read_tokenizer_files(source).write(writer)
 
 
 # ---------------------------------------------------------------- the command

@@ -22,8 +22,9 @@ from common import Trainer, kl_divergence, make_parser, positive
 from teacher import TeacherText, end_tokens, likely_tokens, new_token_positions, read_teacher_text
 from torch import Tensor, nn
 
-from cli import UserError, keep_freed_memory, print_status, run_command
+from cli import UserError, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
+from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_vectors
 from drafts.heads import block_input, save_heads
 from load import load_model

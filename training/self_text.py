@@ -33,13 +33,13 @@ from cli import (
     ArgumentParser,
     HelpFormatter,
     UserError,
-    keep_freed_memory,
     number,
     print_status,
     progress_bar,
     run_command,
 )
 from convert_hf_checkpoint import ensure_checkpoint
+from cpu.memory import keep_freed_memory
 from drafts.heads import fingerprint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model

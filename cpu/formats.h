@@ -1,0 +1,412 @@
+// The formats of packed weights: how levels and scales lie in memory, how they are read, and how they are packed.
+//
+// A packed matrix consists of Nb blocks of 16 rows, a row for each lane. A block is one stream of whole lines of 64
+// bytes, which a product reads once, in ascending order, so that the processor's prefetchers can follow. The stream
+// consists of superblocks: some lines of scales, and then the levels of the groups of 32 columns that they are for.
+// The last superblock of a block may have fewer groups. N and K are padded with zeros.
+//
+// A format is a struct that combines a struct of levels with one of scales. It says how the weights are stored before
+// they are packed: `parts` as in formats.py, which for the formats of GGUF files is one part, the file's own blocks.
+// A new format is such a struct, and a place in `Formats`.
+
+#pragma once
+
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int GROUP = 32;  // columns of x that share a scale when x is quantized, or that AMX adds at once
+
+// The parts of a matrix that is to be packed.
+struct Source {
+  const uint8_t* parts[3];
+  int64_t row_bytes[3];
+  int64_t N, K, groupsize;
+
+  template <class T = uint8_t>
+  const T* row(int part, int64_t n) const { return (const T*)(parts[part] + n * row_bytes[part]); }
+};
+
+// ---------------------------------------------------------------- levels
+//
+// A struct of levels says how many lines a group has, and unpacks it in STEPS steps to registers of unsigned bytes, as
+// vpdpbusd multiplies unsigned with signed bytes. A register has four columns of each of the 16 rows, beginning with
+// first_column(step, register).
+
+// 8 bits. Line j has columns 4j..4j+3.
+struct Bytes {
+  static constexpr int BITS = 8, LINES = 8, STEPS = 8, REGISTERS = 1;
+  static constexpr int first_column(int step, int) { return 4 * step; }
+  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
+    levels[0] = _mm512_loadu_si512(group + 64 * step);
+  }
+  static void pack(const uint8_t* q, int lane, uint8_t* group) {
+    for (int j = 0; j < 8; j++) std::memcpy(group + 64 * j + 4 * lane, q + 4 * j, 4);
+  }
+};
+
+// 4 bits. Line j has columns 4j..4j+3 in the low nibbles, and 16+4j..16+4j+3 in the high nibbles.
+struct Nibbles {
+  static constexpr int BITS = 4, LINES = 4, STEPS = 4, REGISTERS = 2;
+  static constexpr int first_column(int step, int half) { return 16 * half + 4 * step; }
+  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
+    const __m512i line = _mm512_loadu_si512(group + 64 * step), nibble = _mm512_set1_epi8(15);
+    levels[0] = _mm512_and_si512(line, nibble);
+    levels[1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble);
+  }
+  static void pack(const uint8_t* q, int lane, uint8_t* group) {
+    uint8_t bytes[16];
+    for (int k = 0; k < 16; k++) bytes[k] = (q[k] & 15) | q[16 + k] << 4;
+    for (int j = 0; j < 4; j++) std::memcpy(group + 64 * j + 4 * lane, bytes + 4 * j, 4);
+  }
+};
+
+// x shifted left by so many bits, or right if it is negative; the bits that cross a byte are masked later.
+inline __m512i shifted(__m512i x, int left) {
+  return left >= 0 ? _mm512_slli_epi16(x, left) : _mm512_srli_epi16(x, -left);
+}
+
+// 5 bits. First a line with the fifth bits, bit 2 * step + half of each byte; then the nibbles.
+struct FiveBits {
+  static constexpr int BITS = 5, LINES = 5, STEPS = 4, REGISTERS = 2;
+  static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
+  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
+    const __m512i plane = _mm512_loadu_si512(group), fifth = _mm512_set1_epi8(16);
+    Nibbles::unpack(group + 64, step, levels);
+    for (int half = 0; half < 2; half++)
+      levels[half] = _mm512_or_si512(levels[half], _mm512_and_si512(shifted(plane, 4 - 2 * step - half), fifth));
+  }
+  static void pack(const uint8_t* q, int lane, uint8_t* group) {
+    Nibbles::pack(q, lane, group + 64);
+    uint8_t bits[4] = {};
+    for (int i = 0; i < 8; i++)
+      for (int c = 0; c < 4; c++) bits[c] |= (q[first_column(i / 2, i % 2) + c] >> 4 & 1) << i;
+    std::memcpy(group + 4 * lane, bits, 4);
+  }
+};
+
+// 6 bits. First two lines with the upper two bits of each half, bits 2 * step and 2 * step + 1; then the nibbles.
+struct SixBits {
+  static constexpr int BITS = 6, LINES = 6, STEPS = 4, REGISTERS = 2;
+  static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
+  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
+    const __m512i upper = _mm512_set1_epi8(0x30);
+    Nibbles::unpack(group + 128, step, levels);
+    for (int half = 0; half < 2; half++) {
+      const __m512i plane = _mm512_loadu_si512(group + 64 * half);
+      levels[half] = _mm512_or_si512(levels[half], _mm512_and_si512(shifted(plane, 4 - 2 * step), upper));
+    }
+  }
+  static void pack(const uint8_t* q, int lane, uint8_t* group) {
+    Nibbles::pack(q, lane, group + 128);
+    for (int half = 0; half < 2; half++) {
+      uint8_t bits[4] = {};
+      for (int j = 0; j < 4; j++)
+        for (int c = 0; c < 4; c++) bits[c] |= (q[first_column(j, half) + c] >> 4) << 2 * j;
+      std::memcpy(group + 64 * half + 4 * lane, bits, 4);
+    }
+  }
+};
+
+// ---------------------------------------------------------------- scales
+//
+// A struct of scales begins each superblock with BYTES bytes, for GROUPS groups. (GROUPS = 0: `groups` says how many.)
+// `load` reads them; then it has the 16 rows' scales and mins of group i. Where HALVES, each half of a group of columns
+// has its own scale.
+
+// float16, one for each `groupsize` columns; with MINS, a min as well. Without, a line has those of two such groups. FIXED:
+// the groupsize is 32.
+template <bool MINS, bool FIXED>
+struct HalfScales {
+  static constexpr bool HAS_MINS = MINS, HALVES = false;
+  static constexpr int BYTES = 64, IN_A_LINE = MINS ? 1 : 2, GROUPS = FIXED ? IN_A_LINE : 0;
+  static int64_t groups(int64_t groups_per_scale) { return FIXED ? IN_A_LINE : IN_A_LINE * groups_per_scale; }
+
+  const half* at;
+  int64_t groups_per_scale;
+  void load(const uint8_t* from, int64_t per_scale) { at = (const half*)from, groups_per_scale = FIXED ? 1 : per_scale; }
+  __m512 scale(int64_t i, int) const { return ::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
+  __m512 min(int64_t) const { return ::load(at + LANES); }
+
+  // Writes a lane of the scales of superblock u.
+  template <class F>
+  static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
+    const int64_t G = (s.K + s.groupsize - 1) / s.groupsize, g = IN_A_LINE * u;
+    uint16_t values[2] = {F::scale(s, n, g), 0};
+    if constexpr (MINS) values[1] = F::min(s, n, g);
+    if (!MINS && g + 1 < G) values[1] = F::scale(s, n, g + 1);
+    for (int i = 0; i < 2; i++) std::memcpy(to + 32 * i + 2 * lane, values + i, 2);
+  }
+};
+
+// For 8 groups, a scale and a min of 6 bits each, in units of two float16 numbers, d and dmin. First comes a line with d
+// and dmin. Then come three lines with 4 * 64 numbers: the scales of groups 0..3 and 4..7, and the mins. The first three
+// of these four lines of numbers are in the lower six bits, and the fourth is in the upper two bits of all three.
+struct SixBitScales {
+  static constexpr bool HAS_MINS = true, HALVES = false;
+  static constexpr int BYTES = 256, GROUPS = 8;
+  static int64_t groups(int64_t) { return GROUPS; }
+
+  alignas(64) uint8_t numbers[4][64];
+  __m512 d, dmin;
+  void load(const uint8_t* at, int64_t) {
+    const __m512i low = _mm512_set1_epi8(63), high = _mm512_set1_epi8(3);
+    __m512i last = _mm512_setzero_si512();
+    for (int i = 0; i < 3; i++) {
+      const __m512i line = _mm512_loadu_si512(at + 64 + 64 * i);
+      _mm512_store_si512(numbers[i], _mm512_and_si512(line, low));
+      const __m512i bits = _mm512_and_si512(_mm512_srli_epi16(line, 6), high);
+      last = _mm512_or_si512(last, _mm512_slli_epi16(bits, 2 * i));
+    }
+    _mm512_store_si512(numbers[3], last);
+    d = ::load((const half*)at), dmin = _mm512_sub_ps(_mm512_setzero_ps(), ::load((const half*)at + LANES));
+  }
+  static __m512 convert(const uint8_t* lanes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)lanes)));
+  }
+  __m512 scale(int64_t i, int) const { return _mm512_mul_ps(d, convert(numbers[0] + 16 * i)); }
+  __m512 min(int64_t i) const { return _mm512_mul_ps(dmin, convert(numbers[2] + 16 * i)); }
+
+  // A block of the file begins with d, dmin, and 12 bytes of scales and mins, as llama.cpp arranges them.
+  template <class F>
+  static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
+    const uint8_t *block = F::block(s, n, u), *q = block + 4;
+    for (int i = 0; i < 2; i++) std::memcpy(to + 32 * i + 2 * lane, block + 2 * i, 2);
+    uint8_t values[4][4];
+    for (int i = 0; i < 4; i++) {
+      values[0][i] = q[i] & 63, values[2][i] = q[i + 4] & 63;
+      values[1][i] = (q[i + 8] & 15) | q[i] >> 6 << 4, values[3][i] = q[i + 8] >> 4 | q[i + 4] >> 6 << 4;
+    }
+    for (int i = 0; i < 4; i++)
+      for (int line = 0; line < 3; line++)
+        to[64 + 64 * line + 16 * i + lane] = values[line][i] | (values[3][i] >> 2 * line & 3) << 6;
+  }
+};
+
+// For 8 groups, or the halves of 8 groups, signed numbers of 8 bits in units of one float16 number, d, which comes first.
+template <bool HAS_HALVES>
+struct ByteScales {
+  static constexpr bool HAS_MINS = false, HALVES = HAS_HALVES;
+  static constexpr int COUNT = HALVES ? 16 : 8, BYTES = HALVES ? 320 : 192, GROUPS = 8;
+  static int64_t groups(int64_t) { return GROUPS; }
+
+  const uint8_t* at;
+  __m512 d;
+  void load(const uint8_t* from, int64_t) { at = from, d = ::load((const half*)from); }
+  __m512 scale(int64_t i, int half) const {
+    const uint8_t* lanes = at + 32 + 16 * (HALVES ? 2 * i + half : i);
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)lanes))));
+  }
+  __m512 min(int64_t) const { return _mm512_setzero_ps(); }
+
+  template <class F>
+  static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
+    const uint16_t d = F::d(F::block(s, n, u));
+    std::memcpy(to + 2 * lane, &d, 2);
+    for (int i = 0; i < COUNT; i++) to[32 + 16 * i + lane] = F::number(F::block(s, n, u), i);
+  }
+};
+
+// ---------------------------------------------------------------- the formats
+//
+// `read` unpacks the levels of a group (row n, columns 32b to 32b+31) to unsigned bytes. A weight is
+// (level - OFFSET) * scale + min; OFFSET is a multiple of 8.
+
+inline uint16_t read_half(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return bits;
+}
+
+template <bool FIXED>  // groups of 32 columns
+struct Int8 {
+  static constexpr const char* NAME = "int8";
+  using Levels = Bytes;
+  using Scales = HalfScales<false, FIXED>;
+  static constexpr int PARTS = 2, OFFSET = 128;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    for (int64_t k = 0; k < std::min<int64_t>(GROUP, s.K - b * GROUP); k++) q[k] = s.row(0, n)[b * GROUP + k] ^ 128;
+  }
+  static uint16_t scale(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(1, n)[g]; }
+};
+
+template <bool FIXED>
+struct Int4 {
+  static constexpr const char* NAME = "int4";
+  using Levels = Nibbles;
+  using Scales = HalfScales<true, FIXED>;
+  static constexpr int PARTS = 3, OFFSET = 0;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    for (int64_t k = 0; k < std::min<int64_t>(GROUP, s.K - b * GROUP); k++)
+      q[k] = s.row(0, n)[b * GROUP / 2 + k / 2] >> 4 * (k % 2) & 15;
+  }
+  static uint16_t scale(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(1, n)[g]; }
+  static uint16_t min(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(2, n)[g]; }
+};
+
+// What the formats of GGUF files have in common: blocks of so many columns, which take so many bytes.
+template <int COLUMNS_, int BYTES_>
+struct Blocks {
+  static constexpr int PARTS = 1, COLUMNS = COLUMNS_, BYTES = BYTES_;
+  static const uint8_t* block(const Source& s, int64_t n, int64_t u) { return s.row(0, n) + u * BYTES; }
+};
+
+// Nibbles of 32 columns: columns 0 to 15 in the low nibbles of 16 bytes, columns 16 to 31 in the high nibbles.
+inline void read_nibbles(const uint8_t* from, uint8_t* q) {
+  for (int k = 0; k < 16; k++) q[k] = from[k] & 15, q[16 + k] = from[k] >> 4;
+}
+
+// With the fifth bits of 32 columns, which are the bits of 4 bytes.
+inline void read_five_bits(const uint8_t* fifth, const uint8_t* nibbles, uint8_t* q) {
+  read_nibbles(nibbles, q);
+  for (int k = 0; k < 32; k++) q[k] |= (fifth[k / 8] >> k % 8 & 1) << 4;
+}
+
+// In Q4_K, Q5_K and Q6_K, pairs of groups share bytes: the first has the low nibbles, the second the high nibbles.
+inline void read_shared_nibbles(const uint8_t* from, int second, uint8_t* q) {
+  for (int k = 0; k < 32; k++) q[k] = from[k] >> 4 * second & 15;
+}
+
+template <int BYTES, bool MINS>
+struct SmallBlocks : Blocks<32, BYTES> {  // begin with a scale and, with MINS, a min
+  using Scales = HalfScales<MINS, true>;
+  static uint16_t scale(const Source& s, int64_t n, int64_t g) { return read_half(SmallBlocks::block(s, n, g)); }
+  static uint16_t min(const Source& s, int64_t n, int64_t g) { return read_half(SmallBlocks::block(s, n, g) + 2); }
+};
+
+struct Q4_0 : SmallBlocks<18, false> {
+  static constexpr const char* NAME = "q4_0";
+  using Levels = Nibbles;
+  static constexpr int OFFSET = 8;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) { read_nibbles(block(s, n, b) + 2, q); }
+};
+
+struct Q4_1 : SmallBlocks<20, true> {
+  static constexpr const char* NAME = "q4_1";
+  using Levels = Nibbles;
+  static constexpr int OFFSET = 0;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) { read_nibbles(block(s, n, b) + 4, q); }
+};
+
+struct Q5_0 : SmallBlocks<22, false> {
+  static constexpr const char* NAME = "q5_0";
+  using Levels = FiveBits;
+  static constexpr int OFFSET = 16;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    read_five_bits(block(s, n, b) + 2, block(s, n, b) + 6, q);
+  }
+};
+
+struct Q5_1 : SmallBlocks<24, true> {
+  static constexpr const char* NAME = "q5_1";
+  using Levels = FiveBits;
+  static constexpr int OFFSET = 0;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    read_five_bits(block(s, n, b) + 4, block(s, n, b) + 8, q);
+  }
+};
+
+struct Q8_0 : SmallBlocks<34, false> {
+  static constexpr const char* NAME = "q8_0";
+  using Levels = Bytes;
+  static constexpr int OFFSET = 128;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    for (int k = 0; k < 32; k++) q[k] = block(s, n, b)[2 + k] ^ 128;
+  }
+};
+
+struct Q4_K : Blocks<256, 144> {
+  static constexpr const char* NAME = "q4_k";
+  using Levels = Nibbles;
+  using Scales = SixBitScales;
+  static constexpr int OFFSET = 0;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    read_shared_nibbles(block(s, n, b / 8) + 16 + b % 8 / 2 * 32, b % 2, q);
+  }
+};
+
+struct Q5_K : Blocks<256, 176> {
+  static constexpr const char* NAME = "q5_k";
+  using Levels = FiveBits;
+  using Scales = SixBitScales;
+  static constexpr int OFFSET = 0;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    const uint8_t* from = block(s, n, b / 8);
+    read_shared_nibbles(from + 48 + b % 8 / 2 * 32, b % 2, q);
+    for (int k = 0; k < 32; k++) q[k] |= (from[16 + k] >> b % 8 & 1) << 4;
+  }
+};
+
+struct Q6_K : Blocks<256, 210> {
+  static constexpr const char* NAME = "q6_k";
+  using Levels = SixBits;
+  using Scales = ByteScales<true>;
+  static constexpr int OFFSET = 32;
+  // Of each 128 columns, the first 64 have the low nibbles of 64 bytes; 32 bytes have two more bits of four groups.
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    const uint8_t* from = block(s, n, b / 8);
+    const int part = b % 8 / 4, i = b % 4;
+    read_shared_nibbles(from + 64 * part + 32 * (i % 2), i / 2, q);
+    for (int k = 0; k < 32; k++) q[k] |= (from[128 + 32 * part + k] >> 2 * i & 3) << 4;
+  }
+  static uint16_t d(const uint8_t* block) { return read_half(block + 208); }
+  static int8_t number(const uint8_t* block, int i) { return block[192 + i]; }
+};
+
+using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K>;
+
+// Calls work(F()) with the format of this number.
+template <class Work>
+void with_format(int format, const Work& work) {
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    ((int(I) == format && (work(std::tuple_element_t<I, Formats>()), true)) || ...);
+  }(std::make_index_sequence<std::tuple_size_v<Formats>>());
+}
+
+// The number of the first format with this name, as formats.FORMATS has it, for groups of so many times 32 columns; -1
+// if there is none.
+inline int format_named(const std::string& name, int64_t groups_per_scale) {
+  int found = -1;
+  for (int i = std::tuple_size_v<Formats> - 1; i >= 0; i--)
+    with_format(i, [&](auto format) {
+      using F = decltype(format);
+      const bool fits = !std::is_same_v<F, Int8<true>> && !std::is_same_v<F, Int4<true>>;
+      if (name == F::NAME && (fits || groups_per_scale == 1)) found = i;
+    });
+  return found;
+}
+
+// ---------------------------------------------------------------- packing
+
+// The bytes of a block of 16 rows of Kb groups.
+template <class F>
+int64_t packed_block_bytes(int64_t Kb, int64_t groups_per_scale) {
+  const int64_t groups = F::Scales::groups(groups_per_scale);
+  return (Kb + groups - 1) / groups * F::Scales::BYTES + Kb * F::Levels::LINES * 64;
+}
+
+// Packs rows 16 * block to 16 * block + 15.
+template <class F>
+void pack_block(const Source& s, int64_t block, int64_t Kb, int64_t groups_per_scale, uint8_t* to) {
+  const int64_t groups = F::Scales::groups(groups_per_scale);
+  const int64_t n = block * LANES;
+  const int lanes = std::min<int64_t>(LANES, s.N - n);
+  if (lanes < LANES) std::memset(to, 0, packed_block_bytes<F>(Kb, groups_per_scale));
+  for (int64_t b = 0, u = 0; b < Kb; u++) {
+    const int64_t end = std::min(Kb, b + groups);
+    for (int lane = 0; lane < lanes; lane++) F::Scales::template pack<F>(s, n + lane, u, lane, to);
+    for (to += F::Scales::BYTES; b < end; b++, to += F::Levels::LINES * 64)
+      for (int lane = 0; lane < lanes; lane++) {
+        uint8_t q[GROUP] = {};
+        F::read(s, n + lane, b, q);
+        F::Levels::pack(q, lane, to);
+      }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,260 @@
+"""The processes (ranks) that torchrun has started for one run: their start-up, synchronization and shutdown.
+
+Read `run_together` first. Only rank 0 reads the command line and the prompts and prints. If one rank ends, all ranks
+end:
+  an error   the rank with the error writes it to torchrun's store; rank 0 prints it, and all ranks exit
+  a crash    every rank sets a heartbeat in the store twice a second; a rank that sees no new heartbeat of another
+             rank for TIMEOUT_S, or BROKEN_TIMEOUT_S after a connection broke, writes this as an error to the store
+  Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
+tp.py says how a model is split over the ranks.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import Source
+from cli import UserError, first_line, run_command
+from tp import Shard
+
+HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
+MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs a second one
+START_S = 300.0  # time limit for the start of all ranks; importing torch from a cold disk is slow
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # long, because a user may be idle; the watch thread notices a dead rank
+
+
+def run_together(main: Callable):
+    """Run main(Ranks) in every rank, then exit. All ranks exit with the code of run_command, or 1 after a traceback."""
+    ranks = Ranks()
+    errors = []
+    try:
+        run_command(lambda: ranks.run(main), errors.append)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+        if code:
+            ranks.abort(code, "\n".join(errors))
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            ranks.wait_for_reason()
+        ranks.abort(1, traceback.format_exc())
+    ranks.finish()
+
+
+class Ranks:
+    """This process, one of the ranks of a run."""
+
+    def __init__(self):
+        numbers = [int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        self.rank, self.size, self.local_rank = numbers
+        self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+        self.connection_broke = False  # then a missing heartbeat is noticed sooner
+        self.timeout_s = TIMEOUT_S
+        self.done, self.exiting = threading.Event(), threading.Lock()
+        if self.rank:  # only rank 0 prints
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+    def connect(self):
+        """Set up the store, the watch thread, and a process group for tensors on the CPU."""
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store, or else rank 0
+        self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
+        self.store.set(f"alive {self.rank}", "0")
+        try:
+            self.store.wait([f"alive {rank}" for rank in range(self.size)], timedelta(seconds=START_S))
+        except dist.DistStoreError:
+            missing = [rank for rank in range(self.size) if not self.store.check([f"alive {rank}"])]
+            raise UserError(f"of {self.size} ranks {missing} did not start within {START_S:.0f} s") from None
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
+        stdout = os.dup(1)  # gloo prints a line to stdout, where --json must print one object and nothing else
+        os.dup2(2, 1)
+        try:
+            group = dist.PrefixStore("group", self.store)
+            dist.init_process_group(
+                "gloo", store=group, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT
+            )
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        self.control = dist.group.WORLD
+
+    def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
+        """A connection to the store, with this timeout for each call.
+
+        A waiting call blocks other threads on the same connection, so the watch thread has its own connection.
+        """
+        options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
+        store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
+        return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+    def run(self, main: Callable):
+        """Connect, and return main(self). Signals end the process at once: a Python handler would wait for the end of a
+        collective."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.connect()
+        return main(self)
+
+    def shard(self, device: torch.device) -> Shard:
+        """This rank's Shard of a model on its device."""
+        dist.barrier(self.control)  # wait until every rank has checked that it has enough memory
+        group = self.control
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            group = dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT)
+        return Shard.of(group, self.control)
+
+    def portion(self, device: torch.device) -> float:
+        """The fraction of the model on this device. On CPU all ranks of a machine share the memory."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+        return here / self.size
+
+    def device(self, name: str | None) -> str | None:
+        """--device for this rank: one GPU for each rank of a machine."""
+        if name is None and not torch.cuda.is_available():
+            return "cpu"
+        if name in (None, "cuda"):
+            return f"cuda:{self.local_rank}"
+        if name != "cpu":
+            raise UserError(f"--device {name} cannot be shared by {self.size} ranks: give cuda (a GPU each) or cpu")
+        return name
+
+    # ------------------------------------------------------------ synchronization
+
+    def share(self, work: Callable = lambda: None):
+        """Call work() on rank 0 only, and return its result on every rank. A short result takes one broadcast."""
+        message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
+        if self.rank == 0:
+            data = pickle.dumps(work())
+            data = len(data).to_bytes(8, "little") + data
+            message[: len(data)] = torch.frombuffer(bytearray(data[:MESSAGE_BYTES]), dtype=torch.uint8)
+        dist.broadcast(message, group_src=0, group=self.control)
+        n = int.from_bytes(bytes(message[:8].tolist()), "little")
+        if n + 8 > MESSAGE_BYTES:
+            rest = torch.frombuffer(bytearray(data[MESSAGE_BYTES:] or n + 8 - MESSAGE_BYTES), dtype=torch.uint8)
+            dist.broadcast(rest, group_src=0, group=self.control)
+            message = torch.cat([message, rest])
+        return pickle.loads(message[8 : 8 + n].numpy().tobytes())
+
+    @contextmanager
+    def repeat(self, work: Callable):
+        """A context in which rank 0 shares work() once a second, so that the others' collectives do not time out."""
+        done = threading.Event()
+
+        def send():
+            while not done.wait(1.0):
+                self.share(work)
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def in_turn(self, work: Callable):
+        """Call work() on every rank, first on one rank per machine, so that the others find the files that it wrote."""
+        result = work() if self.local_rank == 0 else None
+        dist.barrier(self.control)
+        return work() if self.local_rank else result
+
+    def check_same(self, source: Source):
+        """Raise UserError if the config or the sizes of the files of a source differ between ranks."""
+        about = repr((source.config, source.quantization, source.files.sizes()))
+        digests = [None] * self.size
+        dist.all_gather_object(digests, hashlib.sha256(about.encode()).hexdigest(), group=self.control)
+        if other := [rank for rank, value in enumerate(digests) if value != digests[0]]:
+            raise UserError(
+                f"{source.path} of rank {other[0]} is not rank 0's: its config, or the names or sizes of its files "
+                "differ; copy one to all machines"
+            )
+
+    # ------------------------------------------------------------ shutdown
+
+    def finish(self):
+        """Exit with code 0 when all ranks are done, by os._exit: C++ destructors at Python's exit have been seen to
+        abort the process."""
+        try:
+            dist.barrier(self.control)
+            self.done.set()
+            self.watch.join()
+            dist.barrier(self.control)  # rank 0 may host the store, so it must outlive all watch threads
+            dist.destroy_process_group()
+        except Exception:
+            self.wait_for_reason()
+            self.abort(1, traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def wait_for_reason(self):
+        """A connection broke because another rank ended: wait until the watch thread knows which one and exits."""
+        self.connection_broke = True
+        self.watch.join(TIMEOUT_S)  # bounded, in case the watch thread itself has ended
+
+    def abort(self, code: int, text: str):
+        """End all ranks and exit, with this error or the one that is already in the store."""
+        if self.rank:
+            time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should be the one to report it
+        reason = json.dumps([code, self.rank, text])
+        try:
+            reason = self._client().compare_set("end", "", reason)
+        except dist.DistError:  # the store has gone, so nobody can read the reason
+            pass
+        self._exit(*json.loads(reason))
+
+    def _exit(self, code: int, who: int, text: str):
+        """Exit. Rank 0 first prints the error of rank `who`; if it is itself dead, each machine's first rank does."""
+        if not self.exiting.acquire(blocking=False):
+            threading.Event().wait()  # the other thread is about to exit
+        if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
+            name = f"{Path(sys.argv[0]).name}: error: "
+            text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
+            print(text, file=sys.__stderr__, flush=True)  # sys.stderr is the null device, except on rank 0
+        try:
+            sys.stdout.flush()
+            store = self._client()
+            if self.rank == 0:
+                store.set("reported", "")
+            else:
+                store.wait(["reported"])  # torchrun ends all ranks as soon as one has exited
+        except Exception:  # the store, or the reader of stdout, has gone
+            pass
+        os._exit(code or 1)
+
+    def _watch(self):
+        """The watch thread: sets this rank's heartbeat, and exits the process when the store holds a reason to."""
+        store = self._client()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        last, silence = {}, dict.fromkeys(others, 0.0)
+        try:
+            for beat in range(1 << 60):
+                if self.done.wait(HEARTBEAT_S):
+                    return
+                store.set(f"alive {self.rank}", str(beat))
+                beats = store.multi_get([f"alive {rank}" for rank in others])
+                for rank, value in zip(others, beats):  # silence counts our own beats: the machine may sleep
+                    silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
+                    last[rank] = value
+                limit = BROKEN_TIMEOUT_S if self.connection_broke else self.timeout_s
+                if silent := [rank for rank in others if silence[rank] >= limit]:
+                    text = f"ended without an error message (no heartbeat of rank {', '.join(map(str, silent))})"
+                    store.compare_set("end", "", json.dumps([1, silent[0], text]))
+                if store.check(["end"]):
+                    self._exit(*json.loads(store.get("end")))
+        except Exception as error:
+            self._exit(1, 0, f"its store has gone, with torchrun or rank 0 ({first_line(error)})")

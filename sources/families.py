@@ -1,0 +1,242 @@
+"""The model families that can be read: one record each, in the table FAMILIES at the end.
+
+Read down: Layout, which says how the tensors of a kind of file are named and stored; Family; the functions that read
+the fields of config.json; the functions that change tensors while they are read; the table.
+
+A record says everything that the other files need to know about a family. What can be computed when a checkpoint is
+converted, such as another order of rows, needs no switch in the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from model import Config, check_positive
+from sources.fields import Fields, hf_rope
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of one kind of file are named and stored.
+
+    names: our module name -> the names in the file, without ".weight" and ".bias". If there are several, these tensors
+    are stacked by rows, in this order.
+    """
+
+    names: dict[str, list[str]]
+    layer: str  # the prefix before a layer's number; ours is "blocks."
+    optional_prefix: str = ""  # a prefix that all names have in some files
+    # A name in the file -> how its weight and bias are changed while they are read. If a weight is quantized, this
+    # happens to each of its packed tensors, which have the same rows, so it may only move rows.
+    folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
+
+
+LLAMA_NAMES = {
+    "embedding": ["model.embed_tokens"],
+    "norm": ["model.norm"],
+    "output": ["lm_head"],
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.out": ["self_attn.o_proj"],
+    "attention.q_norm": ["self_attn.q_norm"],
+    "attention.k_norm": ["self_attn.k_norm"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down": ["mlp.down_proj"],
+}
+GGUF_NAMES = {
+    "embedding": ["token_embd"],
+    "norm": ["output_norm"],
+    "output": ["output"],
+    "attention_norm": ["attn_norm"],
+    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.out": ["attn_output"],
+    "attention.q_norm": ["attn_q_norm"],
+    "attention.k_norm": ["attn_k_norm"],
+    "mlp_norm": ["ffn_norm"],
+    "mlp.gate_up": ["ffn_gate", "ffn_up"],
+    "mlp.down": ["ffn_down"],
+}
+BLOOM_NAMES = {
+    "embedding": ["word_embeddings"],
+    "embedding_norm": ["word_embeddings_layernorm"],
+    "norm": ["ln_f"],
+    "output": ["lm_head"],
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv": ["self_attention.query_key_value"],
+    "attention.out": ["self_attention.dense"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "mlp.up": ["mlp.dense_h_to_4h"],
+    "mlp.down": ["mlp.dense_4h_to_h"],
+}
+LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
+GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model family's files mean. The defaults are those of Llama and most of its relatives."""
+
+    model_type: str  # as in config.json
+    architectures: list[str]  # names in transformers; error messages show the first
+    read_fields: Callable[[Fields], dict]  # the fields of config.json -> the fields of our Config
+    defaults: dict = field(default_factory=dict)  # Fields.defaults
+    layout: Layout = LLAMA_LAYOUT  # of Hugging Face files
+    padded_vocabulary: bool = False  # the embedding table may have more rows than the tokenizer has tokens
+    gguf_architecture: str | None = None  # None: there are no GGUF files with an architecture of this family's own
+    gguf_layout: Layout = GGUF_LAYOUT
+    gguf_fields: Callable[[Config], dict] = lambda config: {}  # the fields of Config that are not in the metadata
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def shared_fields(fields: Fields) -> dict:
+    """The fields of Config that Llama and its relatives have in common."""
+    n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
+    check_positive({"n_layer": n_layer}, (int,))  # first, because lists of this many layers are made
+    base, scaling, context = hf_rope(fields)
+    return {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_kv_head": fields.take("num_key_value_heads", None) or n_head,
+        "head_dim": fields.take("head_dim", None) or fields.take("hidden_size") // n_head,
+        "dim": fields.take("hidden_size"),
+        "hidden_dim": fields.take("intermediate_size"),
+        "vocab_size": fields.take("vocab_size"),
+        "max_seq_length": context,
+        "norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
+        "rope_base": base,
+        "rope_scaling": scaling,
+        "tied_embeddings": fields.take("tie_word_embeddings", False) or False,
+    }
+
+
+def attention_bias(fields: Fields) -> dict:
+    return dict.fromkeys(("qkv_bias", "out_bias"), fields.take("attention_bias", False) or False)
+
+
+def biases(fields: Fields) -> dict:
+    return attention_bias(fields) | {"mlp_bias": fields.take("mlp_bias", False) or False}
+
+
+def layer_types(fields: Fields) -> list[str] | None:
+    """The kind of attention of each layer, or None if config.json does not list them."""
+    kinds, n_layer = fields.take("layer_types", None), fields.take("num_hidden_layers")
+    if kinds is not None and (len(kinds) != n_layer or set(kinds) - {"full_attention", "sliding_attention"}):
+        fields.refuse("layer_types", f"must be full_attention or sliding_attention for each of {n_layer} layers")
+    return kinds
+
+
+def sliding_layers(fields: Fields, slides: Callable[[int], bool]) -> dict:
+    """A sliding window in some layers, if use_sliding_window is set. slides: which ones, if layer_types is missing."""
+    window, kinds = fields.take("sliding_window", None), layer_types(fields)
+    if not fields.take("use_sliding_window", False) or window is None:
+        return {}
+    n_layer = fields.take("num_hidden_layers")
+    layers = [i for i in range(n_layer) if (kinds[i] == "sliding_attention" if kinds else slides(i))]
+    return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
+
+
+def llama_fields(fields: Fields) -> dict:
+    found, kinds = shared_fields(fields), layer_types(fields)
+    if fields.take("sliding_window", None) is not None or "sliding_attention" in (kinds or ()):
+        fields.refuse("sliding_window", "is ignored by transformers' Llama; remove it if the model has no window")
+    return found | biases(fields)
+
+
+def mistral_fields(fields: Fields) -> dict:
+    found, kinds = shared_fields(fields), layer_types(fields)
+    window = fields.take("sliding_window", None)
+    if kinds is not None and window is not None and "full_attention" in kinds:
+        fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
+    return found | {"sliding_window": window}
+
+
+def qwen_fields(fields: Fields) -> dict:
+    first = fields.take("max_window_layers", 28)
+    return shared_fields(fields) | sliding_layers(fields, lambda i: i >= first)
+
+
+def bloom_fields(fields: Fields) -> dict:
+    """The fields of Config for BLOOM. Its context is the length of training sequences, although ALiBi has no limit."""
+
+    def either(old, new):
+        """The value of a field that older configs have under the name `old`."""
+        a, b = fields.take(old, None), fields.take(new, None)
+        if a is not None and b is not None and a != b:
+            fields.refuse(old, f"is not equal to {new} = {b!r}, another name for the same field")
+        return fields.take(new) if a is None else a
+
+    H, D = either("n_head", "num_attention_heads"), either("n_embed", "hidden_size")
+    context = fields.take("seq_length", None)
+    return {
+        "n_layer": either("n_layer", "num_hidden_layers"),
+        "n_head": H,
+        "n_kv_head": H,
+        "head_dim": D // H,
+        "dim": D,
+        "hidden_dim": 4 * D,
+        "vocab_size": fields.take("vocab_size"),
+        "max_seq_length": 2048 if context is None else context,
+        "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
+        "tied_embeddings": fields.take("tie_word_embeddings", True) or False,
+        "norm": "layer",
+        "mlp": "gelu",
+        "alibi": True,
+        "embedding_norm": True,
+        "post_norm_residual": fields.take("apply_residual_connection_post_layernorm", False) or False,
+    } | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+
+
+# ---------------------------------------------------------------- tensors that are changed while they are read
+
+
+def separate_pairs(config: Config, tensor: Tensor) -> Tensor:
+    """Rows of q or k for RoPE that rotates neighbours (2i, 2i+1), reordered for ours, which rotates (i, i + E/2)."""
+    E = config.head_dim
+    return tensor.reshape(-1, E // 2, 2, tensor[0].numel()).transpose(1, 2).reshape(tensor.shape)
+
+
+def separate_qkv(config: Config, tensor: Tensor) -> Tensor:
+    """Rows (H,3,E), with q, k and v of each head together, reordered to (3,H,E)."""
+    heads = tensor.reshape(config.n_head, 3, config.head_dim, *tensor.shape[1:])
+    return heads.transpose(0, 1).reshape(tensor.shape)
+
+
+PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k"), separate_pairs))
+BLOOM_LAYOUT = Layout(BLOOM_NAMES, "h.", "transformer.", {"self_attention.query_key_value": separate_qkv})
+
+# ---------------------------------------------------------------- the table
+
+RECORDS = [
+    Family("llama", ["LlamaForCausalLM"], llama_fields, gguf_architecture="llama", gguf_layout=PAIRED_GGUF_LAYOUT),
+    # Mistral's GGUF files have the architecture llama.
+    Family(
+        "mistral", ["MistralForCausalLM"], mistral_fields, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    Family(
+        "qwen2",
+        ["Qwen2ForCausalLM"],
+        lambda fields: qwen_fields(fields) | {"qkv_bias": True},
+        defaults={"num_key_value_heads": 32},
+        gguf_architecture="qwen2",
+    ),
+    Family(
+        "qwen3",
+        ["Qwen3ForCausalLM"],
+        lambda fields: qwen_fields(fields) | attention_bias(fields) | {"qk_norm": True},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        gguf_architecture="qwen3",
+    ),
+    Family(
+        "bloom",
+        ["BloomForCausalLM", "BloomModel"],  # published configs name the model without its tied head
+        bloom_fields,
+        layout=BLOOM_LAYOUT,
+        padded_vocabulary=True,
+    ),
+]
+FAMILIES = {family.model_type: family for family in RECORDS}
+GGUF_FAMILIES = {family.gguf_architecture: family for family in RECORDS if family.gguf_architecture}

@@ -1,0 +1,124 @@
+"""The fields of a Hugging Face config.json: which ones were used, which are harmless, and how RoPE is described.
+
+Every field is used, known to be harmless, refused, or warned about. Fields have the meaning and the defaults that they
+have in transformers. families.py says which fields a family has.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from cli import UserError
+from model import RopeScaling
+
+# Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
+HARMLESS = """
+    _attn_implementation _name_or_path architectures attention_dropout attention_softmax_in_fp32 attn_implementation
+    auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
+    length_penalty masked_softmax_fusion max_length max_sequence_length max_window_layers min_length
+    model_max_length n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences offset_alibi
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+""".split()  # noqa: SIM905
+# Fields that change what the model computes, with the values at which they have no effect.
+NEUTRAL = {
+    "hidden_act": ["silu", "swish"],
+    "is_decoder": [None, False, True],
+    "no_bias": [None, True],
+    "no_rope_layers": [None, []],
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "rope_interleaved", "use_mrope"), [None, False]),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), [None, 1]),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), [None, 1]),
+    **dict.fromkeys(("num_experts", "num_local_experts"), [None, 0, 1]),
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), [None]),
+    **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),
+}
+
+
+class Fields:
+    """The fields of a source's config.json. It records which ones were taken, and `finish` checks the others."""
+
+    def __init__(self, path: Path, fields: dict, defaults: dict):
+        """defaults: the values of missing fields, where the family has others than its relatives."""
+        self.path, self.all, self.defaults, self.taken = path, fields, defaults, set()
+
+    def take(self, name: str, *default):
+        """The value of a field, or the default. UserError if the field is missing and there is no default."""
+        self.taken.add(name)
+        if name in self.all:
+            return self.all[name]
+        if name not in self.defaults and not default:
+            raise UserError(f"{self.path} lacks {name}")
+        return self.defaults[name] if name in self.defaults else default[0]
+
+    def refuse(self, name: str, why: str):
+        raise UserError(f"{self.path}: {name} = {json.dumps(self.all.get(name))} {why}")
+
+    def finish(self):
+        """Refuse the remaining fields that change what the model computes, and warn about unknown ones."""
+        for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
+            value = self.all[name]
+            if name not in NEUTRAL:
+                print(f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored", file=sys.stderr)
+            elif value not in NEUTRAL[name]:
+                self.refuse(name, "changes what the model computes and is not supported")
+
+
+# ---------------------------------------------------------------- RoPE
+
+ROPE_FIELDS = {
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+    "yarn": ["factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"],
+}
+
+
+def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
+    """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
+    context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
+    name = "rope_parameters" if fields.take("rope_parameters", None) is not None else "rope_scaling"
+    rope = dict(fields.take(name, None) or {})
+    base = float(rope.pop("rope_theta", base))
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    if kind not in ROPE_FIELDS:
+        fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
+    if rope.pop("partial_rotary_factor", 1) not in (None, 1):
+        fields.refuse(name, "rotates a part of each head, which is not supported")
+    original = rope.pop("original_max_position_embeddings", None) or context
+    original = fields.take("original_max_position_embeddings", None) or original
+    values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
+    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # what remains of them is null or has no effect
+        rope.pop(key, None)
+    if rope:
+        fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
+    if kind == "default":
+        return base, None, context
+    if lacking := [key for key in ROPE_FIELDS[kind] if key.endswith("factor") and key not in values and kind != "yarn"]:
+        fields.refuse(name, f"lacks {lacking[0]}")
+    if kind == "yarn":
+        magnitudes = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+        values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
+    if kind != "linear":
+        values["original_max_seq_length"] = int(original)
+    # The scaled context may be used even if max_position_embeddings is still the original one.
+    scaled_context = context if context > original else int(original * values.get("factor", 1.0))
+    return base, RopeScaling(kind, **values), scaled_context
+
+
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22). With mscale and mscale_all_dim, as
+    DeepSeek's models have them, it is the ratio of two such factors."""
+
+    def magnitude(m):
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)

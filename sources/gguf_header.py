@@ -1,0 +1,171 @@
+"""Parses the header of a GGUF file: its metadata, and where its tensors are.
+
+The `gguf` package does the same in 20 to 60 times the time, because it makes numpy arrays of every string. docs/gguf.md
+of ggml describes the layout: magic, version, counts, key-value pairs, tensor infos; numbers are little-endian.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# How to unpack a value, by its type in the file; strings (8) and arrays (9) have lengths.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+FIRST_READ = 1 << 24  # bytes; few headers are longer
+# (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
+TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22)}
+TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
+TYPES |= {14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2)}
+
+
+@dataclass
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # the slowest dimension first, as in torch
+    type: str  # such as "Q4_K"
+    start: int  # byte in the file
+    row_bytes: int
+    nbytes: int
+
+
+class Parser:
+    """Reads values from the beginning of a file, one after the other. Raises ValueError or struct.error at its end."""
+
+    def __init__(self, data: bytes):
+        self.data, self.at = data, 0
+
+    def number(self, code: str):
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """An array of strings. A vocabulary has hundreds of thousands of them, so this loop calls nothing of ours."""
+        data, at, found, length_at = self.data, self.at, [], struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > len(data):
+                raise struct.error("the file ends in a string")
+            found.append(data[start:at].decode())
+        self.at = at
+        return found
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise ValueError(f"a value of type {kind}, which is not known")
+        item, count = self.number("I"), self.number("Q")
+        if item == STRING:
+            return self.strings(count)
+        if item not in SCALARS:
+            raise ValueError(f"an array of type {item}, which is not known")
+        if count * np.dtype(SCALARS[item]).itemsize > len(self.data) - self.at:
+            raise struct.error("the file ends in an array")
+        array = np.frombuffer(self.data, np.dtype("<" + SCALARS[item]), count, self.at) if count else np.zeros(0)
+        self.at += array.nbytes
+        return array.tolist()
+
+
+def read_header(file: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """(metadata, tensors by name) of an open file (a descriptor). Raises ValueError, with the tensor's name if there is
+    one, for what is not a complete GGUF file."""
+    size = os.fstat(file).st_size
+    length = FIRST_READ
+    while True:
+        data = os.pread(file, length, 0)
+        try:
+            return parse(data, size)
+        except struct.error:
+            if len(data) >= size or len(data) < length:
+                raise ValueError("truncated: the file ends in its header") from None
+            length *= 2
+
+
+def parse(data: bytes, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """The same, from the first bytes of a file of `size` bytes. Raises struct.error if the header is longer."""
+    parser = Parser(data)
+    if data[:4] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    parser.at = 4
+    version = parser.number("I")
+    if version not in (2, 3):
+        raise ValueError(f"version {version} is not known; known: 2 and 3 (little-endian)")
+    n_tensors, n_fields = parser.number("Q"), parser.number("Q")
+    metadata = {}
+    for _ in range(n_fields):
+        name = parser.string()
+        if name in metadata:
+            raise ValueError(f"the field {name} is there twice")
+        metadata[name] = parser.value(parser.number("I"))
+    entries = [read_info(parser) for _ in range(n_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment {alignment!r} is no power of two")
+    begin = -(-parser.at // alignment) * alignment
+    return metadata, locate(entries, begin, alignment, size)
+
+
+def read_info(parser: Parser) -> tuple[str, tuple[int, ...], int, int]:
+    """(name, shape, type, offset) of a tensor."""
+    name, n_dimensions = parser.string(), parser.number("I")
+    if n_dimensions > 4:
+        raise ValueError(f"tensor {name} has {n_dimensions} dimensions")
+    shape = tuple(parser.number("Q") for _ in range(n_dimensions))[::-1]
+    return name, shape, parser.number("I"), parser.number("Q")
+
+
+def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, TensorInfo]:
+    """The tensors by name, after checking that they are whole, aligned, and apart."""
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, kind, offset in entries:
+        type_name, columns, block = block_sizes(name, kind)
+        rows, K = 1, shape[-1] if shape else 1
+        for dimension in shape[:-1]:
+            rows *= dimension
+        if K % columns:
+            raise ValueError(f"tensor {name} ({type_name}) has rows of {K} elements, which are no blocks of {columns}")
+        row_bytes = K // columns * block
+        start, end = begin + offset, begin + offset + rows * row_bytes
+        if end > size:
+            raise ValueError(f"truncated: tensor {name} ends at byte {end:,}, the file at {size:,}")
+        if offset % alignment:
+            raise ValueError(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
+        if name in tensors:
+            raise ValueError(f"tensor {name} is there twice")
+        tensors[name] = TensorInfo(name, shape, type_name, start, row_bytes, end - start)
+    by_place = sorted(tensors.values(), key=lambda tensor: tensor.start)
+    for first, second in zip(by_place, by_place[1:]):
+        if first.start + first.nbytes > second.start:
+            raise ValueError(f"tensors {first.name} and {second.name} overlap")
+    return tensors
+
+
+def block_sizes(name: str, kind: int) -> tuple[str, int, int]:
+    """(name, columns of a block, bytes of a block) of a type of tensors."""
+    if kind in TYPES:
+        return TYPES[kind]
+    import gguf
+
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+        return known.name, *gguf.GGML_QUANT_SIZES[known]
+    except (ValueError, KeyError):
+        raise ValueError(f"tensor {name} has type {kind}, which is not known") from None
+
+
+def open_file(path: Path) -> int:
+    """A descriptor of a regular file. (Reading a device or a pipe might never end.)"""
+    if not path.is_file():
+        raise FileNotFoundError("it is no file" if path.exists() else "it does not exist")
+    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

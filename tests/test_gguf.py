@@ -1,0 +1,266 @@
+"""GGUF files that run as they are: the header's parser, broken and hostile files, files that change, ranks."""
+
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+
+import gguf
+import pytest
+import torch
+import transformers
+from conftest import ROOT, greedy, random_prompts
+from gguf_writer import bpe_fields, write_gguf
+from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+
+import checkpoint
+from checkpoint import open_directory, read_model
+from cli import UserError
+from convert_hf_checkpoint import convert
+from formats import QuantizedLinear, StackedLinear
+from load import load_model
+from sources import gguf_header
+from sources.gguf_file import GgufFile, end_tokens
+from sources.hub import default_gguf
+from sources.opening import open_gguf, open_source
+from tp import Shard
+
+Q = gguf.GGMLQuantizationType
+
+
+def kinds_of_a_real_file(name):
+    kinds = {"token_embd": Q.Q6_K, "attn_v": Q.Q6_K, "ffn_down": Q.Q5_K if name.startswith("blk.1.") else Q.Q6_K}
+    return kinds.get(name.split(".")[-2], Q.Q4_K)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, byte_level):  # noqa: F811
+    """A small file whose layers have several formats, as in a Q4_K_M file."""
+    from tokenizers import Tokenizer as Library
+
+    config = transformers.Qwen2Config(
+        vocab_size=131, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, intermediate_size=768,
+        num_hidden_layers=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
+    write_gguf(path, transformers.AutoModelForCausalLM.from_config(config), fields, quantize=kinds_of_a_real_file)
+    return path
+
+
+# ---------------------------------------------------------------- the header
+
+
+@pytest.mark.parametrize("which", ["small", "default"])
+def test_the_header_equals_that_of_the_gguf_package(file, which):
+    path = file if which == "small" else default_gguf()
+    reader, ours = gguf.GGUFReader(path), GgufFile(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == fields
+    for tensor in reader.tensors:
+        info = ours.infos[tensor.name]
+        assert (info.type, info.shape) == (tensor.tensor_type.name, tuple(map(int, tensor.shape[::-1])))
+        assert (info.start, info.nbytes) == (tensor.data_offset, tensor.n_bytes)
+    assert len(ours.infos) == len(reader.tensors)
+
+
+def test_long_headers_are_read_in_several_steps(file, monkeypatch):
+    expected = GgufFile(file)
+    monkeypatch.setattr(gguf_header, "FIRST_READ", 100)
+    found = GgufFile(file)
+    assert found.metadata == expected.metadata and found.infos == expected.infos
+
+
+def edited(file, name, change):
+    """The bytes of a file in which the info of tensor `name` is changed: change(dimensions, type, offset)."""
+    raw = bytearray(file.read_bytes())
+    at = raw.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    (n,) = struct.unpack_from("<I", raw, at)
+    info = struct.Struct(f"<{n}QIQ")
+    *dimensions, kind, offset = info.unpack_from(raw, at + 4)
+    changed = change(dimensions, kind, offset)
+    info.pack_into(raw, at + 4, *changed[0], *changed[1:])
+    return bytes(raw)
+
+
+DAMAGES = {
+    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is no multiple of 32"),
+    "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
+    "beyond the end": (
+        lambda d, kind, offset: (d, kind, 1 << 40),
+        "truncated: tensor blk.1.attn_q.weight ends at byte",
+    ),
+    "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
+    "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which are no blocks of 256"),
+    "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
+}
+
+
+@pytest.mark.parametrize("change, why", DAMAGES.values(), ids=DAMAGES)
+def test_wrong_places_of_tensors_are_refused(file, tmp_path, change, why):
+    (tmp_path / "x.gguf").write_bytes(edited(file, "blk.1.attn_q.weight", change))
+    with pytest.raises(UserError, match=why):
+        open_gguf(tmp_path / "x.gguf")
+
+
+def test_other_broken_files_are_refused(file, tmp_path):
+    raw, path = file.read_bytes(), tmp_path / "x.gguf"
+    first, second = b"blk.0.attn_q.weight", b"blk.1.attn_q.weight"
+    cases = {
+        "tensor blk.1.attn_q.weight is there twice": raw.replace(first, second, 1),
+        "it does not begin with GGUF": raw[1000:],
+        "version 99 is not known": raw[:4] + struct.pack("<I", 99) + raw[8:],
+        "the file ends in its header": raw[:500],
+        "truncated: tensor .* ends at byte": raw[:-40000],
+        "the field general.architecture is there twice": raw[:16] + bytes([raw[16] + 1]) + raw[17:69] + raw[24:],
+    }
+    for why, data in cases.items():
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=why):
+            open_gguf(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="it is no file"):
+        open_gguf(path)
+    with pytest.raises(UserError, match="does not exist"):
+        open_gguf(tmp_path / "missing.gguf")
+
+
+def test_random_damage_ends_in_one_line_or_not_at_all(file, tmp_path):
+    """Bytes of the header are changed at random. Whatever happens, it is a model or a UserError of one line."""
+    raw, path, rng = file.read_bytes(), tmp_path / "x.gguf", random.Random(5)
+    size = min(info.start for info in GgufFile(file).infos.values())
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(raw)
+        for _ in range(rng.choice([1, 1, 3, 20])):
+            damaged[rng.randrange(size)] = rng.choice([0, 1, 127, 255, rng.randrange(256)])
+        path.write_bytes(damaged)
+        try:
+            source = open_gguf(path)
+            source.tokenizer_files()
+            read_model(source)
+        except UserError as error:
+            refused += "\n" not in str(error)
+    assert refused > 60
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_equals_its_conversion(file, tmp_path, dtype):
+    """The model that is read from the file has the tokens of the directory with the same bits, and of a dense one."""
+    kept, dense = tmp_path / "kept", tmp_path / "dense"
+    convert(open_gguf(file), kept, dtype), convert(open_gguf(file, dequantize=True), dense, dtype)
+    prompts = random_prompts((5, 30))
+
+    def tokens(source, **options):
+        return greedy(load_model(source, dtype=dtype, **options), prompts, 12)
+
+    expected = tokens(kept)
+    assert tokens(open_gguf(file)) == expected
+    if dtype == torch.float32:
+        assert tokens(dense) == tokens(open_gguf(file), dequantize=True) == expected
+        assert tokens(open_gguf(file), kernels="torch") == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_takes_its_slices(file, ranks):
+    """Rows and columns of whole blocks, also where q, k and v have different formats."""
+    if ranks == 3:
+        with pytest.raises(UserError, match="n_head 8 is not a multiple of 3"):
+            read_model(open_gguf(file), shard=Shard(0, 3))
+        return
+    whole = read_model(open_gguf(file))
+    for rank in range(ranks):
+        shard = Shard(rank, ranks)
+        part, slices = read_model(open_gguf(file), shard=shard).state_dict(), shard.fit(whole).slices(whole)
+        assert part.keys() == whole.state_dict().keys()
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(part[name], slices[name].of(tensor)), name
+    stacks = [module for module in whole.modules() if isinstance(module, StackedLinear)]
+    assert len(stacks) == 2 and all(isinstance(piece, QuantizedLinear) for stack in stacks for piece in stack)
+
+
+def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
+    """It is replaced, or written to, or cut short: one line, or the model of the old file."""
+    path, data = tmp_path / "x.gguf", file.read_bytes()
+
+    def read_with(change):
+        path.write_bytes(data)
+        source, seen = open_gguf(path), []
+        original = GgufFile.read
+
+        def read(self, info):
+            seen.append(info)
+            if len(seen) == 5:
+                change()
+            return original(self, info)
+
+        monkeypatch.setattr(GgufFile, "read", read)
+        try:
+            read_model(source)
+        finally:
+            monkeypatch.setattr(GgufFile, "read", original)
+
+    def replace():
+        (tmp_path / "new").write_bytes(data)
+        (tmp_path / "new").rename(path)
+
+    for change, why in (
+        (replace, "was changed while it was read"),
+        (lambda: path.write_bytes(b"x" + data[1:]), "was changed while it was read"),
+        (lambda: os.truncate(path, 5000), "was truncated while it was read"),
+        (path.unlink, "was changed while it was read"),
+    ):
+        with pytest.raises(UserError, match=why):
+            read_with(change)
+    read_with(lambda: None)
+
+
+def test_a_directory_that_is_replaced_while_it_is_read(file, tmp_path):
+    convert(open_gguf(file), tmp_path / "one", torch.float32)
+    source = open_directory(tmp_path / "one")
+    convert(open_gguf(file, dequantize=True), tmp_path / "one", torch.float32)
+    with pytest.raises(UserError, match="was changed while it was read|lacks tensor|holds tensor"):
+        read_model(source)
+
+
+def test_end_tokens_are_known_by_name_and_type():
+    tokens = ["<s>", "</s>", "a", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
+    fields = {"tokens": tokens, "eos_token_id": 4, "token_type": [3, 1, 1, 3, 3, 1, 3]}
+    assert end_tokens(lambda name, *default: fields.get(name, *default)) == [4, 3, 6]
+
+
+@pytest.mark.slow
+def test_nothing_is_written(file, tmp_path):
+    """A file in a read-only directory runs, and no file appears beside it, in the checkout, or at home."""
+    (tmp_path / "home").mkdir()
+    before = {path for path in ROOT.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts}
+    environment = os.environ | {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")}
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint_path", str(file), "--prompt", "ab"]
+    done = subprocess.run([*command, "--max_new_tokens", "3"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = {path for path in ROOT.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts}
+    assert after <= before and list((tmp_path / "home").iterdir()) == [] and list(file.parent.iterdir()) == [file]
+
+
+def test_conversions_of_earlier_versions_are_named(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path)
+    for name in ("small-bfloat16-0123abcd", "small-bfloat16-mine", "other-bfloat16-0123abcd"):
+        convert(open_gguf(file), tmp_path / name, torch.float32)
+    capsys.readouterr()
+    open_source(str(file))
+    assert re.fullmatch(r"no longer needed: \S+/small-bfloat16-0123abcd \(0\.00 GB\), .*\n", capsys.readouterr().err)
+
+
+def test_what_is_no_source_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    for name, why in ((tmp_path / "a.txt", "has no config.json"), (tmp_path, "has no config.json")):
+        with pytest.raises(UserError, match=why):
+            open_source(str(name))

@@ -1,0 +1,89 @@
+"""A real file of 1.1 GB, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, beside transformers with the same weights.
+
+benchmarks/fetch_models.py downloads it once, and keeps it outside of the repository.
+"""
+
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from test_tokenizer import strings
+
+from formats import QuantizedLinear
+from load import Checkpoint, load_model
+from model import Linear
+from sources.opening import open_gguf
+from tokenizer import ChatTemplate
+
+pytestmark = pytest.mark.full
+PROMPTS = ["def fibonacci(n):", "The capital of France is", "# A binary search\n", "Übrigens, 12345 and"]
+
+
+@pytest.fixture(scope="module")
+def path():
+    command = [sys.executable, str(ROOT / "benchmarks" / "fetch_models.py"), "qwen2.5-coder-1.5b"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(path):
+    return Checkpoint(open_gguf(Path(path)))
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    folder, _, name = path.rpartition("/")
+    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+def test_token_ids_equal_transformers(checkpoint, oracle):
+    for text in strings(["<|im_start|>", "<|im_end|>", "<|endoftext|>"], n=300):
+        # Qwen's own tokenizer.json normalizes; transformers leaves this out when it reads a GGUF file.
+        ids = oracle(unicodedata.normalize("NFC", text), add_special_tokens=False).input_ids
+        assert checkpoint.tokenizer.encode(text) == ids, repr(text)
+
+
+def test_conversations_equal_transformers(checkpoint, oracle):
+    template = ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "?"},
+    ]
+    for messages in (turns[:1], turns, [{"role": "system", "content": "Be brief."}, *turns]):
+        expected = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert template.render(messages) == expected
+    ends = {checkpoint.tokenizer.vocabulary.library.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")}
+    assert ends <= set(checkpoint.tokenizer.eos_ids)
+
+
+def test_no_matrix_is_dense(checkpoint):
+    model = load_model(checkpoint.source, kernels="torch")
+    assert not any(type(module) is Linear for module in model.modules())
+    formats = {module.scheme.format for module in model.modules() if isinstance(module, QuantizedLinear)}
+    assert formats == {"q4_k", "q6_k"}
+
+
+def test_greedy_text_equals_transformers(checkpoint, path):
+    """In float32, with dequantized weights."""
+    folder, _, name = path.rpartition("/")
+    ids = [checkpoint.tokenizer.encode(text) for text in PROMPTS]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    expected = []
+    for prompt in ids:
+        with torch.no_grad():
+            out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        expected.append(out[0, len(prompt) :].tolist())
+    del theirs
+    from engine import Engine, Request, generate
+    from sampling import SamplingParams
+
+    engine = Engine(load_model(checkpoint.source, dtype=torch.float32, dequantize=True), len(ids), 64)
+    requests = [Request(prompt, SamplingParams(temperature=0.0), 12) for prompt in ids]
+    generate(engine, requests)
+    assert [request.new_tokens for request in requests] == expected

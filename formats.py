@@ -211,6 +211,18 @@ def decode_q6_k(blocks: Tensor):
     return (low | high << 4).to(torch.int8) - 32, scales, None
 
 
+# The 16 levels of llama.cpp's IQ4_NL: closer together around 0, where most weights are.
+IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def from_table(q: Tensor) -> Tensor:
+    return torch.tensor(IQ4_NL_TABLE, dtype=torch.int8, device=q.device)[q.long()]
+
+
+def decode_iq4_nl(blocks: Tensor):
+    return from_table(nibbles(blocks[..., 2:])), halves(blocks, 0), None
+
+
 # ---------------------------------------------------------------- the encoders
 
 
@@ -268,6 +280,34 @@ def quantize_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
     return {"packed": pack_nibbles(levels), "scales": scales, "mins": mins}
 
 
+def quantize_iq4_nl(w: Tensor, groupsize: int) -> dict[str, Tensor]:
+    """Non-linear: a group's levels are the nearest in a table, for the scale that fits its weights best.
+
+    For each of some scales that map the largest weight to one end of the table or near it, the levels are chosen, and
+    then the scale with the least squared error for these levels, in which large weights count more.
+    """
+    g = split_groups(w, groupsize)  # (N,G,32)
+    table = torch.tensor(IQ4_NL_TABLE, dtype=torch.float32)
+    middles = (table[1:] + table[:-1]) / 2
+    largest = g.gather(2, g.abs().argmax(2, keepdim=True))
+    x = torch.where(largest == 0, 0, g / largest)  # -1..1, so that no product overflows
+    scales, best = torch.zeros_like(largest), torch.zeros_like(largest)
+    for end in (*range(-134, -119), 113, 127):
+        values = table[torch.bucketize(x * end, middles)]
+        weighted = x * x * values
+        products, squares = (weighted * x).sum(2, keepdim=True), (weighted * values).sum(2, keepdim=True)
+        gain = torch.where(squares > 0, products * products / squares, 0)  # by which the squared error is smaller
+        scales, best = torch.where(gain > best, products / squares, scales), torch.maximum(gain, best)
+    scales = scales * largest
+    scales = scales[..., 0].to(torch.float16)
+    check_finite(w, scales)
+    steps = scales.float()[:, :, None]
+    levels = torch.bucketize(torch.where(steps != 0, g / steps, 0), middles)
+    q = levels.to(torch.uint8)  # (N,G,32)
+    blocks = torch.cat([scales[..., None].view(torch.uint8), q[..., :16] | q[..., 16:] << 4], -1)
+    return {"blocks": blocks.flatten(1)}
+
+
 # ---------------------------------------------------------------- the table
 
 FORMATS = {
@@ -281,6 +321,7 @@ FORMATS = {
     "q4_k": block_format(4, (256, 144), decode_q4_k, halves_at=(0, 2)),
     "q5_k": block_format(5, (256, 176), decode_q5_k, halves_at=(0, 2)),
     "q6_k": block_format(6, (256, 210), decode_q6_k, group=16, halves_at=(208,)),
+    "iq4_nl": block_format(4, (32, 18), decode_iq4_nl, quantize=quantize_iq4_nl),
 }
 
 

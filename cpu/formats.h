@@ -358,7 +358,25 @@ struct Q6_K : Blocks<256, 210> {
   static int8_t number(const uint8_t* block, int i) { return block[192 + i]; }
 };
 
-using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K>;
+// 4 bits that are places in a table of 16 levels.
+struct TableNibbles : Nibbles {
+  // llama.cpp's table with OFFSET added
+  alignas(16) static constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)TABLE));
+    Nibbles::unpack(group, step, levels);
+    for (__m512i& level : levels) level = _mm512_shuffle_epi8(table, level);
+  }
+};
+
+struct Iq4Nl : SmallBlocks<18, false> {
+  static constexpr const char* NAME = "iq4_nl";
+  using Levels = TableNibbles;
+  static constexpr int OFFSET = 128;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) { read_nibbles(block(s, n, b) + 2, q); }
+};
+
+using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Iq4Nl>;
 
 // Calls work(F()) with the format of this number.
 template <class Work>

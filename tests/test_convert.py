@@ -420,7 +420,7 @@ def mixed(name):
     """A mixture of types, as in real files and worse."""
     kinds = {"token_embd": Q.Q8_0, "output": None, "ffn_down": Q.Q8_0, "attn_output": Q.Q5_0, "attn_v": Q.Q4_1}
     if name.startswith("blk.1."):
-        kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.Q5_1, "ffn_gate": Q.Q4_0, "ffn_down": Q.BF16}
+        kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.IQ4_NL, "ffn_gate": Q.Q4_0, "ffn_down": Q.BF16}
     return kinds.get(name.split(".")[-2], Q.Q4_0)
 
 
@@ -441,11 +441,11 @@ def scheme_text(scheme):
 
 MATRICES = ["attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"]
 KEPT = {kind.name: (lambda name, kind=kind: kind, kind.name.lower(), kind.name.lower()) for kind in (
-    Q.Q4_0, Q.Q5_0, Q.Q8_0, Q.Q5_K, Q.Q6_K,
+    Q.Q4_0, Q.Q5_0, Q.Q8_0, Q.IQ4_NL, Q.Q5_K, Q.Q6_K,
 )}  # fmt: skip
 KEPT |= {
     "default": (lambda name: Q.Q8_0 if name == "token_embd.weight" else Q.Q4_1, "q4_1", "q8_0"),
-    "mixed": (mixed, "q4_0+q4_0+q4_1 q5_0 q4_0 q8_0 q4_0+q4_0+q8_0 q4_0 q4_0+q5_1 none", "q8_0 none"),
+    "mixed": (mixed, "q4_0+q4_0+q4_1 q5_0 q4_0 q8_0 q4_0+q4_0+q8_0 q4_0 q4_0+iq4_nl none", "q8_0 none"),
     "mixed_k": (mixed_k, "q5_k+q4_k+q6_k q4_k q4_k q6_k q5_k+q4_k+q4_k q4_k q5_1+none q4_k", "q4_k q6_k"),
 }
 

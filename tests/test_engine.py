@@ -117,7 +117,7 @@ def test_schedules_change_no_tokens(models, format):
                 assert (request.new_tokens, request.finish_reason) == (alone, "length")
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, format, dtype):
     """With the CPU kernels they are the same for all chunks, neighbours and offsets, and whatever wrote the prefix."""

@@ -399,6 +399,7 @@ def test_attention_refuses_what_lies_outside_the_cache():
 # ---------------------------------------------------------------- in models
 
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
+MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 
 

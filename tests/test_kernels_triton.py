@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -472,6 +473,20 @@ def test_models_on_a_cpu_do_not_need_triton(tiny):
     """Neither Triton nor its kernels are imported."""
     with mock.patch.dict(sys.modules, {"kernels_triton": None, "triton": None}):
         assert load_model(tiny("llama-mha")[2]).backend.run_blocks is not kt.fused_blocks
+
+
+def test_a_format_without_kernels_is_unpacked_to_bfloat16(models, capsys):
+    ours, plain = models("llama-mha", Quantization("iq4_nl", 32, "int8"), BF16)
+    assert "no kernels for iq4_nl: unpacked" in capsys.readouterr().err
+    assert type(ours.blocks[1].mlp.down) is Linear and isinstance(ours.embedding, kt.PackedEmbedding)
+    assert torch.equal(ours.blocks[1].mlp.down.weight.cpu(), plain.blocks[1].mlp.down.weights().bfloat16().cpu())
+    tokens, positions = torch.tensor(random_prompts((5, 5)), device=DEVICE), torch.arange(5, device=DEVICE)
+    logits = []
+    for model, context in ((ours, nullcontext()), (plain, only_torch())):
+        model.setup_caches(2, 8)
+        with context:
+            logits.append(model(tokens, positions.expand(2, 5)))
+    close(logits[0], logits[1].float(), 0.03)
 
 
 # ---------------------------------------------------------------- ahead of time

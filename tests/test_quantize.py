@@ -104,6 +104,22 @@ def test_the_layout_on_disk():
 ENCODED = [name for name, format in FORMATS.items() if format.quantize is not None]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_iq4_nl_equals_the_gguf_package_and_is_better_than_its_neighbours(kind):
+    """Hostile blocks as well: every scale, also negative, infinite and NaN, and every nibble."""
+    w = matrix(7, 96, kind, 3).float()
+    blocks = pack(w, "iq4_nl", 32)["blocks"].numpy()
+    values = FORMATS["iq4_nl"].unpack(pack(w, "iq4_nl", 32), 32, 96)
+    assert np.array_equal(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ4_NL), values.numpy())
+    with pytest.raises(ValueError, match="too large for float16"):
+        pack(torch.full((1, 32), 1e18), "iq4_nl", 32)
+    steps = 127 * 2.0**-24  # of the smallest float16 scale
+    assert (values - w).abs().max() <= w.abs().max() * 0.13 + steps  # more than half of the widest gap of the table
+    if kind == "normal":
+        other = FORMATS["int4"].unpack(pack(w, "int4", 32), 32, 96)
+        assert (values - w).square().mean() < (other - w).square().mean()
+
+
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].halves_at])
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_blocks_of_gguf_files_equal_the_gguf_package(name):

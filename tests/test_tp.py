@@ -46,6 +46,7 @@ POST_NORM = BLOOM | {"post_norm_residual": True}
 CASES = {
     "2 llama, MHA": (2, LLAMA, 6, 6, 10, 44, 57, False, None, "auto", False),
     "2 qwen2, K copied, int8": (2, QWEN2, 6, 3, 32, 52, 128, True, ("int8", 32, "int8"), "torch", False),
+    "2 qwen2, iq4_nl": (2, QWEN2, 6, 3, 32, 54, 150, False, ("iq4_nl", 32, "iq4_nl"), "auto", False),
     "2 bloom, int4 in whole rows": (2, BLOOM, 10, 10, 6, 50, 84, True, ("int4", 0, "int4"), "auto", False),
     "2 qwen3, K on both, compiled": (2, QWEN3, 4, 1, 14, 38, 46, False, None, "auto", True),
     "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 160, True, ("int4", 32, "int8"), "auto", False),
@@ -211,8 +212,8 @@ def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, excep
     assert found == shares and sum(found) == F
 
 
-@pytest.mark.parametrize("exceptions", [{}, {"blocks.1.mlp.down": "int4-g64"}])
-@pytest.mark.parametrize("groupsize, head", [(0, "int8"), (32, "int4"), (64, "int8"), (128, "none")])
+@pytest.mark.parametrize("exceptions", [{}, {"blocks.1.mlp.down": "int4-g64", "blocks.0.attention.qkv": "iq4_nl"}])
+@pytest.mark.parametrize("groupsize, head", [(0, "int8"), (32, "int4"), (64, "iq4_nl"), (128, "none")])
 def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exceptions):
     """--draft int4-self of an int8 checkpoint, whose layers in 4 bits and in the head keep their own formats."""
     config = Config(2, 4, 2, 32, 132, 320, 131, 64, tied_embeddings=head == "int8")

@@ -4,8 +4,8 @@ quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that o
 language reference that comes with Python (pydoc_data.topics): English technical prose that no checkpoint here was
 calibrated on. int4-gptq is calibrated on text that the model writes itself.
 
-The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels;
-these rows say nothing about other models.
+The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels,
+while iq4_nl loses a second time; these rows say nothing about other models.
 """
 
 import pydoc_data.topics
@@ -26,6 +26,7 @@ from tokenizer import Tokenizer
 SETTINGS = [Quantization("int8", size, "int8") for size in (0, 128, 64, 32)]  # 0: one group per row
 SETTINGS += [Quantization("int8", 32, "none"), Quantization("int4", 32, "int4")]
 SETTINGS += [Quantization(mode, size, "int8") for size in (128, 64, 32) for mode in ("int4", "int4-gptq")]
+SETTINGS += [Quantization("iq4_nl", 32, "int8")]
 WINDOW = 1024
 
 

@@ -223,6 +223,13 @@ def decode_iq4_nl(blocks: Tensor):
     return from_table(nibbles(blocks[..., 2:])), halves(blocks, 0), None
 
 
+def decode_iq4_xs(blocks: Tensor):
+    high = bits(blocks[..., 2:4], 4, 2).transpose(-1, -2).flatten(-2)  # two bits of each scale
+    low = bits(blocks[..., 4:8], 2, 4).transpose(-1, -2).flatten(-2)
+    scales = halves(blocks, 0).float() * ((low | high << 4).to(torch.int8) - 32)
+    return from_table(nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)), scales, None
+
+
 # ---------------------------------------------------------------- the encoders
 
 
@@ -322,6 +329,7 @@ FORMATS = {
     "q5_k": block_format(5, (256, 176), decode_q5_k, halves_at=(0, 2)),
     "q6_k": block_format(6, (256, 210), decode_q6_k, group=16, halves_at=(208,)),
     "iq4_nl": block_format(4, (32, 18), decode_iq4_nl, quantize=quantize_iq4_nl),
+    "iq4_xs": block_format(4, (256, 136), decode_iq4_xs),
 }
 
 

@@ -376,7 +376,21 @@ struct Iq4Nl : SmallBlocks<18, false> {
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) { read_nibbles(block(s, n, b) + 2, q); }
 };
 
-using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Iq4Nl>;
+struct Iq4Xs : Blocks<256, 136> {
+  static constexpr const char* NAME = "iq4_xs";
+  using Levels = TableNibbles;
+  using Scales = ByteScales<false>;
+  static constexpr int OFFSET = 128;
+  static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
+    read_nibbles(block(s, n, b / 8) + 8 + 16 * (b % 8), q);
+  }
+  static uint16_t d(const uint8_t* block) { return read_half(block); }
+  static int8_t number(const uint8_t* block, int i) {
+    return ((block[4 + i / 2] >> 4 * (i % 2) & 15) | (read_half(block + 2) >> 2 * i & 3) << 4) - 32;
+  }
+};
+
+using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Iq4Nl, Iq4Xs>;
 
 // Calls work(F()) with the format of this number.
 template <class Work>

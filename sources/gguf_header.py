@@ -19,7 +19,7 @@ FIRST_READ = 1 << 24  # bytes; few headers are longer
 # (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
 TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22)}
 TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
-TYPES |= {14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 30: ("BF16", 1, 2)}
+TYPES |= {14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2)}
 
 
 @dataclass

@@ -426,7 +426,7 @@ def mixed(name):
 
 def mixed_k(name):
     """As in Q4_K_M files: some values and down projections have more bits. The file's head is larger, too."""
-    kinds = {"token_embd": Q.Q4_K, "output": Q.Q6_K, "attn_q": Q.Q5_K}
+    kinds = {"token_embd": Q.Q4_K, "output": Q.Q6_K, "attn_q": Q.Q5_K, "attn_output": Q.IQ4_XS}
     kinds |= (
         {"ffn_gate": Q.Q5_1, "ffn_up": None} if name.startswith("blk.1.") else {"attn_v": Q.Q6_K, "ffn_down": Q.Q6_K}
     )
@@ -441,12 +441,12 @@ def scheme_text(scheme):
 
 MATRICES = ["attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"]
 KEPT = {kind.name: (lambda name, kind=kind: kind, kind.name.lower(), kind.name.lower()) for kind in (
-    Q.Q4_0, Q.Q5_0, Q.Q8_0, Q.IQ4_NL, Q.Q5_K, Q.Q6_K,
+    Q.Q4_0, Q.Q5_0, Q.Q8_0, Q.IQ4_NL, Q.Q5_K, Q.Q6_K, Q.IQ4_XS,
 )}  # fmt: skip
 KEPT |= {
     "default": (lambda name: Q.Q8_0 if name == "token_embd.weight" else Q.Q4_1, "q4_1", "q8_0"),
     "mixed": (mixed, "q4_0+q4_0+q4_1 q5_0 q4_0 q8_0 q4_0+q4_0+q8_0 q4_0 q4_0+iq4_nl none", "q8_0 none"),
-    "mixed_k": (mixed_k, "q5_k+q4_k+q6_k q4_k q4_k q6_k q5_k+q4_k+q4_k q4_k q5_1+none q4_k", "q4_k q6_k"),
+    "mixed_k": (mixed_k, "q5_k+q4_k+q6_k iq4_xs q4_k q6_k q5_k+q4_k+q4_k iq4_xs q5_1+none q4_k", "q4_k q6_k"),
 }
 
 

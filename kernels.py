@@ -56,7 +56,7 @@ def has_kernel(name, device):
 FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
-    "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token",
+    "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
 )  # fmt: skip
 
 

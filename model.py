@@ -85,7 +85,7 @@ class Config:
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
-
+    layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     norm: str = "rms"  # or "layer": LayerNorm, with weight and bias (this and the fields below: BLOOM)
     mlp: str = "swiglu"  # or "gelu": ungated, tanh-GELU
     alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
@@ -108,7 +108,7 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.n_token is not None and self.n_token > self.vocab_size:
             raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
-        for name in ("sliding_layers",):
+        for name in ("sliding_layers", "layers_without_rope"):
             if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
         scaling = self.rope_scaling
@@ -126,7 +126,7 @@ class Config:
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
         """The base and the scaling of one layer's RoPE. Layers in which they are equal share a table of cos and sin."""
-        return self.rope_base, self.rope_scaling
+        return (math.inf, None) if layer in (self.layers_without_rope or ()) else (self.rope_base, self.rope_scaling)
 
 
 # ---------------------------------------------------------------- Transformer
@@ -423,6 +423,8 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
     """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns."""
+    if base == math.inf:  # a layer without RoPE: cos is 1 and sin is 0
+        return torch.zeros(E // 2, device="cpu")
     freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
     if scaling is None:
         return freqs

@@ -159,6 +159,20 @@ def qwen_fields(fields: Fields) -> dict:
     return shared_fields(fields) | sliding_layers(fields, lambda i: i >= first)
 
 
+def smollm3_fields(fields: Fields) -> dict:
+    found, interval = shared_fields(fields) | biases(fields), fields.take("no_rope_layer_interval", 4)
+    has_rope = fields.take("no_rope_layers", None)  # despite its name, 1 means that the layer has RoPE
+    if has_rope is None:
+        check_positive({"no_rope_layer_interval": interval}, (int,))
+        has_rope = [int((i + 1) % interval > 0) for i in range(found["n_layer"])]
+    if not isinstance(has_rope, list) or len(has_rope) < found["n_layer"] or not set(has_rope) <= {0, 1}:
+        fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {found['n_layer']} layers")
+    if "sliding_attention" in (layer_types(fields) or ()) and not fields.take("use_sliding_window", False):
+        fields.refuse("layer_types", "has sliding_attention, but use_sliding_window is not set")
+    without = tuple(i for i in range(found["n_layer"]) if not has_rope[i])
+    return found | sliding_layers(fields, lambda i: i in without) | {"layers_without_rope": without}
+
+
 def bloom_fields(fields: Fields) -> dict:
     """The fields of Config for BLOOM. Its context is the length of training sequences, although ALiBi has no limit."""
 
@@ -229,6 +243,20 @@ RECORDS = [
         lambda fields: qwen_fields(fields) | attention_bias(fields) | {"qk_norm": True},
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         gguf_architecture="qwen3",
+    ),
+    Family(
+        "smollm3",
+        ["SmolLM3ForCausalLM"],
+        smollm3_fields,
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+        },
+        gguf_architecture="smollm3",
+        gguf_layout=PAIRED_GGUF_LAYOUT,
+        gguf_fields=lambda config: {"layers_without_rope": tuple(range(3, config.n_layer, 4))},  # as in llama.cpp
     ),
     Family(
         "bloom",

@@ -40,6 +40,7 @@ VOCABULARY = 131
 
 LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
 QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
+SMOLLM3 = transformers.SmolLM3Config
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
@@ -65,6 +66,11 @@ TINY = {
     "qwen2-yarn": (QWEN2, 64, 8, 2, 98, 2, False, {"rope_parameters": YARN_SET}),
     "qwen3-gqa": (QWEN3, 52, 6, 2, 38, 3, False, {"head_dim": 18}),
     "qwen3-mqa-biased": (QWEN3, 46, 5, 1, 62, 2, True, {"head_dim": 26, "attention_bias": True}),
+    "smollm3-tied": (SMOLLM3, 70, 5, 1, 88, 5, True, {"pad_token_id": None}),
+    "smollm3-custom": (
+        SMOLLM3, 72, 6, 3, 62, 3, False, {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9,
+                                          "attention_bias": True, "pad_token_id": None, "rope_parameters": YARN_SET},
+    ),
     "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
     "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),
     "bloom-8": (BLOOM, 56, 8, 8, 224, 2, True, {"layer_norm_epsilon": 1e-3}),

@@ -59,7 +59,7 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
             continue
         array = weight.float().numpy()
         stem, kind = name.rsplit(".", 1)
-        if family == "llama" and stem.split(".")[-1] in heads:
+        if family in ("llama", "smollm3") and stem.split(".")[-1] in heads:
             array = pair_rows(array, heads[stem.split(".")[-1]])
         parts = stem.split(".", 3)
         stem = f"blk.{parts[2]}.{NAMES[parts[3]]}" if parts[1:2] == ["layers"] else NAMES[stem]

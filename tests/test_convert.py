@@ -87,6 +87,7 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "Qwen__Qwen3-0.6B": (16, 8, 128, 1024, 3072, 28, 151936, 40960, 1e6, True, False, None, None),
     "Qwen__Qwen3-8B": (32, 8, 128, 4096, 12288, 36, 151936, 40960, 1e6, False, False, None, None),
     "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
+    "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
 }  # fmt: skip
 
 
@@ -99,6 +100,7 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     assert (*got, c.rope_scaling and c.rope_scaling.factor) == REAL[name]
     assert capsys.readouterr().err == ""
     assert c.qk_norm == ("Qwen3" in name)
+    assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,29 @@ def test_sliding_layers(tmp_path):
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [None, None, None, 9, 9], "by max_window_layers"
     edit(tmp_path, use_sliding_window=False)
     assert [hf_config(tmp_path).window(i) for i in range(5)] == [None] * 5
+
+
+def test_layers_without_rope(tmp_path):
+    """They are listed in no_rope_layers, in which 0 means "without", or are every fourth layer, or every n-th."""
+    transformers.SmolLM3Config(num_hidden_layers=9).save_pretrained(tmp_path)
+    edit(tmp_path, architectures=["SmolLM3ForCausalLM"])
+    for fields, expected in (
+        ({}, (3, 7)),
+        ({"no_rope_layers": None}, (3, 7)),
+        ({"no_rope_layer_interval": 2}, (1, 3, 5, 7)),
+        ({"no_rope_layers": [1, 0] * 5, "layer_types": ...}, (1, 3, 5, 7)),
+    ):
+        edit(tmp_path, **fields)
+        c = hf_config(tmp_path)
+        assert c.layers_without_rope == expected and c.sliding_window is None
+    edit(tmp_path, use_sliding_window=True, sliding_window=7)
+    assert [c.window(i) for c in [hf_config(tmp_path)] for i in range(4)] == [None, 7, None, 7], "those without RoPE"
+    edit(tmp_path, use_sliding_window=False, layer_types=["sliding_attention"] * 9)
+    with pytest.raises(UserError, match="has sliding_attention, but use_sliding_window is not set"):
+        hf_config(tmp_path)
+    edit(tmp_path, no_rope_layers=[1, 0])
+    with pytest.raises(UserError, match="no_rope_layers = .1, 0. must have 0 or 1 for each of 9 layers"):
+        hf_config(tmp_path)
 
 
 def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
@@ -363,7 +388,7 @@ def continued(directory, prompts, n, params):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased"],
+    ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased", "smollm3-tied"],
 )
 def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F811
     """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""

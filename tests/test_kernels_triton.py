@@ -325,7 +325,7 @@ def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
 MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("bloom-5", None)]
-MORE_MODELS += [("llama-gqa-biased", None)]
+MORE_MODELS += [("llama-gqa-biased", None), ("smollm3-tied", None)]
 
 
 @pytest.fixture

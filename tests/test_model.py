@@ -51,7 +51,9 @@ def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
         assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 24) == fused
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "bloom-5", "bloom-12"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "smollm3-custom", "bloom-5", "bloom-12"]
+)
 def test_chunked_and_cached_equal_whole(tiny_model, name):
     model = tiny_model(name)
     tokens = torch.tensor(random_prompts((45, 45, 45)))
@@ -73,6 +75,7 @@ def test_chunked_and_cached_equal_whole(tiny_model, name):
         "mistral-window",
         "qwen2-sliding",
         "qwen3-mqa-biased",
+        "smollm3-custom",
         "bloom-3",
         "bloom-7-post",
     ],
@@ -206,6 +209,7 @@ def test_config_refuses_impossible_sizes():
         "n_token": 10,
     }
     bad |= {"tied_embeddings": "no", "sliding_window": 0, "sliding_layers": (1,), "dim ": None, "norm_eps ": math.nan}
+    bad |= {"layers_without_rope": (1,)}
     for field, value in bad.items():
         with pytest.raises(ValueError, match=field.strip()):
             Config(**good | {field.strip(): value})

@@ -36,6 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LLAMA = {"n_layer": 2, "vocab_size": VOCABULARY, "max_seq_length": 256}
 QWEN2 = LLAMA | {"qkv_bias": True}
 QWEN3 = LLAMA | {"qk_norm": True}
+SMOLLM3 = LLAMA | {"layers_without_rope": (1,)}
 WINDOW = LLAMA | {"sliding_window": 7}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
@@ -53,6 +54,7 @@ CASES = {
     "3 qwen3, K copied": (3, QWEN3, 6, 2, 12, 40, 54, False, None, "torch", False),
     "3 bloom, residuals after the norm": (3, POST_NORM, 9, 9, 5, 55, 66, False, None, "auto", False),
     "3 window, K on all, int8 in whole rows": (3, WINDOW, 3, 1, 20, 42, 69, False, ("int8", 0, "int8"), "auto", False),
+    "3 smollm3, K split": (3, SMOLLM3, 6, 3, 18, 48, 72, True, None, "auto", False),
     "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 230, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),

@@ -25,6 +25,7 @@ INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"T
 with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
 
+import hypothesis
 import transformers
 from tokenizers import pre_tokenizers
 
@@ -34,6 +35,8 @@ from load import load_model
 from sources.hub import default_gguf
 from sources.opening import open_hf
 from tokenizer import Tokenizer
+
+hypothesis.settings.load_profile("ci")  # the same examples in every run; --hypothesis-profile default has new ones
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131

@@ -123,6 +123,7 @@ def equal_to_transformers(ours, oracle, messages):
 
 
 @pytest.mark.parametrize("name", ["default", *FAMILIES])
+@pytest.mark.slow
 def test_ids_equal_transformers_or_both_refuse(request, library, name, tmp_path):
     if name == "default":
         directory = request.getfixturevalue("default_checkpoint")

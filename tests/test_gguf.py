@@ -55,6 +55,7 @@ def file(tmp_path_factory, byte_level):  # noqa: F811
 
 
 @pytest.mark.parametrize("which", ["small", "default"])
+@pytest.mark.slow
 def test_the_header_equals_that_of_the_gguf_package(file, which):
     path = file if which == "small" else default_gguf()
     reader, ours = gguf.GGUFReader(path), GgufFile(path)

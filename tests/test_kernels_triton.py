@@ -29,6 +29,7 @@ from quantize import quantize_checkpoint
 CHOOSE, ops = kt.choose_tiles, torch.ops.fastpath
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = pytest.mark.slow
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 # For rounding the result, and a little for sums. The interpreter truncates to bfloat16 where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 7e-4}

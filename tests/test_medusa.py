@@ -237,6 +237,7 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
+@pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_the_model(how):
     tokens, share = three_tokens(how)
     assert p_value(tokens, how) > 0.001 and 0.1 < share < 0.9

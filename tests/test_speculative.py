@@ -395,6 +395,7 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
+@pytest.mark.slow
 def test_tokens_have_the_distribution_of_the_model(how):
     assert p_value(three_tokens(OURS, how), how) > 0.001
 
@@ -429,6 +430,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.slow
 def test_planted_bugs_break_the_distribution(name):
     module = ModuleType("mutant")
     sys.modules["mutant"] = module  # dataclasses look up their module there

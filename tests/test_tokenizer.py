@@ -205,6 +205,7 @@ KINDS = ["default", "json", "model", "fallback", "gemma", "metaspace", "no decod
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_streams_of_every_script_join_to_the_whole_at_every_split(every_kind, kind):
     tokenizer, library_decode = every_kind[kind]
     for text in every_script():

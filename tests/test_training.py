@@ -339,6 +339,7 @@ def short_batches(monkeypatch):
     monkeypatch.setattr(distill, "OTHERS", 20)
 
 
+@pytest.mark.slow
 def test_a_draft_learns_from_its_teacher(tmp_path, short_batches):
     """And not from targets that belong to the tokens before."""
     text, head = made_up_teacher()

@@ -225,8 +225,24 @@ def summary(kept: list[str]) -> str:
     return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
 
 
-def open_dense(name: str | None) -> Source:
-    """The source of a command-line argument. The weights of a quantized .gguf file are dequantized."""
+def rounding_error(source: Source, quantization: Quantization) -> float:
+    """How far rounding moves the weights of the first block: the root mean square, over that of the weights."""
+    moved = size = 0.0
+    for name, read in source.tensors():
+        module, _, kind = name.rpartition(".")
+        scheme = quantization.scheme(module) if name.startswith("blocks.0.") and kind == "weight" else None
+        tensor = read().float() if scheme else None
+        if tensor is None or tensor.dim() < 2:
+            continue
+        K, parts = tensor.shape[1], pack(tensor, *scheme)
+        difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or K, K) - tensor
+        moved, size = moved + difference.square().sum().item(), size + tensor.square().sum().item()
+    return (moved / size) ** 0.5 if size else 0.0
+
+
+def open_dense(name: str | None, quantization: Quantization) -> Source:
+    """The source of a command-line argument. The weights of a quantized .gguf file are dequantized, and one line says
+    what rounding them again loses."""
     from sources.opening import open_source
 
     source = open_source(name)
@@ -235,8 +251,14 @@ def open_dense(name: str | None) -> Source:
     before = source.quantization
     texts = [before.mode, before.head, *before.exceptions.values()]
     known = ", ".join(sorted({piece for text in texts for piece in text.split("+")} - {"none"}))
-    print_status(f"{source.path} is quantized already ({known}): rounding its weights again loses more")
-    return open_source(name, dequantize=True)
+    dense = open_source(name, dequantize=True)
+    try:
+        error = rounding_error(dense, quantization)
+    except ValueError:
+        return dense  # quantize_checkpoint says which tensor cannot be packed
+    loss = f"rounding its weights again, to {quantization.mode}, changes those of the first block by {error:.1%}"
+    print_status(f"{source.path} is quantized already ({known}); {loss}")
+    return dense
 
 
 def main():
@@ -254,11 +276,11 @@ def main():
     args = parser.parse_args()
     if args.calibration_file and args.mode != "int4-gptq":
         parser.error(f"--calibration_file is for --mode int4-gptq, not {args.mode}")
-    source = open_dense(args.checkpoint_path)
     try:
         quantization = Quantization(args.mode, args.groupsize, args.head)
     except ValueError as error:
         parser.error(str(error))
+    source = open_dense(args.checkpoint_path, quantization)
     group = f"g{args.groupsize}" if args.groupsize else "channel"
     head = "" if args.head == "int8" else f"-head-{args.head}"
     folder = source.path.resolve().parent if source.path.is_dir() else ck.CHECKPOINTS

@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "products.h"
+#include "prefill.h"
 
 namespace {
 
@@ -78,16 +78,16 @@ struct Ahead {
 
 constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
 
-// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights.
-// Prefetches so many lines for each group.
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights. A group of
+// q has so many bytes. Prefetches so many lines for each group.
 template <int COUNT>
-void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weights)[COUNT],
+void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&weights)[COUNT],
                      __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
   asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from memory
 #define MULTIPLY(I)                          \
   if constexpr (I < COUNT) {                 \
     _tile_zero(I);                           \
-    _tile_loadd(6, q + I * GROUP, q_stride); \
+    _tile_loadd(6, q + I * group_bytes, GROUP); \
     _tile_loadd(7, weights[I], 64);          \
     _tile_dpbsud(I, 6, 7);                   \
     ahead.prefetch(lines / 2);               \
@@ -103,8 +103,8 @@ void multiply_groups(const int8_t* q, int64_t q_stride, const void* const (&weig
 #undef STORE
 }
 
-// A block of packed weights times rows m0..m0+rows of x that are quantized to 8 bits: acc (rows,16). The bits are those
-// of block_dot_int8.
+// A block of packed weights times a tile of rows of x that are quantized to 8 bits, from row m0: acc (rows,16). The bits
+// are those of block_dot_int8.
 template <class F>
 void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
   using L = typename F::Levels;
@@ -129,17 +129,18 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
       }
       scale[g] = stream.scale(0), min[g] = stream.min();
     }
-    multiply_groups<COUNT>(x.q + (m0 * p.Kb + b) * GROUP, p.Kb * GROUP, weights, dots, ahead, L::LINES / 2);
+    const int64_t first = x.at(m0, b), next = x.rows_of_tile(m0);
+    multiply_groups<COUNT>(x.q + first * GROUP, next * GROUP, weights, dots, ahead, L::LINES / 2);
     for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
       for (due += COUNT * (L::LINES - L::LINES / 2); due >= rows; due -= rows) ahead.prefetch(1);
-      const int64_t at = (m0 + m) * p.Kb + b;
       __m512 sum = acc[m];
 #pragma GCC unroll 6
       for (int g = 0; g < COUNT; g++) {
-        const __m512i start = offset_sum<F>(x.sum[at + g]);
-        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at + g]), scale[g]);
+        const int64_t at = first + g * next + m;
+        const __m512i start = offset_sum<F::OFFSET>(x.sum[at]);
+        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale[g]);
         sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(dots[g][m], start)), step, sum);
-        if constexpr (S::HAS_MINS) sum = _mm512_fmadd_ps(min[g], _mm512_set1_ps(x.scaled_sum[at + g]), sum);
+        if constexpr (S::HAS_MINS) sum = _mm512_fmadd_ps(min[g], _mm512_set1_ps(x.scaled_sum[at]), sum);
       }
       acc[m] = sum;
     }
@@ -150,17 +151,16 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
   if (b < p.Kb) add_groups(Int<1>());
 }
 
-// A block of packed weights times rows m..stop of x that are quantized, in tiles of min(M,16) rows. `out` must not be
-// `residual`, because the last tile overlaps the one before it, and computes the same bits again.
+// A block of packed weights times rows m..stop of x that are quantized. AMX multiplies 16 rows also where the last tile
+// has fewer; what it finds in their places is not used.
 template <class F, class T>
-void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, int64_t M,
-                           const T* residual, T* out) {
-  const int rows = std::min<int64_t>(M, LANES);
-  for (; m < stop; m += rows) {
-    const int64_t first = std::min(m, M - rows);
-    __m512 acc[LANES];
-    block_dot_amx_int8<F>(l, block, x, first, rows, acc);
-    for (int i = 0; i < rows; i++) finish_outputs(l, block, first + i, acc[i], residual, out);
+void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual,
+                           T* out) {
+  for (; m < stop; m += TILE_ROWS) {
+    const int rows = x.rows_of_tile(m);
+    __m512 acc[TILE_ROWS];
+    block_dot_amx_int8<F>(l, block, x, m, rows, acc);
+    for (int i = 0; i < rows; i++) finish_outputs(l, block, m + i, acc[i], residual, out);
   }
 }
 
@@ -207,20 +207,18 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
       while (n < end) rows(Int<1>());
     });
   }
-  auto by_blocks = [&](const auto& run_block) {
+  auto by_blocks = [&](const auto& run_blocks) {
     for (int64_t start = 0, stop; start < M; start = stop) {
-      stop = std::min<int64_t>(M, start + 256);  // 256 rows of x stay in the L2 cache for all blocks of W
-      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
-        for (; block < end; block++) run_block(block, start, stop);
-      });
+      stop = std::min<int64_t>(M, start + MAX_ROWS);
+      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) { run_blocks(block, end, start, stop); });
     }
   };
 #ifdef HAS_AMX
   if constexpr (std::is_same_v<T, bf16>) {
     if (l.format == TILES) {
       const Tiles<bf16> tiles(std::clamp<int64_t>(M, 1, LANES));
-      return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
-        packed_block_amx(l, block, in, start, stop, M, residual, out);
+      return by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+        for (; block < end; block++) packed_block_amx(l, block, in, start, stop, M, residual, out);
       });
     }
   }
@@ -231,14 +229,16 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
     if constexpr (!F::Scales::HALVES) {  // a tile has all columns of a group, so its halves have no sums of their own
       if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
         const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
-        return by_blocks([&](int64_t block, int64_t start, int64_t stop) {
-          packed_block_amx_int8<F>(l, block, in, start, stop, M, residual, out);
+        return by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+          for (; block < end; block++) packed_block_amx_int8<F>(l, block, in, start, stop, residual, out);
         });
       }
     }
 #endif
-    by_blocks([&](int64_t block, int64_t start, int64_t stop) {
-      packed_block<F>(l, block, in, start, stop, residual, out);
+    by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+      for (; !l.exact && stop - start > MAX_DECODE_TOKENS && block + BLOCKS <= end; block += BLOCKS)
+        two_packed_blocks<F>(l, block, in, start, stop, residual, out);
+      for (; block < end; block++) packed_block<F>(l, block, in, start, stop, residual, out);
     });
   });
 }

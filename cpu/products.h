@@ -21,12 +21,8 @@
 namespace {
 
 constexpr int MAX_DECODE_TOKENS = 16;  // up to so many new tokens a row, reading the weights limits a matrix product
-constexpr int PREFETCH_DISTANCE = 4096;  // bytes between the weights in use and those being prefetched
-#if defined(__znver4__) || defined(__znver5__)
-constexpr auto PREFETCH_TO = _MM_HINT_T0;  // the L1 cache
-#else
-constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: on Intel, prefetches to L1 delay the loads of x
-#endif
+constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
+constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x
 
 // How the rows of a matrix are stored: one of these two, or a place in `Formats`.
 constexpr int DENSE = -2;  // in x's dtype, (N,K)
@@ -59,14 +55,24 @@ struct Layer {
   }
 };
 
-// M rows of x, converted to what a matrix product reads.
+constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
+
+// M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one may
+// have fewer), so that a product finds the rows of a group one after the other: (tiles,Kb,rows,32), where `at` says.
 struct Input {
-  const void* x;      // (M,K)
-  int8_t* q;          // (M,Kb,32), x quantized to 8 bits
-  float* scale;       // (M,Kb), x = q * scale
-  int32_t *sum, *half_sum[2];  // (M,Kb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
-  float* scaled_sum;  // (M,Kb), scale * sum(q): what the min of a group of weights is multiplied by
+  const void* x;  // (M,K)
+  int64_t M, Kb;
+  int8_t* q;          // (M*Kb,32), x quantized to 8 bits
+  float* scale;       // (M*Kb), x = q * scale
+  int32_t *sum, *half_sum[2];  // (M*Kb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
+  float* scaled_sum;  // (M*Kb), scale * sum(q): what the min of a group of weights is multiplied by
   float* as_float;    // (M,Kb*32), x in float32, for exact activations
+
+  int64_t rows_of_tile(int64_t m) const { return std::min<int64_t>(TILE_ROWS, M - m / TILE_ROWS * TILE_ROWS); }
+  // The place of a group of row m. The next row of the tile is at the next place, the next group rows_of_tile(m) further.
+  int64_t at(int64_t m, int64_t group) const {
+    return m / TILE_ROWS * TILE_ROWS * Kb + group * rows_of_tile(m) + m % TILE_ROWS;
+  }
 };
 
 template <int I>
@@ -170,7 +176,7 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   if (M - m == 1) tile(Int<1>());
 }
 
-// Quantizes group `at` of x, of up to 32 columns. Any NaN or infinity makes the scale NaN.
+// Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
 template <class T>
 inline void quantize_group(const T* x, int64_t K, const Input& in, int64_t at) {
   const __m512 lo = load(x, first_lanes(K)), hi = load(x + LANES, first_lanes(K - LANES));
@@ -231,11 +237,20 @@ struct Stream {
 };
 
 // -OFFSET * sum(q) in each lane, from -8 * sum(q).
-template <class F>
+template <int OFFSET>
 inline __m512i offset_sum(int32_t sum) {
-  static_assert(F::OFFSET % 8 == 0 && !(F::OFFSET & (F::OFFSET - 1)));
-  constexpr int shift = F::OFFSET == 128 ? 4 : F::OFFSET / 16;  // 8, 16, 32: 0, 1, 2
-  return F::OFFSET ? _mm512_slli_epi32(_mm512_set1_epi32(sum), shift) : _mm512_setzero_si512();
+  static_assert(OFFSET % 8 == 0 && !(OFFSET & (OFFSET - 1)));
+  constexpr int shift = OFFSET == 128 ? 4 : OFFSET / 16;  // 8, 16, 32: 0, 1, 2
+  return OFFSET ? _mm512_slli_epi32(_mm512_set1_epi32(sum), shift) : _mm512_setzero_si512();
+}
+
+// acc + the dot product of a group, or of its two halves, whose weights have these scales, as x has.
+template <int SUMS>
+inline __m512 add_scaled(__m512 acc, const __m512i (&dot)[SUMS], const __m512* scale, float x_scale) {
+  const __m512 xs = _mm512_set1_ps(x_scale), sum = _mm512_cvtepi32_ps(dot[0]);
+  if constexpr (SUMS == 1) return _mm512_fmadd_ps(sum, _mm512_mul_ps(xs, scale[0]), acc);
+  const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[SUMS - 1]), scale[1], _mm512_mul_ps(sum, scale[0]));
+  return _mm512_fmadd_ps(both, xs, acc);
 }
 
 // A block of 16 packed weight rows times MT rows of x that are quantized to 8 bits.
@@ -247,19 +262,16 @@ template <int MT, class F>
   static_assert(!S::HALVES || (L::REGISTERS == 2 && !S::HAS_MINS));  // a register has columns of one half
   Stream<F> stream(p, block);
   std::fill(acc, acc + MT, _mm512_setzero_ps());
-  for (int64_t b = 0; b < p.Kb; b++) {
+  const int64_t rows = x.rows_of_tile(m0);
+  int64_t at = x.at(m0, 0);
+  for (int64_t b = 0; b < p.Kb; b++, at += rows) {
     const uint8_t* group = stream.next_group();
-    const int8_t* q[MT];
+    const int8_t* q = x.q + at * GROUP;
     __m512i dot[MT][SUMS];
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++) {
-      const int64_t at = (m0 + m) * p.Kb + b;
-      q[m] = x.q + at * GROUP;
-      for (int h = 0; h < SUMS; h++) {
-        const int32_t* sum = SUMS == 1 ? x.sum : x.half_sum[h];
-        dot[m][h] = offset_sum<F>(sum[at]);
-      }
-    }
+    for (int m = 0; m < MT; m++)
+#pragma GCC unroll 2
+      for (int h = 0; h < SUMS; h++) dot[m][h] = offset_sum<F::OFFSET>((SUMS == 1 ? x.sum : x.half_sum[h])[at + m]);
     if constexpr (L::LINES > L::STEPS) prefetch_lines<L::LINES - L::STEPS>(group);
     for (int j = 0; j < L::STEPS; j++) {
       __m512i levels[L::REGISTERS];
@@ -270,7 +282,7 @@ template <int MT, class F>
 #pragma GCC unroll 2
         for (int r = 0; r < L::REGISTERS; r++) {
           __m512i& sum = dot[m][r % SUMS];
-          sum = _mm512_dpbusd_epi32(sum, levels[r], four_columns(q[m] + L::first_column(j, r)));
+          sum = _mm512_dpbusd_epi32(sum, levels[r], four_columns(q + m * GROUP + L::first_column(j, r)));
         }
     }
     __m512 scale[SUMS];
@@ -278,12 +290,8 @@ template <int MT, class F>
     const __m512 min = stream.min();
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) {
-      const int64_t at = (m0 + m) * p.Kb + b;
-      for (int h = 0; h < SUMS; h++) {
-        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale[h]);
-        acc[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m][h]), step, acc[m]);
-      }
-      if constexpr (S::HAS_MINS) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scaled_sum[at]), acc[m]);
+      acc[m] = add_scaled<SUMS>(acc[m], dot[m], scale, x.scale[at + m]);
+      if constexpr (S::HAS_MINS) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scaled_sum[at + m]), acc[m]);
     }
   }
 }
@@ -330,10 +338,10 @@ template <int MT, class F>
 }
 
 inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t M) {
-  Input in{x};
+  Input in{x, M, l.groups()};
   const int64_t groups = M * l.groups();
   if (l.any(&Linear::quantizes_activations)) {
-    in.q = arena.allocate<int8_t>(groups * GROUP);
+    in.q = arena.allocate<int8_t>((groups + TILE_ROWS) * GROUP);  // AMX also reads the rows that the last tile lacks
     in.scale = arena.allocate<float>(groups), in.scaled_sum = arena.allocate<float>(groups);
     in.sum = arena.allocate<int32_t>(groups);
     for (int32_t*& sum : in.half_sum) sum = arena.allocate<int32_t>(groups);
@@ -349,9 +357,9 @@ void prepare_input(const Layer& l, const Input& in, int64_t m, int64_t begin, in
   if (!in.q && !in.as_float) return;
   const T* x = (const T*)in.x + m * l.K;
   for (int64_t b = begin; b < end; b++) {
-    const int64_t k = b * GROUP, left = l.K - k, at = m * l.groups() + b;
+    const int64_t k = b * GROUP, left = l.K - k, at = m * in.Kb + b;
     if (in.q) {
-      quantize_group(x + k, left, in, at);
+      quantize_group(x + k, left, in, in.at(m, b));
     } else {
       store(in.as_float + at * GROUP, load(x + k, first_lanes(left)), 0xffff);
       store(in.as_float + at * GROUP + LANES, load(x + k + LANES, first_lanes(left - LANES)), 0xffff);

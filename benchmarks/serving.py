@@ -40,8 +40,8 @@ from measure import (
     take_turns,
 )
 
-from checkpoint import read_config
 from cli import UserError, run_command
+from load import find_source
 
 STREAMS, ANSWER_S = 8, 600.0
 
@@ -173,7 +173,7 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
 
 
 def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int | None) -> dict:
-    prompts = Prompts(read_config(directory).vocab_size - 1)
+    prompts = Prompts(find_source(str(directory)).config.vocab_size - 1)
     shape = args.prompt_tokens, args.new_tokens
     flags = ["--checkpoint_path", directory]
     contestants = {

@@ -16,7 +16,7 @@
 
 #include "matmul.h"
 
-namespace {
+namespace fastpath {
 
 constexpr int CHUNK = 64;       // slots
 constexpr int QUERY_TILE = 32;  // queries that share the transposed keys
@@ -550,4 +550,4 @@ void run_attention(const Team& team, const Attention<T>& a, const SplitPlan& pla
   team.barrier();
 }
 
-}  // namespace
+}  // namespace fastpath

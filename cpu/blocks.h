@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "checks.h"
 
-namespace {
+namespace fastpath {
 
 // ---------------------------------------------------------------- norms: one thread a row, sums in float32
 
@@ -181,4 +181,4 @@ struct Block {
   }
 };
 
-}  // namespace
+}  // namespace fastpath

@@ -9,7 +9,7 @@
 
 #include "matmul.h"
 
-namespace {
+namespace fastpath {
 
 // Calls work(T()), where T is the C++ type of x's dtype.
 template <class Work>
@@ -164,4 +164,4 @@ class Handles {
 
 Handles<PreparedLayer> prepared_layers;
 
-}  // namespace
+}  // namespace fastpath

@@ -18,7 +18,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace fastpath {
 
 constexpr int GROUP = 32;  // columns of x that share a scale when x is quantized, or that AMX adds at once
 
@@ -130,8 +130,8 @@ struct HalfScales {
   const half* at;
   int64_t groups_per_scale;
   void load(const uint8_t* from, int64_t per_scale) { at = (const half*)from, groups_per_scale = FIXED ? 1 : per_scale; }
-  __m512 scale(int64_t i, int) const { return ::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
-  __m512 min(int64_t) const { return ::load(at + LANES); }
+  __m512 scale(int64_t i, int) const { return fastpath::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
+  __m512 min(int64_t) const { return fastpath::load(at + LANES); }
 
   // Writes a lane of the scales of superblock u.
   template <class F>
@@ -164,7 +164,7 @@ struct SixBitScales {
       last = _mm512_or_si512(last, _mm512_slli_epi16(bits, 2 * i));
     }
     _mm512_store_si512(numbers[3], last);
-    d = ::load((const half*)at), dmin = _mm512_sub_ps(_mm512_setzero_ps(), ::load((const half*)at + LANES));
+    d = fastpath::load((const half*)at), dmin = _mm512_sub_ps(_mm512_setzero_ps(), fastpath::load((const half*)at + LANES));
   }
   static __m512 convert(const uint8_t* lanes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)lanes)));
@@ -197,7 +197,7 @@ struct ByteScales {
 
   const uint8_t* at;
   __m512 d;
-  void load(const uint8_t* from, int64_t) { at = from, d = ::load((const half*)from); }
+  void load(const uint8_t* from, int64_t) { at = from, d = fastpath::load((const half*)from); }
   __m512 scale(int64_t i, int half) const {
     const uint8_t* lanes = at + 32 + 16 * (HALVES ? 2 * i + half : i);
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)lanes))));
@@ -441,4 +441,4 @@ void pack_block(const Source& s, int64_t block, int64_t Kb, int64_t groups_per_s
   }
 }
 
-}  // namespace
+}  // namespace fastpath

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ from kernels import (
 from model import Block, Config, Embedding, Linear, Transformer
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w"]
+FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-w"]
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
@@ -337,8 +338,15 @@ def allow_amx() -> bool:
     return torch.ops.fastpath.allow_amx(works)
 
 
+def run_compiler(command: list[str]):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["the compiler failed"]
+        raise RuntimeError(errors[0])
+
+
 def build(compiler: str) -> Path:
-    """Compile operations.cpp to a cached library, and return its path. If several processes need it at once, one builds
+    """Compile the C++ files to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
@@ -360,18 +368,21 @@ def build(compiler: str) -> Path:
         if (about := folder.lstat()).st_uid != os.getuid() or about.st_mode & 0o077:
             raise OSError(f"{folder} belongs to somebody else, or lets others write") from None
         lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
-    path, temporary = folder / name, folder / f".{name}.{os.getpid()}"
+    path = folder / name
     with lock:
         if path.exists():
             return path
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            command = [compiler, *FLAGS, *include, str(SOURCES / "operations.cpp"), "-o", str(temporary), *link]
-            with Stopwatch("building the CPU kernels", "some 15 seconds, once"):
-                done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                temporary.unlink(missing_ok=True)
-                errors = [line for line in done.stderr.splitlines() if "error" in line] or ["the compiler failed"]
-                raise RuntimeError(errors[0])
-            temporary.replace(path)
+            with (
+                Stopwatch("building the CPU kernels", "some 20 seconds, once"),
+                tempfile.TemporaryDirectory(dir=folder, prefix=".build.") as temporary,
+                ThreadPoolExecutor() as pool,
+            ):
+                files = [path for path in paths if path.suffix == ".cpp"]
+                objects = [f"{temporary}/{file.stem}.o" for file in files]
+                compile_one = [compiler, *FLAGS, *include, "-c"]
+                list(pool.map(run_compiler, ([*compile_one, str(f), "-o", o] for f, o in zip(files, objects))))
+                run_compiler([compiler, *FLAGS, "-shared", *objects, "-o", f"{temporary}/{name}", *link])
+                Path(temporary, name).replace(path)
     return path

@@ -8,7 +8,7 @@
 #include "checks.h"
 #include "sampling.h"
 
-namespace {
+namespace fastpath {
 
 // The index of the first of the largest of n numbers.
 template <class T>
@@ -97,4 +97,4 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
   return drafted;
 }
 
-}  // namespace
+}  // namespace fastpath

@@ -1,12 +1,12 @@
 // The CPU kernels: matrix products with bfloat16, float16 and float32 weights and with every quantized format, norms,
 // attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
-// cpu/install.py compiles this file and packs the weights. kernels.py and sampling.py declare the operations and say
+// cpu/install.py compiles this file and matmul.cpp, and packs the weights. kernels.py and sampling.py declare the operations and say
 // what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
 // are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
 // Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
-// Before it come vectors.h, formats.h, parallel.h, products.h, matmul.h, attention.h, blocks.h, sampling.h, checks.h and
-// medusa.h, in this order. All are one translation unit.
+// Before it come vectors.h, formats.h, parallel.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h, blocks.h,
+// sampling.h, checks.h and medusa.h, in this order.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -26,6 +26,8 @@
 #include "checks.h"
 #include "medusa.h"
 #include "sampling.h"
+
+using namespace fastpath;
 
 namespace {
 
@@ -393,7 +395,7 @@ bool allow_amx(bool allowed) {
 
 // Registers the kernels under the schemas that kernels.py and sampling.py declare. Returns the names of those that do
 // not fit their schemas, separated by spaces: these are left out, so that their references run.
-extern "C" const char* register_kernels() {
+extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   static torch::Library cpu(torch::Library::IMPL, "fastpath", c10::DispatchKey::CPU, __FILE__, __LINE__);
   // These have no tensor whose device could be dispatched on.
   static torch::Library any(torch::Library::IMPL, "fastpath", c10::DispatchKey::CompositeImplicitAutograd, __FILE__,
@@ -428,7 +430,7 @@ extern "C" const char* register_kernels() {
 }
 
 // The names of the formats that have kernels, separated by spaces.
-extern "C" const char* format_names() {
+extern "C" [[gnu::visibility("default")]] const char* format_names() {
   static const std::string names = [] {
     std::string all;
     for (int i = 0; i < int(std::tuple_size_v<Formats>); i++)

@@ -11,7 +11,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace fastpath {
 
 constexpr int SPINS = 2000;  // iterations of about 25 ns that a thread waits awake for the others
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
@@ -92,4 +92,4 @@ auto allocate_together(const Make& make) {
   return std::make_pair(make(arena), memory);
 }
 
-}  // namespace
+}  // namespace fastpath

@@ -8,7 +8,7 @@
 
 #include "products.h"
 
-namespace {
+namespace fastpath {
 
 constexpr int MAX_ROWS = 256;         // of x at a time, which stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 32;   // of 32 columns at a time
@@ -102,4 +102,4 @@ void two_packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t s
     for (int n = 0; n < BLOCKS; n++) finish_outputs(l, block + n, m, acc[(m - start) * BLOCKS + n], residual, out);
 }
 
-}  // namespace
+}  // namespace fastpath

@@ -18,7 +18,7 @@
 #define HAS_AMX
 #endif
 
-namespace {
+namespace fastpath {
 
 constexpr int MAX_DECODE_TOKENS = 16;  // up to so many new tokens a row, reading the weights limits a matrix product
 constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
@@ -78,7 +78,7 @@ struct Input {
 template <int I>
 using Int = std::integral_constant<int, I>;
 
-bool amx_allowed = false;  // set once, by allow_amx
+inline bool amx_allowed = false;  // set once, by allow_amx
 
 // One step along K for weights that are not packed: acc += w * x, lane by lane. For bfloat16, vdpbf16ps adds two
 // products to each lane.
@@ -435,4 +435,4 @@ void look_up(const Linear& table, int64_t id, T* out) {
   });
 }
 
-}  // namespace
+}  // namespace fastpath

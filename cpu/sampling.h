@@ -12,7 +12,7 @@
 
 #include "parallel.h"
 
-namespace {
+namespace fastpath {
 
 constexpr int BLOCK_VECTORS = 16;  // vectors in a block of logits; row_statistics stores the maxima of each block
 inline __m512 minus_infinity() { return _mm512_set1_ps(-INF); }
@@ -456,4 +456,4 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
   });
 }
 
-}  // namespace
+}  // namespace fastpath

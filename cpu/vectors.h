@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <limits>
 
-namespace {
+namespace fastpath {
 
 using at::Tensor;
 using bf16 = at::BFloat16;
@@ -123,4 +123,4 @@ inline __m512i interleave(int from) {
   return _mm512_or_si512(one, _mm512_slli_epi32(_mm512_add_epi32(one, _mm512_set1_epi32(32)), 16));
 }
 
-}  // namespace
+}  // namespace fastpath

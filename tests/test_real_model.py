@@ -1,6 +1,6 @@
-"""A real file of 1.1 GB, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, beside transformers with the same weights.
+"""Two real files, Qwen2.5-Coder with 1.5B and 0.5B weights in Q4_K_M, beside transformers with the same weights.
 
-benchmarks/fetch_models.py downloads it once, and keeps it outside of the repository.
+benchmarks/fetch_models.py downloads them once (1.6 GB), and keeps them outside of the repository.
 """
 
 import subprocess
@@ -21,12 +21,22 @@ from sources.opening import open_gguf
 from tokenizer import ChatTemplate
 
 pytestmark = pytest.mark.full
-PROMPTS = ["def fibonacci(n):", "The capital of France is", "# A binary search\n", "Übrigens, 12345 and"]
+FORMATS = {"qwen2.5-coder-1.5b": {"q4_k", "q6_k"}, "qwen2.5-coder-0.5b": {"q5_0", "q8_0", "q4_k", "q6_k"}}
+PROMPTS = [
+    "def fibonacci(n):", "The capital of France is", "# A binary search\n", "Übrigens, 12345 and", "SELECT name FROM",
+    "<html>\n<body>", "Once upon a time", "1, 2, 3, 5, 8,", "import torch\n", "Q: What is 17 + 25?\nA:", "你好，",
+    "    }\n", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Le chat", "#include <", "x",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def model_name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def path():
-    command = [sys.executable, str(ROOT / "benchmarks" / "fetch_models.py"), "qwen2.5-coder-1.5b"]
+def path(model_name):
+    command = [sys.executable, str(ROOT / "benchmarks" / "fetch_models.py"), model_name]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -62,11 +72,11 @@ def test_conversations_equal_transformers(checkpoint, oracle):
     assert ends <= set(checkpoint.tokenizer.eos_ids)
 
 
-def test_no_matrix_is_dense(checkpoint):
+def test_no_matrix_is_dense(checkpoint, model_name):
     model = load_model(checkpoint.source, kernels="torch")
     assert not any(type(module) is Linear for module in model.modules())
     formats = {module.scheme.format for module in model.modules() if isinstance(module, QuantizedLinear)}
-    assert formats == {"q4_k", "q6_k"}
+    assert formats == FORMATS[model_name]
 
 
 def test_greedy_text_equals_transformers(checkpoint, path):

@@ -274,7 +274,7 @@ def test_a_second_loss_is_named_before_it_begins(capsys, mode):
     expected = (
         f"quantized already (q4_1, q8_0); rounding its weights again, to {mode}, changes those of the first block"
     )
-    assert f"{expected} block by {error:.1%}\n" in capsys.readouterr().err
+    assert f"{expected} by {error:.1%}\n" in capsys.readouterr().err
 
 
 def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):

@@ -10,9 +10,9 @@
 
 namespace fastpath {
 
-constexpr int MAX_ROWS = 256;         // of x at a time, which stay in the L2 cache
-constexpr int UNPACKED_GROUPS = 32;   // of 32 columns at a time
-constexpr int BLOCKS = 2;             // of weight rows at a time
+constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
+constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
+constexpr int BLOCKS = 2;            // of weight rows at a time
 
 struct Unpacked {  // a group of 32 columns
   __m512i levels[BLOCKS][8];  // four columns each

@@ -242,7 +242,7 @@ def handle_command(session: Session, command: str, rest: str):
     elif command == "/help":
         text = HELP
     else:
-        text = f"{command} is not a command. {HELP}"
+        text = f"{command} is not a command. These are:\n{HELP}"
     print_status(text, dim=True)
 
 

@@ -97,7 +97,7 @@ class FileStates:
     def _look(path: Path) -> list[tuple]:
         paths = [file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES] if path.is_dir() else [path]
         stats = [(file.name, file.stat()) for file in paths if file.is_file()]
-        return [(name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats]
+        return [(name, s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
 
     def check(self):
         """Raise UserError if anything is different now."""
@@ -107,7 +107,7 @@ class FileStates:
         raise UserError(f"{self.path} was changed while it was read; try again")
 
     def sizes(self) -> list[tuple[str, int]]:
-        return [(name, size) for name, _, _, size, _ in self.found]
+        return [(name, size) for name, size, *_ in self.found]
 
 
 def open_directory(directory: Path) -> Source:
@@ -176,7 +176,7 @@ def read_config(directory: Path) -> Config:
     path = Path(directory) / "config.json"
     fields = read_json(path)
     if OUR_FIELD not in fields:
-        raise UserError(f"{path} is not the config of a fastpath checkpoint; convert it with convert_hf_checkpoint.py")
+        raise UserError(f"{path} is not the config of a fastpath checkpoint")
     fields.pop("quantization", None)
     return make_config(path, **fields)
 

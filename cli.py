@@ -27,6 +27,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def printable(text: str) -> str:
+    """A text as one line of at most 500 characters, without terminal escape sequences: it may come from a file."""
+    line = "".join(c for c in " ".join(text.split()) if c.isprintable())
+    return line if len(line) <= 500 else line[:500] + " ..."
+
+
 def check_is_file(path: Path):
     """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
     if path.exists() and not path.is_file():
@@ -43,8 +49,7 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
     open_closed_streams()
 
     def fail(text: str) -> int:
-        line = text.strip().replace("\n", " ")
-        print_error(f"{Path(sys.argv[0]).name}: error: {line}")
+        print_error(f"{Path(sys.argv[0]).name}: error: {printable(text)}")
         return 2
 
     try:

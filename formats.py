@@ -499,11 +499,14 @@ def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels
     """Replace the quantized layers whose formats are not `known` to a device: by int4 or int8 where these are known and
     can hold the same values, else by layers in bfloat16, or in the dtype of the model's norms. Says what that costs."""
     extra, names = 0, set()
-    for name, layer in list(model.named_modules()):
+    kinds = (QuantizedLinear, StackedLinear)
+    for name in [name for name, module in model.named_modules() if isinstance(module, kinds)]:
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), (StackedLinear, Linear)):
+            continue  # a piece of a stack, which is replaced as a whole
+        layer = model.get_submodule(name)  # one at a time, so that each is freed when it is replaced
         pieces = list(layer) if isinstance(layer, StackedLinear) else [layer]
         foreign = [p for p in pieces if isinstance(p, QuantizedLinear) and p.scheme.format not in known]
-        in_stack = isinstance(model.get_submodule(name.rpartition(".")[0]), StackedLinear)
-        if not foreign or in_stack:
+        if not foreign:
             continue
         if len(pieces) == 1 and TWINS.get(layer.scheme.format, "none")[0] in known:
             model.set_submodule(name, twin(layer))
@@ -531,10 +534,17 @@ def twin(layer: QuantizedLinear) -> QuantizedLinear:
 
 
 def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> nn.Module:
-    """The Linear or Embedding with the weights of a quantized layer, in dtype."""
-    pieces = layer if isinstance(layer, StackedLinear) else [layer]
-    weights = [piece.weights() if isinstance(piece, QuantizedLinear) else piece.weight for piece in pieces]
-    weight = torch.cat([w.to(dtype) for w in weights])
+    """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks of rows."""
+    pieces, first = layer if isinstance(layer, StackedLinear) else [layer], 0
+    K, step = pieces[0].in_features, max(1, UNPACK_BLOCK // pieces[0].in_features)
+    device = next(layer.buffers()).device
+    weight = torch.empty(sum(piece.out_features for piece in pieces), K, dtype=dtype, device=device)
+    for piece in pieces:
+        for start in range(0, piece.out_features, step):
+            rows = slice(start, min(start + step, piece.out_features))
+            part = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
+            weight[first + rows.start : first + rows.stop] = part
+        first += piece.out_features
     with torch.device("meta"):
         if isinstance(layer, QuantizedEmbedding):
             dense = Embedding(*weight.shape)

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from checkpoint import TokenizerFiles, read_tokenizer_files
-from cli import UserError
+from cli import UserError, printable
 
 
 class Tokenizer:
@@ -52,7 +52,9 @@ class Tokenizer:
                 self.vocabulary = JsonVocabulary(files.json, files.library)
             elif files.model is not None:
                 self.vocabulary = SentencePieceVocabulary(files.model, config)
-        except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError ...
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of any kind; where Rust code panics, it is no Exception
             name = "" if self.path.is_file() else "tokenizer.model" if files.model else "tokenizer.json"
             raise UserError(f"{self.path / name} is not a readable tokenizer: {error}") from None
 
@@ -165,9 +167,7 @@ class ChatTemplate:
 
     def _failure(self, error: Exception) -> UserError:
         """A UserError of one line, without terminal escape sequences, for any exception that the template raised."""
-        words = " ".join((str(error) or type(error).__name__).split())[:300]
-        printable = "".join(c for c in words if c.isprintable())
-        return UserError(f"{self.path}: the chat template fails: {printable}")
+        return UserError(f"{self.path}: the chat template fails: {printable(str(error) or type(error).__name__)}")
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids of `render`, with a BOS token only if the template writes one."""

@@ -111,9 +111,11 @@ def pack_while_reading(model: nn.Module, exact_activations: bool = False) -> Cal
 
     def pack(name: str):
         parent = model.get_submodule(name.rpartition(".")[0])
+        if is_stack(parent) or isinstance(parent, PackedLinear):  # a stack is packed as a whole
+            return
         plain = model.get_submodule(name)
         plain_bytes = sum(tensor.nbytes for tensor in plain.buffers())
-        kind = None if is_stack(parent) or isinstance(parent, PackedLinear) else packed_type(model, plain)
+        kind = packed_type(model, plain)
         if kind is not None:
             model.set_submodule(name, kind(plain, exact_activations, memory.empty))
             nonlocal freed

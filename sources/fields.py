@@ -6,10 +6,9 @@ have in transformers. families.py says which fields a family has.
 
 import json
 import math
-import sys
 from pathlib import Path
 
-from cli import UserError
+from cli import UserError, print_status, printable
 from model import RopeScaling
 
 # Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
@@ -66,7 +65,7 @@ class Fields:
         for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
             value = self.all[name]
             if name not in NEUTRAL:
-                print(f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored", file=sys.stderr)
+                print_status(printable(f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored"))
             elif value not in NEUTRAL[name]:
                 self.refuse(name, "changes what the model computes and is not supported")
 

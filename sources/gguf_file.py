@@ -8,7 +8,6 @@ knows the quantized types. The `gguf` package dequantizes other types. Nothing i
 import dataclasses
 import os
 import struct
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from checkpoint import TokenizerFiles, make_config
-from cli import UserError, first_line, print_status
+from cli import UserError, first_line, print_status, printable
 from formats import FORMATS, Packed, Quantization, Scheme
 from model import Config, RopeScaling
 from sources.families import GGUF_FAMILIES
@@ -50,6 +49,8 @@ class GgufFile:
         if self.architecture not in GGUF_FAMILIES:
             known = ", ".join(GGUF_FAMILIES)
             raise UserError(f"{path}: architecture {self.architecture} is not known; known in GGUF files: {known}")
+        if (parts := self.value("split.count", 0)) not in (0, 1):
+            raise UserError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
         self.family = GGUF_FAMILIES[self.architecture]
 
     def value(self, name: str, *default):
@@ -79,7 +80,7 @@ class GgufFile:
         for name in sorted(self.metadata):
             architecture, _, rest = name.partition(".")
             if architecture == self.architecture and rest not in USED_FIELDS.split():
-                print(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored", file=sys.stderr)
+                print_status(printable(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"))
         shapes = {name: info.shape for name, info in self.infos.items()}
         if len(shapes.get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
@@ -88,6 +89,9 @@ class GgufFile:
                 self.refuse(name, "differs by layer, which is not supported")
         if self.hyper("block_count") > len(self.infos):
             self.refuse("block_count", f"is more than the {len(self.infos)} tensors of the file")
+        for name in ("expert_count", "attention.sliding_window"):
+            if type(self.hyper(name, 0)) is not int:
+                self.refuse(name, "is no whole number")
         if self.hyper("expert_count", 0):
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
         n_head, dim = self.hyper("attention.head_count"), self.hyper("embedding_length")
@@ -123,6 +127,9 @@ class GgufFile:
         """(scaling, longest context). Llama 3's scaling is a tensor of divisors, others are fields."""
         context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
         divisors = self.infos.get("rope_freqs.weight")
+        if divisors is not None and (divisors.type not in DENSE or len(divisors.shape) != 1):
+            found = f"{divisors.type} {divisors.shape}"
+            raise UserError(f"{self.path}: rope_freqs.weight is {found}, not a vector of floating-point numbers")
         if divisors is not None and kind != "none":
             self.refuse("rope.scaling.type", "and a tensor rope_freqs.weight cannot both be used")
         if divisors is not None:
@@ -180,7 +187,8 @@ class GgufFile:
         import gguf
 
         try:
-            array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[info.type])
+            with np.errstate(all="ignore"):  # NaN is refused later, by the tensor's name
+                array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[info.type])
         except (NotImplementedError, ValueError, KeyError) as error:
             raise UserError(f"{self.path}: {info.name} ({info.type}) cannot be dequantized: {error}") from None
         return torch.from_numpy(np.ascontiguousarray(array)).view(info.shape)
@@ -220,9 +228,9 @@ class GgufFile:
         """The tokenizer and the chat template, from the metadata."""
         try:
             return self._tokenizer_files()
-        except UserError:
+        except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # the tokenizers library raises bare Exception
+        except BaseException as error:  # of any kind; where the library's Rust code panics, it is no Exception
             raise UserError(f"{self.path}: the tokenizer's fields do not fit each other: {first_line(error)}") from None
 
     def _tokenizer_files(self) -> TokenizerFiles:
@@ -237,6 +245,8 @@ class GgufFile:
         else:
             raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
         tokens, kinds, bos = get("tokens"), get("token_type", []), get("bos_token_id", None)
+        if kinds and (len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds)):
+            raise ValueError("token_type does not have a number for each token")
         eos_ids = end_tokens(get)
         files.settings = {
             "bos_token_id": bos,
@@ -296,7 +306,7 @@ def byte_level_bpe(path: Path, get):
         known = ", ".join(sorted(PRE_TOKENIZERS | ALIASES))
         raise UserError(f"{path}: tokenizer.ggml.pre {name!r} is not known; known: {known}")
     llama_style = name in ("llama-bpe", "tekken")  # these add a BOS token, and do not merge a word that is a token
-    tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges")]
+    tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=llama_style))
     regex = PRE_TOKENIZERS[name]

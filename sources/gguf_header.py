@@ -16,6 +16,7 @@ import numpy as np
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 FIRST_READ = 1 << 24  # bytes; few headers are longer
+LONGEST_HEADER = 1 << 26  # bytes; longer ones than those of any model would take minutes and gigabytes
 # (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
 TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22)}
 TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
@@ -89,6 +90,8 @@ def read_header(file: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         except struct.error:
             if len(data) >= size or len(data) < length:
                 raise ValueError("truncated: the file ends in its header") from None
+            if length >= LONGEST_HEADER:
+                raise ValueError(f"its header is longer than {LONGEST_HEADER >> 20} MB") from None
             length *= 2
 
 
@@ -130,6 +133,8 @@ def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, Te
     tensors: dict[str, TensorInfo] = {}
     for name, shape, kind, offset in entries:
         type_name, columns, block = block_sizes(name, kind)
+        if 0 in shape:
+            raise ValueError(f"tensor {name} has the shape {shape}")
         rows, K = 1, shape[-1] if shape else 1
         for dimension in shape[:-1]:
             rows *= dimension
@@ -167,5 +172,6 @@ def block_sizes(name: str, kind: int) -> tuple[str, int, int]:
 def open_file(path: Path) -> int:
     """A descriptor of a regular file. (Reading a device or a pipe might never end.)"""
     if not path.is_file():
-        raise FileNotFoundError("it is no file" if path.exists() else "it does not exist")
+        kind = "a directory" if path.is_dir() else "no file" if path.exists() else "not there"
+        raise FileNotFoundError(f"it is {kind}")
     return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

@@ -66,7 +66,9 @@ def open_tokenizer(directory: Path):
 
     try:
         return Library.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of any kind; where Rust code panics, it is no Exception
         raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 

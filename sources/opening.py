@@ -15,23 +15,29 @@ from sources import hub
 from sources.assemble import assemble, source_names
 from sources.hf_directory import hf_family, hf_tensors, hf_tokenizer_files, vocabulary_size
 
+# Of the files of a directory, those that stand for it.
+WEIGHTS_FILES = (".safetensors", ".bin", ".pth", ".pt", ".json")
+
 
 def open_source(source: str | None, dequantize: bool = False) -> Source:
-    """The model that --checkpoint_path names. None is the default model, a path in a directory is the directory.
+    """The model that --checkpoint_path names. None is the default model. The weights file of a directory stands for the
+    directory.
 
     dequantize: the quantized tensors of a .gguf file are yielded in float32.
     """
     if source is None:
         return tell_of_conversions(open_default(dequantize))
     path = Path(os.path.expanduser(source))
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return tell_of_conversions(open_gguf(path, dequantize))
-    if path.is_file() or (not path.exists() and path.suffix in (".pth", ".pt")):
+    if path.suffix in WEIGHTS_FILES and not path.is_dir():
         path = path.parent
     if not path.exists():
         path = hub.download(source)
     if not path.is_dir():
-        raise UserError(f"{path} is no directory and no .gguf file")
+        raise UserError(f"{path} is neither a .gguf file nor the directory of a model")
+    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise UserError(f"{path} has no config.json, but {files[0].name}: give the path of that file")
     return open_directory(path) if is_ours(path) else tell_of_conversions(open_hf(path))
 
 

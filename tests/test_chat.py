@@ -169,7 +169,7 @@ def test_commands(tiny_model, monkeypatch, capsys):
     assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == text_of(60, 61)
     assert "5 tokens, " in err and "; 5 read, 0 reused; context 9 of 256; cut at --max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
-    assert "/nonsense is not a command. /reset" in err
+    assert "/nonsense is not a command. These are:\n/reset" in err
     assert err.count("error: the template refuses this") == 2
     assert "turns: 2\n" in err and "reused from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
     assert "conversation is forgotten" in err and "system message set" in err and f"\n{text_of(60, 61)}\n" in err

@@ -196,7 +196,7 @@ BROKEN = {  # name: (the template, what the error says)
     "macros": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
     "parentheses": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "maximum recursion depth exceeded"),
     "control characters": (r"{{ raise_exception('a\nb\r\n\tc\u2028d\x1b[2J\ud800') }}", r"fails: a b c d\[2J$"),
-    "many words": ("{{ raise_exception('word ' * 10 ** 6) }}", "fails: (word ){59}word *$"),
+    "many words": ("{{ raise_exception('word ' * 10 ** 6) }}", "fails: (word ){80,100}"),
     "no words": ("{{ raise_exception('') }}", "fails: TemplateError"),
     "syntax": ("{% if %}", "Expected an expression"),
     "empty": ("", NOTHING),

@@ -13,9 +13,11 @@ import torch
 import transformers
 from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, write_gguf
+from test_generate import main
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 import checkpoint
+import formats
 from checkpoint import open_directory, read_model
 from cli import UserError
 from convert_hf_checkpoint import convert
@@ -96,6 +98,7 @@ DAMAGES = {
     ),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
     "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which are no blocks of 256"),
+    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"has the shape \(9223372036854775808, 0\)"),
     "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
 }
 
@@ -125,6 +128,10 @@ def test_other_broken_files_are_refused(file, tmp_path):
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match="it is no file"):
+        open_gguf(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="it is a directory"):
         open_gguf(path)
     with pytest.raises(UserError, match="does not exist"):
         open_gguf(tmp_path / "missing.gguf")
@@ -212,11 +219,18 @@ def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
         (tmp_path / "new").write_bytes(data)
         (tmp_path / "new").rename(path)
 
+    def overwrite():  # with the time of the old file
+        before = path.stat()
+        with path.open("r+b") as opened:
+            opened.write(data[:-1] + b"x")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
     for change, why in (
         (replace, "was changed while it was read"),
         (lambda: path.write_bytes(b"x" + data[1:]), "was changed while it was read"),
         (lambda: os.truncate(path, 5000), "was truncated while it was read"),
         (path.unlink, "was changed while it was read"),
+        (overwrite, "was changed while it was read"),
     ):
         with pytest.raises(UserError, match=why):
             read_with(change)
@@ -262,6 +276,69 @@ def test_conversions_of_earlier_versions_are_named(file, tmp_path, monkeypatch, 
 
 def test_what_is_no_source_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    for name, why in ((tmp_path / "a.txt", "has no config.json"), (tmp_path, "has no config.json")):
+    cases = {tmp_path / "a.txt": "a.txt is neither a .gguf file nor the directory of a model"}
+    cases[tmp_path] = "has no config.json"
+    for name, why in cases.items():
         with pytest.raises(UserError, match=why):
             open_source(str(name))
+    (tmp_path / "b.gguf").write_text("")
+    with pytest.raises(UserError, match="has no config.json, but b.gguf: give the path of that file"):
+        open_source(str(tmp_path))
+
+
+def test_fields_that_do_not_fit_are_refused(file):
+    """Each in one line, also where the tokenizer's library panics."""
+    tokens = {f"tokenizer.ggml.{name}": value for name, value in (("tokens", ["a", "b", "c"]), ("merges", ["a b"]))}
+    cases = [
+        (tokens | {"tokenizer.ggml.token_type": [1, 1, 1]}, "the tokenizer's fields do not fit each other"),
+        ({"tokenizer.ggml.token_type": [3, 1]}, "token_type does not have a number for each token"),
+        ({"tokenizer.ggml.token_type": "abc"}, "token_type does not have a number for each token"),
+        ({"qwen2.attention.sliding_window": ""}, "qwen2.attention.sliding_window = '' is no whole number"),
+        ({"qwen2.expert_count": []}, "is no whole number"),
+    ]
+    for fields, why in cases:
+        opened = GgufFile(file)
+        opened.metadata |= fields
+        with pytest.raises(UserError, match=why):
+            opened.config()
+            opened.tokenizer_files()
+    opened.infos["rope_freqs.weight"] = opened.infos["blk.0.attn_q.weight"]
+    opened.metadata["qwen2.expert_count"] = 0
+    with pytest.raises(UserError, match="not a vector of floating-point numbers"):
+        opened.config()
+
+
+def test_text_of_a_file_is_printed_as_one_short_line(file, capsys):
+    opened = GgufFile(file)
+    opened.metadata["qwen2.a\nb\x1b[31m"] = [0] * 100_000
+    opened.config()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" ...") and "qwen2.a b[31m = [0, 0" in line and len(line) < 510
+
+
+def test_an_absurd_header_is_refused_at_once(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_header, "FIRST_READ", 1 << 16)
+    monkeypatch.setattr(gguf_header, "LONGEST_HEADER", 1 << 18)
+    endless = struct.pack("<QQ", 1 << 40, 0), struct.pack("<QQQ1sIIQ", 0, 1, 1, b"x", 9, 0, 1 << 30)  # tensors; a field
+    for start in endless:
+        with (tmp_path / "x.gguf").open("wb") as opened:
+            opened.write(file.read_bytes()[:8] + start)
+            opened.truncate(1 << 31)  # a sparse file
+        with pytest.raises(UserError, match="its header is longer than 0 MB"):
+            open_gguf(tmp_path / "x.gguf")
+
+
+def test_a_file_drafts_for_itself(file, capsys, monkeypatch):
+    """Kernels are installed in a model whose layers have several formats each, after it was read."""
+    args = ["--checkpoint_path", file, "--prompt_ids", "5,6,7", "--max_new_tokens", 12, "--temperature", 0, "--json"]
+    args += ["--dequantize", "--dtype", "float32"]
+    plain, _ = main(capsys, monkeypatch, *args)
+    drafted, _ = main(capsys, monkeypatch, *args, "--draft", "int4-self", "--speculate_k", 3)
+    assert drafted["samples"] == plain["samples"] and drafted["mean_accepted_tokens"] > 0.5
+
+
+def test_unpacking_in_blocks_of_rows(file, monkeypatch):
+    whole = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
+    monkeypatch.setattr(formats, "UNPACK_BLOCK", 1000)  # a row
+    parts = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
+    assert whole.keys() == parts.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)

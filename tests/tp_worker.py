@@ -127,6 +127,7 @@ def run_cases(folder: Path):
 def sabotage(rank: int, step: str, how: str):
     import engine
     import generate as program
+    import load
 
     real, calls = getattr(engine, step), []
 
@@ -138,7 +139,7 @@ def sabotage(rank: int, step: str, how: str):
             os.kill(os.getpid(), getattr(signal, how))
         return real(*arguments)
 
-    program.load_engine = with_step(program.load_engine, step, broken)
+    load.load_engine = with_step(load.load_engine, step, broken)  # which generate.py calls
     from ranks import run_together
 
     run_together(program.main)

@@ -90,7 +90,7 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
 class Timing:
     """Seconds and counts, summed over steps."""
 
-    first_token_s: float | None = None  # seconds of the first prefill
+    first_token_s: float | None = None  # of the first prefill; generate.py writes the longest wait of its prompts
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0

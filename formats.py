@@ -65,13 +65,13 @@ class Format:
     decode: Callable[[dict[str, Tensor], int], Decoded]
     quantize: Callable[[Tensor, int], dict[str, Tensor]] | None = None
     groupsizes: tuple[int, ...] = (0, 32, 64, 128)
-    group: int = 0  # columns that share a scale in Decoded, if this is not the groupsize
+    group: int = 0  # columns that share a scale after `decode`, if these are fewer than the groupsize (K-quants)
     halves_at: tuple[int, ...] = ()  # the bytes of a block at which float16 numbers begin
 
     def unpack(self, parts: dict[str, Tensor], groupsize: int, K: int) -> Tensor:
         """The weights (...,K) float32 of rows of the parts (...,n). This is the specification of the format.
 
-        groupsize: columns that share a scale; K if a row is one group.
+        groupsize: columns of a group, as in Part; K if a row is one group.
         """
         levels, scales, mins = self.decode(parts, K)
         size = self.group or groupsize
@@ -367,26 +367,26 @@ class Quantization:
             raise ValueError(f"quantization mode must be one of {modes}, not {self.mode!r}")
         if not isinstance(self.exceptions, dict):
             raise ValueError(f"quantization exceptions must name formats of modules, not {self.exceptions!r}")
-        known = (*FORMATS, "none")
-        texts = {"mode": self.mode.removesuffix("-gptq"), "head": self.head, **self.exceptions}
-        for name, text in texts.items():
-            pieces = text.split("+") if isinstance(text, str) else [text]
-            for piece in pieces if name not in ("mode", "head") else [text]:
-                known_text = rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?"
-                if not isinstance(piece, str) or not re.fullmatch(known_text, piece):
-                    raise ValueError(f"quantization {name} must be one of {known}, not {piece!r}")
-                scheme = self._parse(piece)
-                sizes = FORMATS[scheme.format].groupsizes if scheme else (self.groupsize,)
-                if scheme and (type(scheme.groupsize) is not int or scheme.groupsize not in sizes):
-                    of = f"groupsize of {name} ({scheme.format}) must be one of {sizes}"
-                    raise ValueError(f"quantization {of}, not {scheme.groupsize!r}")
+        known = re.compile(rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?")
+        texts = [("mode", self.mode.removesuffix("-gptq")), ("head", self.head)]
+        for name, text in self.exceptions.items():  # which may name the formats of several matrices
+            texts += [(name, piece) for piece in text.split("+")] if isinstance(text, str) else [(name, text)]
+        for name, piece in texts:
+            if not isinstance(piece, str) or not known.fullmatch(piece):
+                raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {piece!r}")
+            scheme = self._parse(piece)
+            sizes = FORMATS[scheme.format].groupsizes if scheme else (self.groupsize,)
+            if scheme and (type(scheme.groupsize) is not int or scheme.groupsize not in sizes):
+                of = f"groupsize of {name} ({scheme.format}) must be one of {sizes}"
+                raise ValueError(f"quantization {of}, not {scheme.groupsize!r}")
 
     def _parse(self, text: str) -> Scheme | None:
         name, _, size = text.partition("-g")
         if name == "none":
             return None
         sizes = FORMATS[name].groupsizes
-        usual = sizes[0] if len(sizes) == 1 and name != self.mode else self.groupsize  # in the head, the only one
+        # A format with only one groupsize has that one beside a mode with another. (A wrong one of the mode is refused.)
+        usual = sizes[0] if len(sizes) == 1 and name != self.mode else self.groupsize
         return Scheme(name, int(size) if size else usual)
 
     @property

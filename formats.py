@@ -385,7 +385,7 @@ class Quantization:
         if name == "none":
             return None
         sizes = FORMATS[name].groupsizes
-        # A format with only one groupsize has that one beside a mode with another. (A wrong one of the mode is refused.)
+        # A format with one groupsize only has that one, also beside a mode with another; but the mode's is checked.
         usual = sizes[0] if len(sizes) == 1 and name != self.mode else self.groupsize
         return Scheme(name, int(size) if size else usual)
 

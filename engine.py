@@ -321,7 +321,7 @@ class Engine:
         self.timing.add_step(time.perf_counter() - start, count, kv)
 
     def _accept(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
-        """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits (B,n,V)."""
+        """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits B x (n,V)."""
         requests = [row.request for row in rows]
         before = sum(len(request.new_tokens) for request in requests)
         self.sampling.count([(row.index, new) for row, new in zip(rows, new_tokens) if row.request.params.penalizes])

@@ -746,10 +746,10 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def penalize(y, at, s, V, counts, drafted, repetition, frequency, presence):
-    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the s tokens after those that counts has."""
+def penalize(y, at, n, V, counts, drafted, repetition, frequency, presence):
+    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the n tokens after those that counts has."""
     count = tl.load(counts + at, mask=at < V, other=0)
-    for i in range(s):
+    for i in range(n):
         count += tl.where(tl.load(drafted + i) == at, 2, 0)
     y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
     return y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
@@ -781,10 +781,10 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
     return tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
 
 
-@triton.jit(do_not_specialize=["S", "V", "W", "b_stride", "s_stride"])
+@triton.jit(do_not_specialize=["S", "V", "W", "D", "b_stride", "s_stride"])
 def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
-    x, ids, logprobs, S, V, W, b_stride, s_stride, BLOCK: tl.constexpr,
+    x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
     first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
@@ -806,7 +806,8 @@ def sample_kernel(
             l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN if any y is NaN
             m = m_new
             if (repetition != 1) | (frequency != 0) | (presence != 0):
-                y = penalize(y, at, s, V, counts + row * W, drafted + b * (S - 1), repetition, frequency, presence)
+                before = D - S + 1 + s  # of the D drafted tokens
+                y = penalize(y, at, before, V, counts + row * W, drafted + b * D, repetition, frequency, presence)
             best_at = tl.where(y > best, at, best_at)
             best = tl.where(y > best, y, best)
             if temperature > 0:
@@ -835,7 +836,7 @@ def sample(logits, rows, position, drafted, *settings):
     ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
     x = logits.new_empty(B, S, V, dtype=torch.float32)
     tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
-    sizes = (S, V, settings[-1].shape[1], *logits.stride()[:2])
+    sizes = (S, V, settings[-1].shape[1], drafted.shape[1], *logits.stride()[:2])
     with torch.cuda.device_of(logits):
         sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
     return ids, logprobs

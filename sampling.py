@@ -118,8 +118,8 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
 
     logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: the row of
     `settings` that each batch row uses. position (B,) int64: the position of the first sampled token; 0 or less marks a
-    padding row, whose logits may be anything. drafted (B,S-1) int64: with speculation, the drafted tokens at all
-    positions but the last, so that the penalties at later positions count them; a negative id is no token.
+    padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1: with speculation, the drafted tokens
+    before the last position, so that the penalties count them; a negative id is no token.
 
     Returns ids (B,S) int64, which are -1 for padding and where the largest logit is not finite (a logit is NaN or inf,
     or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32, NaN where the id is
@@ -192,9 +192,9 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
     if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
     counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
-    for i in range(drafted.shape[1]):  # position s follows drafted[:, :s]
-        ids = drafted[:, i, None, None].expand(-1, x.shape[1] - i - 1, 1)
-        counts[:, i + 1 :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
+    for i, ids in enumerate(drafted.unbind(1), x.shape[1] - drafted.shape[1]):  # counted from position max(0, i) on
+        ids = ids[:, None, None].expand(-1, x.shape[1] - max(0, i), 1)
+        counts[:, max(0, i) :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
     x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
     return x - (counts >> 1) * frequency - (counts > 1) * presence
 

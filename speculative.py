@@ -4,9 +4,9 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than k + 1 passes over one token, because it reads the weights once. The target model accepts a prefix of each proposal
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; what a draft is; Controller, which decides who proposes how
-many tokens; Speculation, whose `step` the engine calls. The drafts are in drafts/: draft_model.py (another model),
-retrieval.py (earlier text), heads.py (trained heads). Knows nothing of text.
+Read down: verify and accept, on which exactness depends; what a draft is; Speculation, whose `step` the engine calls.
+The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained heads), and
+controller.py, which decides who proposes how many tokens. Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -19,12 +19,13 @@ one. So with a deterministic draft even the tokens themselves, not only their di
 
 What it gains. If each proposed token is accepted with probability a, a step yields 1 + a + ... + a^k =
 (1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step, where c is the time of drafting one
-token, and v that of the target's pass over k + 1 tokens, both relative to a plain step. The controller measures a, c
+token, and v that of the target's pass over k + 1 tokens, both relative to a plain step. The controller estimates a, c
 and v while it runs.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -33,8 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafts.controller import Candidate, Controller
 from kernels import exponential_noise
-from report import synchronize
+from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 
 MAX_K = 15  # the verifying pass then has 16 tokens per row, the most that the CPU kernels take in one decode pass
@@ -44,22 +46,34 @@ ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens ar
 # ---------------------------------------------------------------- verification
 
 
-def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Tensor | None, sampling: Sampling):
+def verify(
+    model,
+    inputs: Tensor,
+    drafted: Tensor,
+    lengths: Tensor,
+    p_draft: Tensor | None,
+    sampling: Sampling,
+    padded: bool = True,
+):
     """Run the target model over the last token and the drafted tokens of each row, and decide which ones to accept.
 
     inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64: the first lengths (B,) tokens of each row are
     its proposal, the rest is padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or
-    None if the draft is deterministic. With k = 0 this is a plain decode step.
+    None if the draft is deterministic. With k = 0 this is a plain decode step. padded: run the model over the padding
+    as well, which fixed shapes need; otherwise each token is a row of its own, and the draft must be deterministic.
 
-    Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1), logits (B,k+1,V) and hidden states (B,D). The first
-    `count` tokens of a row are its new tokens: the accepted tokens and one token of the target model, which was sampled
-    from the row's hidden state.
+    Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1), each row's logits (k+1,V), without padding if not
+    padded, and hidden states (B,D). The first `count` tokens of a row are its new tokens: the accepted tokens and one
+    token of the target model, which was sampled from the row's hidden state.
     """
     token, position, rows = inputs.unbind(0)
     offsets = torch.arange(drafted.shape[1] + 1, device=token.device)
     is_real = (position >= 0)[:, None] & (offsets <= lengths[:, None])  # (B,k+1); the rest is padding
     input_pos = torch.where(is_real, position[:, None] + offsets, -1)
-    x = model.hidden(torch.cat([token[:, None], drafted], 1), input_pos, rows)
+    all_tokens = torch.cat([token[:, None], drafted], 1)
+    if not padded:
+        return verify_without_padding(model, all_tokens, input_pos, is_real, rows, sampling)
+    x = model.hidden(all_tokens, input_pos, rows)
     logits = model.head(x)[..., : model.config.n_token]  # (B,k+1,V)
     if p_draft is None:
         tokens, logprobs = sample(logits, rows, position + 1, drafted, sampling)
@@ -72,6 +86,27 @@ def verify(model, inputs: Tensor, drafted: Tensor, lengths: Tensor, p_draft: Ten
         tokens, count = model.shard.broadcast(tokens), model.shard.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
     return tokens, count, logprobs, logits, at_last_token(x, count)
+
+
+def verify_without_padding(model, all_tokens: Tensor, input_pos: Tensor, is_real: Tensor, rows: Tensor, sampling):
+    """`verify` for rows with proposals of different lengths: the model sees each real token as a row (n,1).
+
+    all_tokens (B,k+1): the last token and the drafted tokens of each row; input_pos (B,k+1); is_real (B,k+1).
+    """
+    row, offset = is_real.nonzero().unbind(1)  # (n,) each
+    position, cache_rows = input_pos[is_real], rows[row]
+    x = model.hidden(all_tokens[is_real][:, None], position[:, None], cache_rows)  # (n,1,D)
+    logits = model.head(x)[..., : model.config.n_token]  # (n,1,V)
+    before = torch.arange(1, all_tokens.shape[1], device=row.device) <= offset[:, None]  # (n,k)
+    before = torch.where(before, all_tokens[row, 1:], -1)  # the tokens drafted before each one
+    ids, own_logprobs = sample(logits, cache_rows, position + 1, before, sampling)  # (n,1) each
+    ids = ids if model.shard is None else model.shard.broadcast(ids)
+    tokens = torch.full_like(all_tokens, -1).masked_scatter(is_real, ids)
+    logprobs = ids.new_full(all_tokens.shape, 0, dtype=torch.float32).masked_scatter(is_real, own_logprobs)
+    lengths = is_real.sum(1)
+    count = count_leading(all_tokens[:, 1:] == tokens[:, :-1], (lengths - 1).clamp(min=0)) + 1
+    last = (lengths.cumsum(0) - lengths + count - 1).clamp(max=len(x) - 1)
+    return tokens, count, logprobs, logits[:, 0].split(lengths.tolist()), x[last, 0]
 
 
 def at_last_token(x: Tensor, count: Tensor) -> Tensor:
@@ -122,8 +157,11 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #                            number of filled cache positions of each row
 #   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
-# and `name`, what the report calls it, and `is_free`: whether proposing takes next to no time, and its proposals have
-# `chances`. Then the proposal is made first, and decides whether it is used.
+# and `name`, what the report calls it. A draft that takes next to no time has, instead of `propose`, `choices` and
+# `bytes_read`:
+#   find(rows, k)            returns, for each of these rows (engine.Row), a pair of lists: up to k tokens, and for each
+#                            the estimated probability that it is accepted if those before it are
+# It is asked first, and its chances decide how many of the tokens are used.
 
 
 @dataclass
@@ -144,44 +182,14 @@ class Proposal:
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-    # (B,k) float32: the estimated probability that each token is accepted if those before it are (padding: 0), or None
-    chances: Tensor | None = None
 
-    def cut(self, k: int) -> "Proposal":
-        """The first k tokens of each row, without their chances."""
-        if k >= self.drafted.shape[1]:
-            return self
-        # A copy with the strides of a new tensor: for others, compiled graphs would be compiled again.
-        parts = [
-            None if x is None else x[:, :k].clone(memory_format=torch.contiguous_format)
-            for x in (self.drafted, self.p_draft)
-        ]
-        return Proposal(parts[0], self.lengths.clamp(max=k), parts[1])
-
-    def expected_accepted(self) -> list[float]:
-        """How many of the first 1, 2, ... k tokens will probably be accepted, summed over the rows."""
-        rows = [accumulate(accumulate(chances, mul)) for chances in self.chances.tolist()]
-        return [sum(column) for column in zip(*rows)]
-
-
-# ---------------------------------------------------------------- what to propose
-
-OPTIMISM = 1.0025  # what was not measured in a step is assumed to have become better by this factor
-FIRST_OPTIMISM = 1.03  # replaces OPTIMISM while there are fewer than FIRST_MEASUREMENTS, so that they are made soon
-FIRST_MEASUREMENTS = 4
-FIRST_FACTOR = 0.6  # of a single measurement: it is much too long, as code and data have to be read into the caches
-FIRST_PLAIN_STEPS = 2  # the first steps are plain, to measure them
-MEASUREMENTS = 8  # a usual duration is an average of about so many
-SLOWNESS_RATE = 0.2  # how fast the estimated slowness of the machine follows the measurements
-OUTLIER = 1.5  # longer or shorter durations than expected count as if they differed by this factor
-RECENT = 0.9  # of the counts of accepted tokens in the last steps, so much remains after another step
-LONG_RECENT = 0.99  # the same for a longer time
-AVERAGE_WEIGHT = 10  # the acceptance rate of the longer time counts like so many tokens of the last steps
-
-
-def expected_tokens(a: float, k: int) -> float:
-    """The mean number of new tokens of a step with k proposed tokens, each accepted with probability a < 1."""
-    return (1 - a ** (k + 1)) / (1 - a)
+    @classmethod
+    def of(cls, batch: Batch, proposed: list[list[int]]) -> "Proposal":
+        """The proposal of these tokens for each row."""
+        k = max(map(len, proposed))
+        proposed = proposed + [[]] * (batch.inputs.shape[1] - len(proposed))
+        drafted = batch.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens in proposed])
+        return cls(drafted, batch.inputs.new_tensor([len(tokens) for tokens in proposed]))
 
 
 def width_of(k: int) -> int:
@@ -193,151 +201,6 @@ def full_width_choices(k: int) -> list[int]:
     """The numbers of tokens up to k that fill one of WIDTHS, and k: a compiled pass over fewer tokens would cost as
     much, and of few choices each is measured sooner."""
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
-
-
-def optimism(age: int, factor: float = OPTIMISM) -> float:
-    """How much better something is assumed to have become that was not tried for so many steps."""
-    return factor ** min(age, 1000)
-
-
-class Durations:
-    """Estimated seconds of several pieces of work: their usual seconds, times the present slowness of the machine.
-
-    All pieces share the slowness, as other programs and longer contexts slow all of them down. So pieces remain
-    comparable that were measured at different times. A piece is a pair (what, size). The longer ago it was measured,
-    the faster it is assumed to be (OPTIMISM), because that may have changed, too.
-    """
-
-    def __init__(self):
-        self.slowness, self.steps = 1.0, 0
-        self.usual: dict[tuple, float] = {}  # piece -> seconds
-        self.measurements = Counter()  # piece -> how many there were
-        self.measured_at: dict[tuple, int] = {}  # piece -> the step of the last one
-
-    def add(self, piece: tuple, seconds: float):
-        """Add a measurement of this step."""
-        self.measurements[piece] += 1
-        self.measured_at[piece] = self.steps
-        usual = max(seconds, 1e-9) / self.slowness
-        if self.measurements[piece] <= FIRST_MEASUREMENTS:  # some are much too long: the shortest one counts
-            self.usual[piece] = min(usual, self.usual.get(piece, usual))
-            return
-        ratio = min(OUTLIER, max(1 / OUTLIER, usual / self.usual[piece]))
-        self.usual[piece] *= ratio ** (1 / min(self.measurements[piece], MEASUREMENTS))
-        self.slowness *= ratio**SLOWNESS_RATE
-
-    def of(self, piece: tuple) -> float | None:
-        """The estimated seconds of a piece, or None if it was never measured."""
-        if piece not in self.usual:
-            return None
-        seconds, age = self.usual[piece] * self.slowness, self.steps - self.measured_at[piece]
-        if self.measurements[piece] >= FIRST_MEASUREMENTS:
-            return seconds / optimism(age)
-        return (FIRST_FACTOR if self.measurements[piece] == 1 else 1) * seconds / optimism(age, FIRST_OPTIMISM)
-
-
-class Acceptance:
-    """The estimated probability that a proposed token is accepted: the rate of the last steps, drawn towards that of a
-    longer time, because few tokens say little. Older steps count less."""
-
-    def __init__(self):
-        self.accepted = self.judged = 0.0  # in the last steps
-        self.long_accepted = self.long_judged = 0.0
-
-    @property
-    def rate(self) -> float:
-        average = (self.long_accepted + 1) / (self.long_judged + 2)  # Laplace's rule of succession
-        return (self.accepted + AVERAGE_WEIGHT * average) / (self.judged + AVERAGE_WEIGHT)
-
-    def add(self, accepted: list[int], k: int):
-        """Add a step in which k tokens were proposed, and the rows accepted so many of them."""
-        yes, judged = sum(accepted), sum(min(n + 1, k) for n in accepted)  # shorter proposals count as rejected
-        self.accepted, self.judged = RECENT * self.accepted + yes, RECENT * self.judged + judged
-        self.long_accepted = LONG_RECENT * self.long_accepted + yes
-        self.long_judged = LONG_RECENT * self.long_judged + judged
-
-
-class Controller:
-    """Decides which draft proposes, and how many tokens, so that the new tokens per second are the most.
-
-    A step with k proposed tokens takes the draft's time for k tokens and the time of a pass over k + 1 tokens. It
-    yields one token per row and those that are accepted. How many that will be is known from the proposal, if the draft
-    estimates the chances of its tokens, and otherwise from the share that was accepted before.
-
-    Only what is chosen is measured, and texts change. So the longer something was not chosen, the better it is assumed
-    to be (OPTIMISM), until it is tried again.
-
-    The first step after a change (to another draft, or between drafts and plain steps) is slower, because weights and
-    code have left the caches. So it is repeated at once, and is measured only while measurements are few. Proposals
-    with known chances are neither repeated nor left out.
-    """
-
-    def __init__(self, drafts: int):
-        # Of passes ("pass", width), and of drafting (index of the draft, k). 1, 2 to 3, 4 to 7 ... rows have their own.
-        self.durations_of_rows: defaultdict[int, Durations] = defaultdict(Durations)
-        self.durations = self.durations_of_rows[1]  # those of the present number of rows
-        self.steps = 0
-        self.last: tuple[int, int] | None = None  # the last choice; None after a proposal with known chances
-        self.must_repeat = False  # the last step was the first after a change
-        self.acceptance = [Acceptance() for _ in range(drafts)]
-        self.used_at = [0] * drafts  # the last step in which each was chosen
-
-    def choose(self, rows: int, options: list[tuple[list[int], list[float] | None]]) -> tuple[int, int]:
-        """The draft to use and the number of tokens to propose for `rows` rows; 0 tokens mean a plain step.
-
-        options: for each draft, the numbers of tokens that it can propose, ascending, and if it has proposed already,
-        how many of the first 1, 2, ... tokens will probably be accepted, summed over the rows; otherwise None.
-        """
-        self.durations = self.durations_of_rows[rows.bit_length()]
-        if self.durations.measurements["pass", 1] < FIRST_PLAIN_STEPS:
-            return 0, 0
-        best, choice = rows / self.durations.of(("pass", 1)), (0, 0)
-        for draft, (choices, gains) in enumerate(options):
-            a, bonus = self.acceptance[draft].rate, optimism(self.steps - self.used_at[draft])
-            if gains is None and not any(piece[0] == draft for piece in self.durations.usual):
-                choices = choices[:1]  # a slow draft is noticed at the least cost
-            for k in reversed(choices):
-                if gains is not None:
-                    rate = (rows + gains[k - 1]) / self.pass_s(width_of(k))
-                else:
-                    seconds = self.pass_s(width_of(k)) + self.draft_s(draft, k, choices)
-                    rate = rows * expected_tokens(a, k) / seconds * bonus
-                if rate > best:
-                    best, choice = rate, (draft, k)
-        has_chances = choice[1] > 0 and options[choice[0]][1] is not None
-        if not self.must_repeat or has_chances:
-            return choice
-        draft, k = self.last
-        return self.last if k == 0 or k in options[draft][0] else choice
-
-    def pass_s(self, width: int) -> float:
-        """Seconds of a pass. One that was never measured is assumed to take as long as the next smaller one: that is
-        too little, so it is tried."""
-        return self.durations.of(("pass", width)) or self.pass_s(width // 2)
-
-    def draft_s(self, draft: int, k: int, choices: list[int]) -> float:
-        """Seconds of drafting k tokens. If they were never measured, they are assumed to take as long per token as a
-        larger number of tokens, or else as a smaller one; 0 if there is none."""
-        known = [other for other in choices if (draft, other) in self.durations.usual]
-        other = next((other for other in known if other >= k), known[-1] if known else None)
-        return self.durations.of((draft, other)) * k / other if other else 0.0
-
-    def update(self, choice: tuple[int, int], seconds: tuple[float, float], accepted: list[int], has_chances: bool):
-        """Update the estimates with a step: what `choose` chose, the seconds of draft and target, how many tokens each
-        row accepted, and whether the chances of the proposed tokens were known."""
-        (draft, k), (draft_s, target_s) = choice, seconds
-        self.steps += 1
-        self.durations.steps += 1
-        pieces = {("pass", width_of(k)): target_s} | ({(draft, k): draft_s} if k else {})
-        after_change = self.last is None or (draft, k > 0) != (self.last[0], self.last[1] > 0)
-        self.must_repeat = after_change and not has_chances
-        for piece, piece_s in pieces.items():
-            if not self.must_repeat or self.durations.measurements[piece] < FIRST_MEASUREMENTS:
-                self.durations.add(piece, piece_s)
-        self.last = None if has_chances else choice
-        if k:
-            self.acceptance[draft].add(accepted, k)
-            self.used_at[draft] = self.steps
 
 
 # ---------------------------------------------------------------- a step
@@ -404,7 +267,7 @@ class Speculation:
     def __init__(self, drafts: list, k: int = MAX_K, automatic: bool = True):
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k, self.automatic = drafts, k, automatic
-        self.controller, self.report, self.rehearsing = Controller(len(drafts)), Report(), False
+        self.controller, self.report, self.rehearsing = Controller(len(drafts), self._token_s), Report(), False
         for i, draft in enumerate(drafts):
             if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
                 draft.name = f"{draft.name} ({i + 1})"
@@ -413,8 +276,14 @@ class Speculation:
     def begin(self, engine):
         self.engine, self.model, self.steps = engine, engine.model, engine.steps
         self.verify = engine.steps.compile(verify)
+        self.observers = [draft for draft in self.drafts if hasattr(draft, "observe")]
+        self.weight_bytes = weight_bytes(engine.model, 1)
         for draft in self.drafts:
             draft.begin(engine)
+
+    def _token_s(self) -> float:
+        """The seconds that a token of a prompt took."""
+        return self.engine.timing.prefill_s / max(1, self.engine.timing.prefill_tokens)
 
     def add(self, row: int, tokens: list[int]):
         for draft in self.drafts:
@@ -424,113 +293,164 @@ class Speculation:
         for draft in self.drafts:
             draft.remove(row)
 
-    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
-        """The new tokens of each row, their log-probabilities (B,n) and the logits (B,n,V). Arguments as in Batch."""
+    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Sequence[Tensor]]:
+        """The new tokens of each row, their log-probabilities (B,n) and the logits (n,V) of each row. Arguments as in
+        Batch."""
         batch, timing = Batch(rows, inputs), self.engine.timing
         if self.rehearsing:
             self._rehearse(batch)
         start, trials = time.perf_counter() - timing.prefill_s, self.engine.threads.trials
-        index, proposal = self._propose(batch)
+        choice, proposal = self._propose(batch)
         start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
         drafted = time.perf_counter()
-        tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._empty_proposal(batch))
-        new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
-        for draft in self.drafts:
-            if hasattr(draft, "observe"):
+        if proposal is None and not self.observers:
+            ids, logprobs, logits = self._decode(batch)
+            new_tokens = ids.tolist()[: len(rows)]
+        else:
+            tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._empty_proposal(batch))
+            new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
+            for draft in self.observers:
                 draft.observe(rows, hidden)
+        for draft in self.drafts:
             for row, new in zip(rows, new_tokens):
                 draft.accepted(row.index, new)
         if not self.rehearsing:
-            accepted = [len(new) - 1 for new in new_tokens]
             seconds = drafted - start, time.perf_counter() - drafted
-            self._measure(rows, index, proposal, accepted, seconds, is_trial=self.engine.threads.trials > trials)
+            is_trial = self.engine.threads.trials > trials
+            self._measure(batch, choice, proposal, [len(new) - 1 for new in new_tokens], seconds, is_trial)
         return new_tokens, logprobs, logits
 
-    def _propose(self, batch: Batch) -> tuple[int, Proposal | None]:
-        """The chosen draft's index, and its proposal, or None for a plain step."""
+    def _propose(self, batch: Batch) -> tuple[Candidate | None, Proposal | None]:
+        """What was chosen, and its proposal; None and None for a plain step."""
         if self.rehearsing:  # _rehearse has run every draft; accepted tokens could end the request before it has all
-            return 0, None
+            return None, None
         if not self.automatic:
-            proposals = ((i, self._ask(i, batch, self.k)) for i in range(len(self.drafts)))
-            return next((found for found in proposals if found[1] is not None), (0, None))
-        options, proposals = [], {}
-        for i, draft in enumerate(self.drafts):
-            gains, choices = None, draft.choices(self.k)
-            if draft.is_free:
-                proposals[i] = self._ask(i, batch, self.k)
-                gains = proposals[i] and proposals[i].expected_accepted()
-                choices = [] if gains is None else [k for k in choices if k <= len(gains)]
-            options.append((choices, gains))
-        index, k = self._choice_of_rank_0(self.controller.choose(len(batch.rows), options))
-        if k == 0:
-            return index, None
-        proposal = proposals[index] if index in proposals else self._ask(index, batch, k)
-        return index, proposal and proposal.cut(k)
+            for i in range(len(self.drafts)):
+                if (proposal := self._ask(i, batch, self.k)) is not None:
+                    return Candidate(i, self.k, proposal.drafted.numel()), proposal
+            return None, None
+        found = {i: self._find(i, batch) for i, draft in enumerate(self.drafts) if hasattr(draft, "find")}
+        candidates = []
+        for i in range(len(self.drafts)):
+            candidates += self._known_candidates(i, batch, found[i]) if i in found else self._candidates(i, batch)
+        choice = self.controller.choose(len(batch.rows), candidates)
+        if self.model.shard is not None:  # the other ranks have measured other times
+            index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)
+            index = int(self.model.shard.broadcast(index))
+            choice = None if index < 0 else candidates[index]
+        if choice is None:
+            return None, None
+        if choice.draft in found:
+            return choice, Proposal.of(batch, self._likeliest(found[choice.draft], choice))
+        proposal = self._ask(choice.draft, batch, choice.k)
+        return (None, None) if proposal is None else (choice, proposal)
+
+    def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
+        """What a draft may be asked for."""
+        draft, candidates = self.drafts[index], []
+        for k in draft.choices(self.k):
+            tokens = batch.inputs.shape[1] * (width_of(k) - 1 if self.steps.fixed_shapes else k)
+            candidates.append(Candidate(index, k, tokens, None, draft.bytes_read(k, [])[0] / self.weight_bytes))
+        return candidates
+
+    def _known_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
+        """Of what a draft has found, the n likeliest tokens of all rows, or with fixed shapes the first n of each."""
+        likely = [likelihoods(chances) for _, chances in found]
+        if self.steps.fixed_shapes:
+            sizes = full_width_choices(max(map(len, likely))) if any(likely) else []
+            sums = [sum(sum(row[:n]) for row in likely) for n in sizes]
+            rows = batch.inputs.shape[1]
+            return [Candidate(index, n, rows * (width_of(n) - 1), total) for n, total in zip(sizes, sums)]
+        sums = accumulate(sorted((p for row in likely for p in row), reverse=True))
+        return [Candidate(index, n, n, total) for n, total in enumerate(sums, 1)]
+
+    def _likeliest(self, found: list, choice: Candidate) -> list[list[int]]:
+        """The tokens of each row that a candidate of `_known_candidates` stands for."""
+        if self.steps.fixed_shapes:
+            return [tokens[: choice.k] for tokens, _ in found]
+        likely = [likelihoods(chances) for _, chances in found]
+        least = sorted((p for row in likely for p in row), reverse=True)[choice.k - 1]
+        return [tokens[: sum(p >= least for p in row)] for (tokens, _), row in zip(found, likely)]
+
+    def _find(self, index: int, batch: Batch) -> list[tuple[list[int], list[float]]]:
+        """What a draft with `find` finds for each row. The report counts its time."""
+        start = time.perf_counter()
+        found = self.drafts[index].find(batch.rows, self.k)
+        self.report.count(self.drafts[index].name, seconds=time.perf_counter() - start)
+        return found
 
     def _ask(self, index: int, batch: Batch, k: int) -> Proposal | None:
         """The proposal of a draft. The report counts its time, without that of reading prompts."""
         draft, timing = self.drafts[index], self.engine.timing
+        if hasattr(draft, "find"):
+            proposed = [tokens for tokens, _ in self._find(index, batch)]
+            return Proposal.of(batch, proposed) if any(proposed) else None
         start = time.perf_counter() - timing.prefill_s
         proposal = draft.propose(batch, k)
         synchronize(self.model.device)
         self.report.count(draft.name, seconds=time.perf_counter() - timing.prefill_s - start)
         return proposal
 
-    def _most(self) -> int:
-        """The largest number of tokens that any draft proposes."""
-        return max(k for draft in self.drafts for k in draft.choices(self.k)) if self.automatic else self.k
-
-    def _choice_of_rank_0(self, choice: tuple[int, int]) -> tuple[int, int]:
-        """Rank 0's choice: the other ranks have measured other times."""
-        if self.model.shard is None:
-            return choice
-        return tuple(self.model.shard.broadcast(torch.tensor(choice, device=self.model.device)).tolist())
-
     def _empty_proposal(self, batch: Batch) -> Proposal:
         """A proposal of no tokens, with which `verify` is a plain step."""
-        drafted = torch.zeros(batch.inputs.shape[1], 0, dtype=torch.int64, device=batch.inputs.device)
-        return Proposal(drafted, drafted.new_zeros(len(drafted)))
+        return Proposal.of(batch, [[] for _ in batch.rows])
 
-    def _measure(self, rows: list, index: int, proposal, accepted: list[int], seconds, is_trial: bool):
+    def _measure(self, batch: Batch, choice, proposal, accepted: list[int], seconds: tuple, is_trial: bool):
         """Add a step to the report, the engine's timing, and the controller's estimates, unless it was a trial of
         another number of threads. seconds: of the draft and of the target."""
         self.report.draft_s += seconds[0]
         self.report.target_s += seconds[1]
-        k = 0 if proposal is None else proposal.drafted.shape[1]
-        lengths = [] if proposal is None else proposal.lengths.tolist()[: len(rows)]
-        if not is_trial and (k == 0 or any(lengths)):  # a draft model that still reads the prompts proposes nothing
-            self.controller.update((index if k else 0, k), seconds, accepted, k > 0 and self.drafts[index].is_free)
-        if k == 0:
+        lengths = [] if proposal is None else proposal.lengths.tolist()[: len(batch.rows)]
+        if not is_trial and (choice is None or any(lengths)):  # a draft model that still reads the prompts has none
+            self.controller.update(len(batch.rows), choice, seconds, accepted)
+        if choice is None:
             self.report.plain_steps += 1
             return
-        self.report.add(self.drafts[index].name, accepted, lengths)
-        weights, kv = self.drafts[index].bytes_read(k, [len(row.tokens) for row in rows])
-        self.engine.timing.draft_bytes += weights
-        self.engine.timing.kv_bytes += kv
+        draft = self.drafts[choice.draft]
+        self.report.add(draft.name, accepted, lengths)
+        if not hasattr(draft, "find"):
+            weights, kv = draft.bytes_read(proposal.drafted.shape[1], [len(row.tokens) for row in batch.rows])
+            self.engine.timing.draft_bytes += weights
+            self.engine.timing.kv_bytes += kv
 
-    def _verify(self, batch, proposal: Proposal):
+    def _decode(self, batch: Batch):
+        """A plain step, as the engine does it without speculation."""
+        with self.engine.threads.of("decode", len(batch.rows), not self.model.backend.thread_invariant):
+            return self.steps.decode(self.model, batch.inputs, self.engine.sampling)
+
+    def _verify(self, batch: Batch, proposal: Proposal):
         """Call `verify`. With fixed shapes, first pad the proposal to the next of WIDTHS."""
-        drafted, p_draft = proposal.drafted, proposal.p_draft
-        if self.steps.fixed_shapes:
+        drafted, p_draft, fixed_shapes = proposal.drafted, proposal.p_draft, self.steps.fixed_shapes
+        if fixed_shapes:
             missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
+        # A GPU would read the keys and values of a row once for each token, and wait to learn the number of tokens.
+        is_cpu, same_length = self.model.device.type == "cpu", len({*proposal.lengths.tolist()}) == 1
+        padded = fixed_shapes or p_draft is not None or not is_cpu or same_length
         kind, fixed = f"verify {drafted.shape[1] + 1}", not self.model.backend.thread_invariant
         with self.engine.threads.of(kind, len(batch.rows), fixed):
-            return self.verify(self.model, batch.inputs, drafted, proposal.lengths, p_draft, self.engine.sampling)
+            arguments = (drafted, proposal.lengths, p_draft, self.engine.sampling)
+            return self.verify(self.model, batch.inputs, *arguments, padded)
 
-    def _rehearse(self, batch):
-        """Run each draft in each length, and the verification in each width that k can need, with empty proposals.
-
-        The arguments are new tensors: a slice would have other strides, and the graph would be compiled again for them.
-        """
-        proposals = [draft.propose(batch, k) for draft in self.drafts for k in {*draft.choices(self.k), self._most()}]
+    def _rehearse(self, batch: Batch):
+        """Run each draft in each length, the plain step, and the verification in each width that k can need, with empty
+        proposals. The arguments are new tensors: a slice would have other strides, and need another graph."""
+        asked = [draft for draft in self.drafts if not hasattr(draft, "find")]
+        proposals = [draft.propose(batch, k) for draft in asked for k in {*draft.choices(self.k), self.k}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
-        most = self._most()
+        most = max([self.k] * (len(asked) < len(self.drafts)) + [k for draft in asked for k in draft.choices(self.k)])
+        self._decode(batch)
         for width in WIDTHS:
             zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
-            if width == 1 or (width // 2 <= most and (not random or len(self.drafts) > 1)):
+            is_needed = bool(self.observers) if width == 1 else not random or len(self.drafts) > 1
+            if is_needed and width // 2 <= most:
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
             if random and 1 <= width // 2 <= most:
                 p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))
+
+
+def likelihoods(chances: list[float]) -> list[float]:
+    """For each token, the probability that it and all before it are accepted."""
+    return list(accumulate(chances, mul))

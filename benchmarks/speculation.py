@@ -19,13 +19,14 @@ from measure import FORMATS, ROOT, column, quantized
 from cli import print_status, run_command
 from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
+from drafts.controller import expected_tokens
 from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, Timing, generate
 from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
-from speculative import MAX_K, Report, Speculation, expected_tokens
+from speculative import MAX_K, Report, Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.

@@ -209,7 +209,8 @@ struct Sampling {
     TORCH_CHECK(x.dim() == 3 && x.size(2) > 0 && x.size(2) < INT32_MAX, "logits (B,S,V) expected, got ", x.sizes());
     B = x.size(0), S = x.size(1), V = x.size(2);
     checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
-    checked(this->drafted, "drafted", at::kLong, {B, std::max<int64_t>(0, S - 1)});
+    checked(this->drafted, "drafted", at::kLong, {B, -1});
+    TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
     const int64_t R = settings[0].numel();
     const char* names[] = {"seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
                            "presence_penalty"};
@@ -233,9 +234,10 @@ struct Sampling {
     auto float_at = [&](int i) { return settings[i].const_data_ptr<float>()[row]; };
     auto int_at = [&](int i) { return settings[i].const_data_ptr<int64_t>()[row]; };
     const int32_t* counts = settings[8].const_data_ptr<int32_t>() + row * settings[8].size(1);
-    const int64_t* tokens = drafted.const_data_ptr<int64_t>() + b * std::max<int64_t>(0, S - 1);
+    const int64_t n = drafted.size(1), before = std::max<int64_t>(0, n - S + 1 + place);
+    const int64_t* tokens = drafted.const_data_ptr<int64_t>() + b * n;
     return {int_at(0),   int_at(2),   at,          float_at(1), float_at(3), float_at(4),
-            float_at(5), float_at(6), float_at(7), counts,      tokens,      place};
+            float_at(5), float_at(6), float_at(7), counts,      tokens,      before};
   }
 
   // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.

@@ -90,8 +90,6 @@ class ModelDraft:
     and values that it has written.
     """
 
-    is_free = False
-
     def __init__(
         self,
         draft: Transformer,

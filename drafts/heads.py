@@ -187,7 +187,6 @@ class MedusaDraft:
     """
 
     name = "medusa"
-    is_free = False
 
     def __init__(self, heads: MedusaHeads):
         self.heads = heads

@@ -4,7 +4,7 @@ It searches the row's own tokens, prompt included (prompt lookup), and other tex
 longest match, among the latest places, wins. If it occurs at several places, the tokens that followed there are counted
 as votes. The share of the votes and the length of the match give the probability that a proposed token is accepted.
 Both ideas are those of SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them
-takes microseconds.
+takes microseconds, and where the last two tokens never occurred before, it is a look into a dictionary.
 """
 
 from array import array
@@ -16,48 +16,45 @@ from operator import mul
 
 import torch
 
-from speculative import MAX_K, Proposal, full_width_choices
+from drafts.controller import Rate
+from speculative import MAX_K
 
 MAX_PLACES = 32  # occurrences of the last tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place
 
-# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`, or only
-# the last one: it returns how many, and up to MAX_PLACES positions of tokens that follow them.
+# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`: it returns
+# up to MAX_PLACES positions of tokens that follow them. A single token says too little.
 
 
 class RowIndex:
-    """An index of a growing text: hash chains, as in zlib, for each token and for each pair of neighbouring tokens."""
+    """An index of a growing text: hash chains, as in zlib, for each pair of neighbouring tokens."""
 
     def __init__(self, tokens: list[int]):
         self.tokens: list[int] = []
-        self.latest: tuple[dict, dict] = {}, {}  # token or pair -> its latest end
-        self.previous = array("i"), array("i")  # end -> the end before it of the same token or pair, or 0
+        self.pair = -1, -1  # the last two tokens
+        self.latest: dict[tuple[int, int], int] = {}  # pair -> the latest position that follows it
+        self.previous = array("i")  # such a position -> the one before it of the same pair, or 0
         self.extend(tokens)
 
     def extend(self, tokens: list[int]):
-        for token in tokens:
-            for n, latest, previous in zip((1, 2), self.latest, self.previous):
-                key = tuple(self.tokens[-n:])
-                previous.append(latest.get(key, 0))
-                latest[key] = len(self.tokens)
+        for end, token in enumerate(tokens, len(self.tokens)):
+            self.previous.append(self.latest.get(self.pair, 0))
+            self.latest[self.pair] = end
             self.tokens.append(token)
+            self.pair = self.pair[1], token
 
-    def find(self, tail: list[int]) -> tuple[int, list[int]]:
-        for n in (2, 1):
-            found, end = [], self.latest[n - 1].get(tuple(tail[-n:]), 0) if len(tail) >= n else 0
-            while end and len(found) < MAX_PLACES:  # the latest one comes first
-                found.append(end)
-                end = self.previous[n - 1][end]
-            if found:
-                return n, found
-        return 0, []
+    def find(self, tail: list[int]) -> list[int]:
+        found, end = [], self.latest.get(tuple(tail[-2:]), 0)
+        while end and len(found) < MAX_PLACES:  # the latest one comes first
+            found.append(end)
+            end = self.previous[end]
+        return found
 
 
 class TextIndex:
     """An index of a text that does not grow: its positions, sorted by the MAX_MATCH tokens before them, nearest first.
 
-    So the positions with the longest match are neighbours. Text and index take 16 bytes per token. A single token is
-    not searched for: in a long text it says too little.
+    So the positions with the longest match are neighbours. Text and index take 16 bytes per token.
     """
 
     def __init__(self, tokens: list[int]):
@@ -72,7 +69,7 @@ class TextIndex:
         order = keys.argsort(stable=True)
         self.pairs, self.sorted_ends = array("q", pairs[order].tolist()), array("i", (order + 2).tolist())
 
-    def find(self, tail: list[int]) -> tuple[int, list[int]]:
+    def find(self, tail: list[int]) -> list[int]:
         """The positions with the longest match, and their neighbours."""
         pair = tail[-1] << 32 | tail[-2] if len(tail) > 1 else -1
         low = bisect_left(self.pairs, pair)
@@ -81,13 +78,12 @@ class TextIndex:
             before = lambda end: self.tokens[max(0, end - MAX_MATCH) : end][::-1]  # noqa: E731
             middle = bisect_left(self.sorted_ends, array("i", tail[: -MAX_MATCH - 1 : -1]), low, high, key=before)
             low, high = max(low, middle - MAX_PLACES // 2), min(high, middle + MAX_PLACES // 2)
-        return 2 * (low < high), self.sorted_ends[low:high].tolist()
+        return self.sorted_ends[low:high].tolist()
 
 
 # After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
-# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts. For
-# m = 1 it is 0.9 instead of 1, so that a single vote has a chance.
-DISCOUNTS = [1.0, 0.9, *(m**-0.8 for m in range(2, MAX_MATCH + MAX_K + 1))]
+# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts.
+DISCOUNTS = [1.0, *(m**-0.8 for m in range(1, MAX_MATCH + MAX_K + 1))]
 
 
 @dataclass
@@ -97,15 +93,18 @@ class Match:
     shares: list[float]  # the discounted share of the votes of each of these tokens
 
 
+NO_MATCH = Match(0, [], [])
+
+
 def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     """Find the longest match with the end of `tail`, and choose n tokens that follow.
 
     The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
     somewhere, they are repeated, which continues a loop.
     """
-    text, (length, ends) = index.tokens, index.find(tail)
-    if not ends:
-        return Match(0, [], [])
+    text, length, ends = index.tokens, 2, index.find(tail)
+    if not ends or n < 1:
+        return NO_MATCH
     for token in tail[-length - 1 : -MAX_MATCH - 1 : -1]:
         longer = [end for end in ends if end > length and text[end - length - 1] == token]
         if not longer:
@@ -128,38 +127,30 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     return Match(length, tokens, shares)
 
 
-PRIOR_TOKENS = 8.0  # at the beginning, so many tokens are assumed to have been accepted as expected
-DECAY = 0.99  # of the counts, for each token that is judged
-
-
 class Calibration:
     """Learns how many tokens of a text are accepted, relative to the sum of their shares of the votes.
 
-    Bucket b has the counts of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token.
+    rates[b] is that of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token.
     """
 
     def __init__(self):
-        self.accepted, self.expected = [PRIOR_TOKENS] * 6, [PRIOR_TOKENS] * 6
+        self.rates = [Rate(1.0, 8.0) for _ in range(6)]
 
     def chances(self, match: Match) -> list[float]:
         """For each token of the match, the probability that it is accepted if those before it are."""
-        rate = [accepted / expected for accepted, expected in zip(self.accepted, self.expected)]
+        rate = [rate.value for rate in self.rates]
         return [min(0.99, rate[n.bit_length()] * share) for n, share in enumerate(match.shares, match.length)]
 
     def update(self, match: Match, new_tokens: list[int]):
         """Judge the match by the tokens that came, up to the first difference."""
         for i, (token, new) in enumerate(zip(match.tokens, new_tokens)):
-            bucket = (match.length + i).bit_length()
-            self.accepted[bucket] = DECAY * self.accepted[bucket] + (token == new)
-            self.expected[bucket] = DECAY * self.expected[bucket] + match.shares[i]
+            self.rates[(match.length + i).bit_length()].add(token == new, match.shares[i])
             if token != new:
                 break
 
 
 class RetrievalDraft:
     """Proposes, for each row, from that text in which the most tokens are expected to be accepted."""
-
-    is_free = True
 
     def __init__(self, texts: list[list[int]] = (), name: str = "prompt-lookup"):
         self.name = name
@@ -185,28 +176,17 @@ class RetrievalDraft:
             calibration.update(match, tokens)
         self.rows[row].extend(tokens)
 
-    def propose(self, batch, k: int) -> Proposal | None:
-        found = [self.propose_row(row.index, k) for row in batch.rows]
-        if not any(tokens for tokens, _ in found):
-            return None
-        found += [([], [])] * (batch.inputs.shape[1] - len(found))
-        drafted = batch.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens, _ in found])
-        lengths = batch.inputs.new_tensor([len(tokens) for tokens, _ in found])
-        chances = torch.tensor([values + [0.0] * (k - len(values)) for _, values in found], device=lengths.device)
-        return Proposal(drafted, lengths, chances=chances)
+    def find(self, rows: list, k: int) -> list[tuple[list[int], list[float]]]:
+        return [self.find_row(row.index, k) for row in rows]
 
-    def propose_row(self, row: int, k: int) -> tuple[list[int], list[float]]:
-        """Up to k tokens within the cache row, and for each the probability that it is accepted."""
+    def find_row(self, row: int, k: int) -> tuple[list[int], list[float]]:
+        """Up to k tokens within the cache row, and for each the probability that it is accepted if those before are."""
         tail = self.rows[row].tokens
         n = min(k, self.length - len(tail))
-        self.matches[row] = [find_match(index, tail, n) for index in (self.rows[row], *self.texts)]
-        found = [(match.tokens, one.chances(match)) for one, match in zip(self.calibrations, self.matches[row])]
+        self.matches[row] = matches = [find_match(index, tail, n) for index in (self.rows[row], *self.texts)]
+        if not any(match.tokens for match in matches):
+            return [], []
+        found = [(match.tokens, calibration.chances(match)) for calibration, match in zip(self.calibrations, matches)]
         tokens, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)))  # the mean number of accepted tokens
         n = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), n)  # ids that only pad the table
         return tokens[:n], chances[:n]
-
-    def choices(self, k: int) -> list[int]:
-        return full_width_choices(k)
-
-    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        return 0.0, 0.0

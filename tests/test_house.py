@@ -14,7 +14,7 @@ ORDER = """
     checkpoint ranks tokenizer
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_file sources.hub
     sources.assemble sources.opening convert_hf_checkpoint
-    report speculative drafts.draft_model drafts.retrieval drafts.heads
+    report drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads
     engine load chat generate
     server.api server.metrics server.http_server serve
     quantize evaluate

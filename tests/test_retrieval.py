@@ -4,13 +4,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from drafts import retrieval
+from drafts import controller
 from drafts.retrieval import (
     MAX_MATCH,
     MAX_PLACES,
-    PRIOR_TOKENS,
     Calibration,
     Match,
     RetrievalDraft,
@@ -18,7 +16,7 @@ from drafts.retrieval import (
     TextIndex,
 )
 from drafts.retrieval import find_match as find
-from speculative import MAX_K, Batch
+from speculative import MAX_K
 
 # ---------------------------------------------------------------- a slow search to compare with
 
@@ -29,9 +27,9 @@ def match_length(text: list[int], end: int, tail: list[int]) -> int:
     return next((n for n in range(most) if text[end - n - 1] != tail[len(tail) - n - 1]), most)
 
 
-def all_ends(text: list[int], tail: list[int], least: int = 2) -> list[int]:
-    """All positions that follow an occurrence of at least so many of the last tokens, ascending."""
-    return [end for end in range(least, len(text)) if match_length(text, end, tail) >= least]
+def all_ends(text: list[int], tail: list[int]) -> list[int]:
+    """All positions that follow an occurrence of the last two tokens, ascending."""
+    return [end for end in range(2, len(text)) if match_length(text, end, tail) >= 2]
 
 
 def check(match: Match, text: list[int], ends: list[int], tail: list[int], n: int):
@@ -44,8 +42,7 @@ def check(match: Match, text: list[int], ends: list[int], tail: list[int], n: in
     for i, (token, share) in enumerate(zip(match.tokens, match.shares)):
         votes = [voter[i] for voter in voters]
         assert votes.count(token) == max(map(votes.count, votes))
-        discount = (match.length + i) ** -0.8 if match.length + i > 1 else 0.9
-        assert share == pytest.approx((votes.count(token) - discount) / len(votes))
+        assert share == pytest.approx((votes.count(token) - (match.length + i) ** -0.8) / len(votes))
         voters = [voter for voter in voters if voter[i] == token]
 
 
@@ -66,7 +63,7 @@ def check_empty(match: Match):
         ([1, 2, 3, 4, 2, 3, 7, 2, 3, 7, 1, 2, 3], 1, [4]),  # the longest match, not the most frequent continuation
         ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal votes, the latest
         ([2, 3, 4, 8, 2, 3, 4, 6, 2, 3, 5, 9, 2, 3], 2, [4, 6]),  # two votes of three, and the latest of those two
-        ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, [2, 6, 1]),  # without a pair that matches, the last token
+        ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, []),  # a single token is no match
         ([1, 2, 3, 4], 3, []),
         ([1, 2, 1, 2, 1], 0, []),
         ([1, 2, 1, 2, 1], -1, []),
@@ -89,7 +86,7 @@ def test_matches_in_a_growing_text():
             grown.extend([token])
         while len(in_pieces.tokens) < len(text):
             in_pieces.extend(text[len(in_pieces.tokens) :][: rng.randrange(5)])
-        match, ends = find(RowIndex(text), text, n), all_ends(text, text) or all_ends(text, text, 1)
+        match, ends = find(RowIndex(text), text, n), all_ends(text, text)
         long += len(ends) > MAX_PLACES
         check(match, text, ends[-MAX_PLACES:], text, n)
         assert find(grown, text, n) == find(in_pieces, text, n) == match
@@ -135,11 +132,9 @@ def test_ids_of_any_size():
         assert find(index, [5, big, big - 1], 1).tokens[0] in (7, 8)
         assert find(index, [big - 1, big], 1).tokens == [9]
         assert find(index, [big, big], 1).tokens == [0]
-    check_empty(find(TextIndex(text), [8, big], 1))
-    check_empty(find(TextIndex(text), [big, 0], 1))  # nothing follows
-    for tail in ([8, big], [big]):
-        found = find(RowIndex(text), tail, 1)  # two of five votes
-        assert found.length == 1 and found.tokens == [big - 1]
+        check_empty(find(index, [8, big], 1))
+        check_empty(find(index, [big], 1))
+        check_empty(find(index, [big, 0], 1))  # nothing follows
 
 
 # ---------------------------------------------------------------- the probability of acceptance
@@ -169,7 +164,7 @@ def test_chances_of_a_text_of_phrases():
     text = [token if rng.random() < 0.97 else 0 for _ in range(400) for token in rng.choice(phrases)]
     draft.add(0, text[:2])
     for position in range(2, len(text)):
-        tokens, chances = draft.propose_row(0, 4)
+        tokens, chances = draft.find_row(0, 4)
         if tokens and position > 1000:
             n = draft.matches[0][0].length
             by_length = "long" if n > 6 else "short" if n < 5 else "middle"
@@ -193,10 +188,12 @@ def test_chances_of_a_text_of_phrases():
     ],
 )
 def test_which_tokens_are_judged(monkeypatch, new_tokens, right, judged):
-    monkeypatch.setattr(retrieval, "DECAY", 1.0)
+    monkeypatch.setattr(controller, "DECAY", 1.0)
     calibration, shares = Calibration(), [0.5, 0.25, 0.125]
     calibration.update(Match(7, [5, 6, 7], shares), new_tokens)
-    accepted, expected = ([value - PRIOR_TOKENS for value in v] for v in (calibration.accepted, calibration.expected))
+    accepted, expected = zip(
+        *((rate.accepted - rate.weight, rate.expected - rate.weight) for rate in calibration.rates)
+    )
     assert sum(accepted) == right and sum(expected) == sum(shares[:judged])
     assert expected[3] == 0.5 and not any(expected[:3]), "the match of 7 tokens grows to 8"
 
@@ -210,32 +207,25 @@ def make_draft(texts=(), length=10_000, n_token=None) -> RetrievalDraft:
     return draft
 
 
-def propose(draft: RetrievalDraft, rows: list[int], k: int, columns: int = 1):
+def propose(draft: RetrievalDraft, rows: list[int], k: int):
     """The proposed tokens and their chances, as lists for each row."""
-    batch = Batch([SimpleNamespace(index=i) for i in rows], torch.zeros(3, columns, dtype=torch.int64))
-    found = draft.propose(batch, k)
-    if found is None:
-        return None
-    assert found.p_draft is None and found.drafted.dtype == found.lengths.dtype == torch.int64
-    assert found.drafted.shape == found.chances.shape == (columns, k) and found.chances.dtype == torch.float32
-    offsets = torch.arange(k) < found.lengths[:, None]
-    assert ((found.chances > 0) == offsets).all() and (found.chances < 1).all()
-    lines = zip(found.drafted.tolist(), found.chances.tolist(), found.lengths.tolist())
-    return [(tokens[:n], chances[:n]) for tokens, chances, n in lines]
+    found = draft.find([SimpleNamespace(index=i) for i in rows], k)
+    for tokens, chances in found:
+        assert len(tokens) == len(chances) <= k and all(0 < chance < 1 for chance in chances)
+    return found
 
 
 def test_proposals():
-    """Only for rows that are decoding, never beyond the cache, and None if no row has a proposal."""
+    """Never beyond the cache, and nothing where the last two tokens are new."""
     draft = make_draft([[1, 2, 3, 4, 5, 6]], length=12)
     for row, tokens in enumerate(([8, 1, 2, 3], [8, 7], [2, 3, 9, 2], [5] * 11, [5] * 12)):
         draft.add(row, tokens)
     draft.accepted(2, [3])
-    found = [tokens for tokens, _ in propose(draft, [3, 0, 1, 2, 4], 3, columns=7)]
-    assert found == [[5], [4, 5, 6], [], [9, 2, 3], [], [], []], "of equal matches, the row's own text"
-    assert propose(draft, [1], 3) is None and propose(draft, [4], 3) is None
+    found = [tokens for tokens, _ in propose(draft, [3, 0, 1, 2, 4], 3)]
+    assert found == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equal matches, the row's own text"
     draft.remove(2)
     draft.add(2, [2, 9])
-    assert propose(draft, [2], 3) is None
+    assert propose(draft, [2], 3) == [([], [])]
 
 
 def test_padding_of_the_vocabulary_is_never_proposed():
@@ -246,7 +236,7 @@ def test_padding_of_the_vocabulary_is_never_proposed():
         assert propose(draft, [0], 4)[0][0] == expected
     draft = make_draft(n_token=3)
     draft.add(0, text)
-    assert propose(draft, [0], 4) is None
+    assert propose(draft, [0], 4) == [([], [])]
 
 
 def test_the_more_promising_text_answers():
@@ -259,7 +249,7 @@ def test_the_more_promising_text_answers():
     draft.remove(0)
     for row in range(20):
         draft.add(row, [*ours, 10, 11])
-        draft.propose_row(row, 2)
+        draft.find_row(row, 2)
         draft.accepted(row, [22])
     draft.add(0, [*ours, 10, 11])
     tokens, chances = propose(draft, [0], 2)[0]
@@ -278,14 +268,14 @@ def test_more_tokens_are_better_than_a_likelier_first_token():
 def test_a_match_is_judged_once():
     draft = make_draft()
     draft.add(0, [1, 2, 3, 1, 2])
-    draft.propose_row(0, 2)
+    draft.find_row(0, 2)
     draft.accepted(0, [3, 1])
-    before = list(draft.calibrations[0].expected)
+    before = [rate.expected for rate in draft.calibrations[0].rates]
     draft.accepted(0, [2, 3])  # a step for which nothing was proposed
-    assert before == draft.calibrations[0].expected != [PRIOR_TOKENS] * len(before)
+    assert before == [rate.expected for rate in draft.calibrations[0].rates] != [8.0] * len(before)
     assert draft.rows[0].tokens == [1, 2, 3, 1, 2, 3, 1, 2, 3]
-    draft.propose_row(0, 2)
+    draft.find_row(0, 2)
     draft.remove(0)
     draft.add(0, [4, 5])
     draft.accepted(0, [7])  # the match of the request before does not count
-    assert before == draft.calibrations[0].expected
+    assert before == [rate.expected for rate in draft.calibrations[0].rates]

@@ -410,6 +410,10 @@ def test_places_count_the_tokens_drafted_before_them(implementation, ids):
         settings.count([(0, before.tolist())])
         alone = implementation.probabilities(*arguments(logits[:, place], settings))
         assert torch.equal(drafted[:, place], alone[:, 0])
+        before = torch.tensor([[-1] * (3 - place) + ids[:place]])  # more tokens than positions
+        settings = make(1, 9, params, [2])
+        one = implementation.probabilities(*arguments(logits[:, place], settings, 7 + place, before))
+        assert torch.equal(drafted[:, place], one[:, 0])
 
 
 @needs_cpp
@@ -427,7 +431,8 @@ def test_cpp_refuses_what_would_be_read_out_of_bounds():
     refused(1, torch.tensor([0, 1]).int(), "rows: expected")
     refused(2, torch.tensor([1]), "position: expected")
     refused(3, torch.tensor([[1, 2], [3, 9]]), "drafted token 9 of 9")
-    refused(3, torch.tensor([[1], [3]]), "drafted: expected")
+    refused(3, torch.tensor([[1], [3]]), "1 drafted tokens for 3 positions")
+    refused(3, torch.tensor([[1, 2]]), "drafted: expected")
     refused(4, settings.seed[:1], "temperature: expected")
     refused(6, settings.top_k.int(), "top_k: expected")
     refused(12, settings.counts[:, :8].contiguous(), "counts of 8 tokens for logits of 9")

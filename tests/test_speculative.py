@@ -20,6 +20,7 @@ from test_generate import ids, main, run
 import speculative
 from cli import UserError
 from drafts import draft_model
+from drafts.controller import Candidate
 from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
@@ -39,10 +40,8 @@ from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams, probabilities, sample
 from speculative import (
     MAX_K,
-    Controller,
     Report,
     Speculation,
-    width_of,
 )
 
 LENGTH = 96
@@ -274,8 +273,9 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
     monkeypatch.setattr(draft, "propose", watched)
     if now_and_then:
-        choices_in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
-        monkeypatch.setattr(speculation.controller, "choose", lambda rows, options: (0, next(choices_in_turn)))
+        in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
+        choices = (Candidate(0, k, k) if k else None for k in in_turn)
+        monkeypatch.setattr(speculation.controller, "choose", lambda *_: next(choices))
     engine = Engine(model, 3, 256, None, 11, speculation)
     requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
     run_randomly(engine, requests, 1, cancel=0.02)
@@ -446,60 +446,6 @@ def test_planted_bugs_break_the_distribution(name):
 # ---------------------------------------------------------------- how many tokens to propose
 
 
-def drive(acceptance, plain_s, draft_s, verify_s, steps=4000, fixed_s=0.0):
-    """(seconds for the controller's steps, seconds for the same tokens in plain steps, the last number of tokens).
-
-    A proposal of k tokens takes fixed_s + k * draft_s seconds, a pass over 8 tokens verify_s. Now and then a step is
-    measured as a thousand times too slow, as if the machine had paused.
-    """
-    chance = torch.Generator().manual_seed(2)
-    controller, spent, tokens, chosen = Controller(1), 0.0, 0, []
-    for step in range(steps):
-        hangs = 1000 if step in (5, 301, 302) else 1
-        _, k = controller.choose(1, [(list(range(1, 8)), None)])
-        chosen.append(k)
-        kept = int((torch.rand(k, generator=chance) < acceptance(step)).long().cumprod(0).sum())
-        drafting = (fixed_s + k * draft_s) * (k > 0)
-        verifying = plain_s + (verify_s - plain_s) * (width_of(k) - 1) / 7
-        controller.update((0, k), (drafting * hangs, verifying * hangs), [kept], False)
-        spent, tokens = spent + drafting + verifying, tokens + kept + 1
-    return spent, tokens * plain_s, sorted(chosen[-100:])[50]
-
-
-def test_the_controller_finds_the_best_length():
-    """It finds the best k of the formula, and is never much slower than plain steps, whatever the draft."""
-    spent, plain, k = drive(lambda step: 0.95, 1.0, 0.3, 1.5)
-    assert plain / spent > 1.6 and k >= 5
-    spent, plain, k = drive(lambda step: 0.55, 1.0, 0.1, 1.4)
-    assert plain / spent > 1.2 and 1 <= k <= 5
-    spent, plain, k = drive(lambda step: 0.98, 1.0, 0.4, 1.2, fixed_s=0.6)  # one token costs 1.0, seven 0.49 each
-    assert plain / spent > 1.5 and k == 7
-    for a, draft_s, verify_s in ((0.0, 0.3, 2.0), (0.3, 1.0, 2.0), (0.9, 2.0, 2.0), (0.0, 0.0, 4.0)):
-        spent, plain, k = drive(lambda step, a=a: a, 1.0, draft_s, verify_s)
-        assert plain / spent > 0.95, (a, draft_s, verify_s)
-        assert k == 0
-    spent, plain, _ = drive(lambda step: 0.97 * (step % 1000 > 500), 1.0, 0.2, 1.6)  # the acceptance rate changes
-    assert plain / spent > 1.05
-    _, _, k = drive(lambda step: 0.9 if step < 3000 else 0.1, 1.0, 0.05, 1.4)  # a long history does not count forever
-    assert k == 0
-
-
-def test_each_number_of_rows_has_its_own_times():
-    """A proposal takes little more time than a plain step with one row, and three times as much with 16 rows."""
-    controller, chosen = Controller(1), {1: [], 16: []}
-    for rows, pass_s in ((1, 1.2), (16, 3.0), (1, 1.2), (16, 3.0)):
-        chosen[rows].append([])
-        for _ in range(200):
-            choice = controller.choose(rows, [([3], None)])
-            times = (0.1, pass_s) if choice[1] else (0.0, 1.0)
-            controller.update(choice, times, [1] * rows, False)
-            chosen[rows][-1].append(choice[1])
-    for drafts in chosen[1]:
-        assert drafts[20:].count(3) > 150
-    for drafts in chosen[16]:
-        assert drafts[20:].count(0) > 150
-
-
 @pytest.mark.parametrize("is_trial", [False, True])
 def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     """A step with another number of threads takes another time."""
@@ -515,78 +461,6 @@ def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     generate(engine, [Request([5, 6, 7], GREEDY, 20)])
     steps = speculation.report.plain_steps + speculation.report.steps
     assert steps > 2 and speculation.controller.steps == (0 if is_trial else steps)
-
-
-def test_a_draft_that_was_slow_at_first_is_tried_again_soon():
-    """Five times too slow in its first step, as beside another program, it is used again within 50 steps."""
-    controller, steps = Controller(1), []
-    for _ in range(60):
-        _, k = controller.choose(1, [([1], None)])
-        slow = 5 if k and not any(steps) else 1
-        steps.append(k)
-        controller.update((0, k), (0.1 * k * slow, (1.2 if k else 1.0) * slow), [k], False)
-    assert any(steps[:10]) and sum(k > 0 for k in steps[-20:]) > 10
-
-
-def test_what_was_not_chosen_for_a_million_steps_is_chosen():
-    """However slow it was, and without an overflow."""
-    controller = Controller(2)
-    controller.update((0, 0), (0.0, 1.0), [0], False)
-    for _ in range(8):
-        controller.update((1, 1), (2.0, 2.0), [0], False)
-    for _ in range(2):
-        controller.update((0, 0), (0.0, 1.0), [0], False)
-    assert controller.choose(1, [([], None), ([1, 3], None)]) == (0, 0)
-    controller.steps += 1_000_000
-    controller.durations.steps += 1_000_000
-    controller.durations.add(("pass", 1), 1.0)
-    assert controller.choose(1, [([], None), ([1, 3], None)])[0] == 1
-
-
-def test_the_first_step_after_a_change_is_repeated():
-    """It takes twice the time, because weights and code have left the caches, and so says nothing of later steps."""
-    controller, option, before, choices = Controller(1), [([3], None)], None, []
-    for _ in range(600):
-        choice = controller.choose(1, option)
-        slow = 1 if choice == before else 2
-        times = (0.2 * slow, 1.2 * slow) if choice[1] else (0.0, 1.0 * slow)
-        controller.update(choice, times, [0], False)
-        before = choice
-        choices.append(choice)
-    tries = [i for i in range(300, 600) if choices[i][1]]
-    assert tries and all(i + 1 in tries or i - 1 in tries for i in tries[1:-1]), "a try lasts two steps"
-    durations = controller.durations
-    for width, seconds in ((1, 1.0), (4, 1.2)):
-        assert durations.usual["pass", width] * durations.slowness == pytest.approx(seconds, rel=0.1)
-    assert len(tries) < 30
-
-
-def test_a_slow_machine_is_slow_for_all_choices():
-    """While one choice is measured, the others' estimates follow the machine, and the choice stays the same."""
-    controller = Controller(1)
-    for _ in range(20):
-        controller.update((0, 0), (0.0, 1.0), [0], False)
-        controller.update((0, 3), (0.4, 1.2), [2], False)
-    option = [([3], None)]
-    before = controller.choose(1, option)
-    for machine in (1.0, 1.6, 0.7):
-        for _ in range(30):
-            assert controller.choose(1, option) == before
-            controller.update(before, (0.4 * machine, 1.2 * machine), [2], False)
-        durations = controller.durations
-        assert durations.usual["pass", 1] * durations.slowness == pytest.approx(machine, rel=0.15)
-
-
-def test_the_controller_chooses_between_drafts():
-    """Between a draft that costs time and is often right, and one whose proposals tell their chances."""
-    controller = Controller(2)
-    for _ in range(20):  # with the second draft, 4 tokens in 1.6 seconds
-        controller.update((0, 0), (0.0, 1.0), [0], False)
-        controller.update((1, 3), (0.4, 1.2), [3], False)
-    options = [([1, 3], None), ([1, 3], None)]
-    for gains, expected in (([0.2, 0.2, 0.2], (1, 3)), ([0.9, 1.7, 2.6], (0, 3)), ([0.0, 0.0, 0.0], (1, 3))):
-        assert controller.choose(1, [([1, 3], gains), options[1]]) == expected
-    assert controller.choose(1, [([], None), ([], None)]) == (0, 0), "no draft has a proposal"
 
 
 def test_a_fixed_length_is_always_used(tiny, tiny_model):
@@ -672,10 +546,9 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     before = compile_counts()
     steps = itertools.count()
 
-    def choose(rows, options):
-        turn, draft = divmod(next(steps), len(options))
-        choices = [0, *options[draft][0]]
-        return draft, choices[turn % len(choices)]
+    def choose(rows, candidates):
+        choices = [None, *candidates]
+        return choices[next(steps) % len(choices)]
 
     monkeypatch.setattr(speculation.controller, "choose", choose)
     requests = random_requests(14, 4)

@@ -1,0 +1,133 @@
+"""Decides which draft proposes, and how many tokens, so that the new tokens per second are the most.
+
+Read down: Recent and Rate, which estimate times and shares of accepted tokens from the latest steps; Candidate, what
+can be chosen; Controller. Knows numbers only: no model, no tokens.
+
+What a step costs is known before it is tried. A pass over one token per row takes as long as a plain step, which is
+measured first. Each further token of the pass adds at most as much as a token of a prompt takes, which prefill has
+measured. And a draft takes as long as a plain step of as many bytes. These prior estimates are replaced by measurements
+as they come in, and come back when the measurements are old. So nothing is tried that cannot pay by what is known.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+WINDOW = 7  # measurements, of which the median counts
+MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
+FIRST_PLAIN_STEPS = 2  # with each number of rows
+DECAY = 0.98  # what remains of the count of accepted tokens when another one is added
+
+
+class Recent:
+    """The median of the latest measurements. It begins at a prior estimate, which counts as one of them."""
+
+    def __init__(self):
+        self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (step, measurement)
+
+    def add(self, step: int, value: float):
+        self.values.append((step, value))
+
+    def median(self, step: int, prior: float | None = None) -> float | None:
+        """None if there is neither a measurement nor a prior estimate. Of an even number, the smaller value in the
+        middle: measurements are rather too long, as other programs interrupt."""
+        while self.values and self.values[0][0] < step - MEMORY:
+            self.values.popleft()
+        values = sorted([value for _, value in self.values] + ([] if prior is None else [prior]))
+        return values[(len(values) - 1) // 2] if values else None
+
+
+class Rate:
+    """The share of expected tokens that were accepted. Older ones count less, and it begins at a prior estimate."""
+
+    def __init__(self, prior: float, weight: float):
+        """weight: the prior estimate counts like so many tokens."""
+        self.prior, self.weight = prior, weight
+        self.accepted, self.expected = prior * weight, weight
+
+    @property
+    def value(self) -> float:
+        return self.accepted / self.expected
+
+    def add(self, accepted: float, expected: float):
+        self.accepted = DECAY * self.accepted + accepted
+        self.expected = DECAY * self.expected + expected
+
+    def fade(self):
+        """Forget a little, and go back towards the prior estimate."""
+        self.accepted += (self.prior * self.weight - self.accepted) / MEMORY
+        self.expected += (self.weight - self.expected) / MEMORY
+
+
+class Candidate(NamedTuple):
+    """A proposal that may be made. `draft` is its index and `k` says how many tokens, in the draft's own counting."""
+
+    draft: int
+    k: int
+    tokens: int  # in the pass that verifies it, beyond one for each row; padding included
+    accepted: float | None = None  # how many of them will probably be accepted; None: by the draft's rate of acceptance
+    plain_steps: float = 0.0  # how long proposing takes, by the bytes that it reads
+
+
+def expected_tokens(a: float, k: int) -> float:
+    """The mean number of new tokens of a step with k proposed tokens, each accepted with probability a < 1."""
+    return (1 - a ** (k + 1)) / (1 - a)
+
+
+class Controller:
+    """`choose` before each step, and `update` after it.
+
+    token_s: a function that returns the seconds that a token of a prompt takes.
+    """
+
+    def __init__(self, drafts: int, token_s: Callable[[], float]):
+        self.token_s, self.steps = token_s, 0
+        self.plain: defaultdict[int, Recent] = defaultdict(Recent)  # rows -> seconds of a plain step
+        # Seconds that each further token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... further tokens.
+        self.further: defaultdict[int, Recent] = defaultdict(Recent)
+        self.drafting: defaultdict[tuple, Recent] = defaultdict(Recent)  # (rows, draft, k) -> seconds of proposing
+        self.acceptance = [Rate(0.5, 2.0) for _ in range(drafts)]
+
+    def choose(self, rows: int, candidates: Iterable[Candidate]) -> Candidate | None:
+        """The candidate with the most new tokens per second, or None if a plain step of these rows has more."""
+        plain_s = self.plain[rows].median(self.steps)
+        if plain_s is None or len(self.plain[rows].values) < FIRST_PLAIN_STEPS:
+            return None
+        best, choice = rows / plain_s, None
+        for candidate in candidates:
+            seconds = plain_s + self.further_s(candidate.tokens) + self.draft_s(rows, candidate, plain_s)
+            rate = self.new_tokens(rows, candidate) / seconds
+            if rate > best:
+                best, choice = rate, candidate
+        return choice
+
+    def new_tokens(self, rows: int, candidate: Candidate) -> float:
+        """The expected number of new tokens of a step with this candidate."""
+        if candidate.accepted is not None:
+            return rows + candidate.accepted
+        return rows * expected_tokens(min(self.acceptance[candidate.draft].value, 0.999), candidate.k)
+
+    def further_s(self, tokens: int) -> float:
+        """The seconds that so many further tokens add to a pass."""
+        return tokens * self.further[tokens.bit_length()].median(self.steps, self.token_s())
+
+    def draft_s(self, rows: int, candidate: Candidate, plain_s: float) -> float:
+        """The seconds of proposing."""
+        by_bytes = candidate.plain_steps * plain_s
+        return self.drafting[rows, candidate.draft, candidate.k].median(self.steps, by_bytes)
+
+    def update(self, rows: int, choice: Candidate | None, seconds: tuple[float, float], accepted: list[int]):
+        """Learn from a step: what was chosen, the seconds of draft and target, how many tokens each row accepted."""
+        self.steps += 1
+        draft_s, target_s = seconds
+        for rate in self.acceptance:
+            rate.fade()  # so what is not used is tried again
+        if choice is None:
+            return self.plain[rows].add(self.steps, target_s)
+        plain_s = self.plain[rows].median(self.steps)
+        if plain_s is not None:
+            self.further[choice.tokens.bit_length()].add(self.steps, max(0.0, target_s - plain_s) / choice.tokens)
+        if choice.accepted is None:
+            self.drafting[rows, choice.draft, choice.k].add(self.steps, draft_s)
+            judged = sum(min(n + 1, choice.k) for n in accepted)  # shorter proposals count as rejected
+            self.acceptance[choice.draft].add(sum(accepted), judged)

@@ -73,9 +73,10 @@ def draft_length(text: str) -> int | str:
 
 def draft_kind(text: str) -> str:
     kind, _, path = text.partition(":")
-    if text in ("prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
+    if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is none of prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self")
+    kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
 
 
 def check_model_options(args):

@@ -1,0 +1,75 @@
+"""Prompt lookup beside plain decoding, each time the first run of a fresh process: what a user of generate.py sees.
+
+Twelve open prompts, which ask questions, and twelve that ask for code or text to be repeated or edited. Every prompt
+runs in turn with `--draft none` and with `--draft prompt-lookup`, and the ratio of the two decode rates is taken. With
+--rows 8, all rows have the same prompt and different seeds (with --temperature 0 they also have the same text).
+"""
+
+import json
+import math
+import sys
+from functools import partial
+from statistics import median
+
+import measure
+from measure import DECODE, ROOT, quantized
+from speculation import OPEN
+
+from cli import print_status, run_command
+
+EDITS = [
+    "Add type annotations to every function of this code, and print the whole code",
+    "Rename the variable x to value everywhere in this code, and print the whole code",
+    "Fix the typing errors in this code if there are any, and print the whole code again",
+    "Write this out again, exactly as it is",
+]
+FILES = ("sampling.py", "engine.py", "README.md")
+
+
+def copying_prompts() -> list[str]:
+    """Each request of EDITS for a piece of each of FILES."""
+    texts = [(ROOT / name).read_text() for name in FILES]
+    return [f"{edit}:\n\n{text[3000:3900]}" for text in texts for edit in EDITS]
+
+
+def run(args, path, prompt: str, draft: str) -> dict:
+    """One run of generate.py."""
+    command = ["--checkpoint_path", path, "--chat", "--prompt", prompt, "--batch_size", args.rows, "--draft", draft]
+    command += ["--max_new_tokens", args.new_tokens, "--temperature", args.temperature, "--ignore_eos", "--json"]
+    result = json.loads(measure.run_program(sys.executable, ROOT / "generate.py", *command, *args.options.split()))
+    return {"rate": result[DECODE], "tokens": [sample["token_ids"] for sample in result["samples"]]}
+
+
+def main():
+    parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12})
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--options", default="", help="further options of generate.py, for example --options=--compile")
+    parser.add_argument("--format", choices=(*measure.FORMATS, "file"), default="file", help="of the weights (file)")
+    args = parser.parse_args()
+    path, rows = quantized(args.checkpoint_path, args.format), []
+    kinds = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
+    for kind, prompts in kinds.items():
+        for prompt in prompts[: args.prompts]:
+            turns = {draft: partial(run, args, path, prompt, draft) for draft in ("none", "prompt-lookup")}
+            if len(rows) % 2:
+                turns = dict(reversed(turns.items()))
+            results = {draft: work() for draft, work in turns.items()}
+            plain, lookup = results["none"], results["prompt-lookup"]
+            row = {"prompts": kind, "over_plain": lookup["rate"] / plain["rate"], "plain": plain["rate"]}
+            rows.append(row | {"same_tokens": plain["tokens"] == lookup["tokens"]})
+            print_status(f"{kind}: {row['over_plain']:.2f}x of {row['plain']:.0f} tokens/s")
+    table = []
+    for kind in kinds:
+        ratios = [row["over_plain"] for row in rows if row["prompts"] == kind]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        same = all(row["same_tokens"] for row in rows if row["prompts"] == kind)
+        about = {"geometric_mean": mean, "median": median(ratios), "least": min(ratios), "most": max(ratios)}
+        table.append({"prompts": kind, **about, "same_tokens": same})
+    columns = {"prompts": "", "geometric_mean": ".3f", "median": ".2f", "least": ".2f", "most": ".2f"}
+    measure.print_table(table, columns | {"same_tokens": ""})
+    options = {key: getattr(args, key) for key in ("new_tokens", "rows", "temperature", "options", "format")}
+    measure.save("first_run", options | {"model": path.stem, "summary": table, "runs": rows}, args.out)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -193,12 +193,7 @@ def print_report(result: dict, timing):
     if result["device"] == "cpu" and result["threads"]:
         lines.append(f"threads: {threads_text(result['threads'])}{others_text(result['other_programs_cpus'])}")
     if (about := result.get("speculation")) is not None:
-        accepted = "/".join(f"{share:.0%}" for share in about["acceptance_by_place"]) or "none"
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in about["share_of_time"].items())
-        line = f"speculation: {about['steps']} steps with {about['mean_proposed_tokens']:.1f} proposed tokens per row, "
-        line += f"{result['mean_accepted_tokens']:.1f} of them accepted (by place: {accepted}); "
-        lines.append(line + f"{about['plain_steps']} steps without a proposal" + f"; {shares}" * bool(shares))
-        lines += map(draft_text, about["drafts"] if len(about["drafts"]) > 1 else ())
+        lines += [draft_text(draft, about["steps"] + about["plain_steps"]) for draft in about["drafts"]]
     if "ranks" in result:
         line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
         if (share := result["communication_share"]) is not None:  # may be above 1, where ranks share cores
@@ -209,10 +204,11 @@ def print_report(result: dict, timing):
     print("\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"]), file=sys.stderr)
 
 
-def draft_text(draft: dict) -> str:
-    line = f"  {draft['name']}: {draft['steps']} steps, {draft['accepted_tokens']} of {draft['proposed_tokens']} "
+def draft_text(draft: dict, steps: int) -> str:
+    line = f"{draft['name']}: {draft['accepted_tokens']} of {draft['proposed_tokens']} proposed tokens accepted, "
+    line += f"in {draft['steps']} of {steps} steps"
     share = draft["share_of_time"]
-    return line + "proposed tokens accepted" + ("" if share is None else f"; proposing took {share:.1%} of the time")
+    return line + ("" if share is None else f"; proposing took {share:.1%} of the time")
 
 
 def threads_text(used: dict[str, dict[int, int]]) -> str:

@@ -574,7 +574,7 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
         result, err = main(capsys, monkeypatch, *args, *more)
         assert [s["token_ids"] for s in result["samples"]] == [s["token_ids"] for s in plain["samples"]]
         about = result["speculation"]
-        assert sum(about["share_of_time"].values()) == pytest.approx(1) and "speculation: " in err
+        assert sum(about["share_of_time"].values()) == pytest.approx(1) and " proposed tokens accepted, in " in err
         assert result["weight_bytes_per_token"] > 0 and len(about["acceptance_by_place"]) == more[-1]
     assert (
         result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
@@ -595,13 +595,13 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
             assert (lookup["name"], model["name"]) == ("prompt-lookup", name)
             assert lookup["steps"] + model["steps"] == about["steps"]
             assert 0 < lookup["share_of_time"] + model["share_of_time"] <= about["share_of_time"]["draft"]
-            assert f"\n  {name}: {model['steps']} steps, {model['accepted_tokens']} of " in err
+            assert f"\n{name}: {model['accepted_tokens']} of {model['proposed_tokens']} proposed " in err
             for draft in (lookup, model):
                 assert 0 <= draft["accepted_tokens"] <= draft["proposed_tokens"] and draft["share_of_time"] >= 0
             assert k == "auto" or (model["steps"] > 0 and model["accepted_tokens"] > 0)
     result, err = main(capsys, monkeypatch, *args)
     [lookup] = result["speculation"]["drafts"]
-    assert lookup["steps"] == result["speculation"]["steps"] and "  prompt-lookup: " not in err
+    assert lookup["steps"] == result["speculation"]["steps"] and "\nprompt-lookup: " in err
     kinds = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
     assert lookup_name(kinds) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
 

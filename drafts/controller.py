@@ -16,6 +16,7 @@ from typing import NamedTuple
 WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
 FIRST_PLAIN_STEPS = 2  # with each number of rows
+MARGIN = 1.05  # estimates err, so a proposal has to promise this many times the tokens per second of plain steps
 DECAY = 0.98  # what remains of the count of accepted tokens when another one is added
 
 
@@ -89,11 +90,11 @@ class Controller:
         self.acceptance = [Rate(0.5, 2.0) for _ in range(drafts)]
 
     def choose(self, rows: int, candidates: Iterable[Candidate]) -> Candidate | None:
-        """The candidate with the most new tokens per second, or None if a plain step of these rows has more."""
+        """The candidate with the most new tokens per second, or None if none has clearly more than a plain step."""
         plain_s = self.plain[rows].median(self.steps)
         if plain_s is None or len(self.plain[rows].values) < FIRST_PLAIN_STEPS:
             return None
-        best, choice = rows / plain_s, None
+        best, choice = MARGIN * rows / plain_s, None
         for candidate in candidates:
             seconds = plain_s + self.further_s(candidate.tokens) + self.draft_s(rows, candidate, plain_s)
             rate = self.new_tokens(rows, candidate) / seconds

@@ -130,11 +130,12 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
 class Calibration:
     """Learns how many tokens of a text are accepted, relative to the sum of their shares of the votes.
 
-    rates[b] is that of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token.
+    rates[b] is that of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token. Matches of
+    2 and 3 tokens have to prove themselves first: where a text does not repeat itself, they mean little.
     """
 
     def __init__(self):
-        self.rates = [Rate(1.0, 8.0) for _ in range(6)]
+        self.rates = [Rate(0.6 if b < 3 else 1.0, 6.0) for b in range(6)]
 
     def chances(self, match: Match) -> list[float]:
         """For each token of the match, the probability that it is accepted if those before it are."""

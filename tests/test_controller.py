@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafts.controller import MEMORY, WINDOW, Candidate, Controller, Rate, Recent
+from drafts.controller import MARGIN, MEMORY, WINDOW, Candidate, Controller, Rate, Recent
 
 
 def candidates(ks, draft=0, rows=1, plain_steps=0.0):
@@ -97,9 +97,9 @@ def test_each_number_of_rows_has_its_own_plain_steps():
         for _ in range(2):
             assert controller.choose(rows, found([0.9] * 3)) is None, "the first steps are plain"
             controller.update(rows, None, (0.0, plain_s), [0] * rows)
-    assert controller.choose(1, found([0.11])) is not None  # 1.11 tokens in 1.1 s instead of 1
-    assert controller.choose(8, found([0.26])) is None  # 8.26 tokens in 3.1 s instead of 8 in 3
-    assert controller.choose(8, found([0.28])) is not None
+    assert controller.choose(1, found([0.1 * MARGIN + 0.06])) is not None  # 1.165 tokens in 1.1 s instead of 1 in 1
+    assert controller.choose(8, found([0.67])) is None  # 8.67 tokens in 3.1 s: less than 1.05 times 8 in 3
+    assert controller.choose(8, found([0.69])) is not None
 
 
 def test_a_slow_machine_changes_no_choice():

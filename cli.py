@@ -49,7 +49,8 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
     open_closed_streams()
 
     def fail(text: str) -> int:
-        print_error(f"{Path(sys.argv[0]).name}: error: {printable(text)}")
+        readable = text.encode("utf-8", "backslashreplace").decode()  # bytes of an argument that are no text
+        print_error(f"{Path(sys.argv[0]).name}: error: {printable(readable)}")
         return 2
 
     try:

@@ -57,7 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser):
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
     kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated. The default is "
-    kinds += "prompt-lookup in conversations and in the server, where it cannot change a token, and otherwise none"
+    kinds += "prompt-lookup in conversations, where it cannot change a token, and otherwise none"
     add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)

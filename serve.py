@@ -66,7 +66,7 @@ def parse_arguments(argv=None):
     add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
-    check_model_options(args, looks_up=True)
+    check_model_options(args)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave it away, and nobody needs one")
     if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):

@@ -188,6 +188,7 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.source, device, dtype, *how, dequantize=args.dequantize)
+    args.looks_up = args.looks_up and rows == 1  # with several rows it does not pay yet
     speculation = make_speculation(args, checkpoint, model, sources)
     load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)

@@ -82,7 +82,7 @@ def check_arguments(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
-    load.check_model_options(args, looks_up=args.chat or args.interactive)
+    load.check_model_options(args)
     if args.roofline is not None and (args.profile or args.interactive or args.draft or args.draft_checkpoint_path):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:

@@ -13,7 +13,6 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -56,8 +55,8 @@ def add_model_options(parser: argparse.ArgumentParser):
     kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
-    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated. The default is "
-    kinds += "prompt-lookup in conversations, where it cannot change a token, and otherwise none"
+    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none (the "
+    kinds += "default): no draft"
     add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)
@@ -81,10 +80,8 @@ def draft_kind(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
 
 
-def check_model_options(args, looks_up: bool = False):
-    """Raise UserError if options contradict each other. looks_up: whether prompt lookup is the default of --draft.
-    With --compile it is not, because its graphs would take longer to compile than it gains in a conversation."""
-    args.looks_up = looks_up and not args.compile
+def check_model_options(args):
+    """Raise UserError if options contradict each other."""
     if args.draft_checkpoint_path == "":
         raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
     if args.speculate_k and args.draft in (None, ["none"]) and not args.draft_checkpoint_path:
@@ -188,7 +185,6 @@ def load_engine(args, checkpoint: Checkpoint, rows: int, length: int, ranks) -> 
     start = time.perf_counter()
     how = (args.kernels, args.exact_activations, ranks.shard(device))
     model = load_model(checkpoint.source, device, dtype, *how, dequantize=args.dequantize)
-    args.looks_up = args.looks_up and rows == 1  # with several rows it does not pay yet
     speculation = make_speculation(args, checkpoint, model, sources)
     load_s = time.perf_counter() - start
     steps = compiled_steps(args.compile, args.compile_prefill)
@@ -422,8 +418,6 @@ def open_draft_model(args, checkpoint: Checkpoint, ranks) -> Source:
 
 def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources):
     """The Speculation that the arguments ask for, or None."""
-    if args.draft is None and not args.draft_checkpoint_path and args.looks_up and can_look_up(model):
-        args.draft, sources.kinds["prompt-lookup"] = ["prompt-lookup"], ""
     if not (args.draft or args.draft_checkpoint_path):
         return None
     from speculative import MAX_K, Speculation
@@ -434,12 +428,6 @@ def make_speculation(args, checkpoint: Checkpoint, model: Transformer, sources: 
     if not automatic and len(drafts) == 1 and heads is not None and heads.n < k:
         print_status(f"--speculate_k {k}: there are only {heads.n} heads, so {heads.n} tokens are proposed")
     return Speculation(drafts, k, automatic)
-
-
-def can_look_up(model: Transformer) -> bool:
-    """Whether prompt lookup is there and cannot change a token, because the kernels give the same bits for passes over
-    one token and over several."""
-    return model.backend.thread_invariant and model.shard is None and find_spec("drafts") is not None
 
 
 def make_drafts(args, checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list:

@@ -10,6 +10,7 @@
 
 namespace fastpath {
 
+constexpr int MAX_TILED_ROWS = 28;   // of x, up to which a tile of 8 rows that unpacks by itself is faster
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
 constexpr int BLOCKS = 2;            // of weight rows at a time
@@ -88,15 +89,10 @@ void two_packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t s
   for (int64_t b = 0; b < l.Kb; b += UNPACKED_GROUPS) {
     const int count = std::min<int64_t>(UNPACKED_GROUPS, l.Kb - b);
     for (int n = 0; n < BLOCKS; n++) unpack_groups(streams[n], count, n, groups);
-    int64_t m = start;
-    auto tile = [&](auto rows) {
-      constexpr int MT = decltype(rows)::value;
+    in_tiles<4>(start, stop, [&](int64_t m, auto rows) {
       using S = typename F::Scales;
-      add_groups<S::HAS_MINS, S::HALVES, F::OFFSET, MT>(groups, count, x, m, b, acc + (m - start) * BLOCKS);
-      m += MT;
-    };
-    while (m + 4 <= stop) tile(Int<4>());
-    while (m < stop) tile(Int<1>());
+      add_groups<S::HAS_MINS, S::HALVES, F::OFFSET, rows>(groups, count, x, m, b, acc + (m - start) * BLOCKS);
+    });
   }
   for (int64_t m = start; m < stop; m++)
     for (int n = 0; n < BLOCKS; n++) finish_outputs(l, block + n, m, acc[(m - start) * BLOCKS + n], residual, out);

@@ -78,6 +78,29 @@ struct Input {
 template <int I>
 using Int = std::integral_constant<int, I>;
 
+// Calls f with n, which is 1 to MOST, as a constant.
+template <int MOST, class Function>
+void with_size(int64_t n, const Function& f) {
+  if constexpr (MOST > 1) {
+    if (n < MOST) return with_size<MOST - 1>(n, f);
+  }
+  f(Int<MOST>());
+}
+
+// Calls f(m, rows) for tiles of rows m..stop of x: as few as there can be with up to MOST rows each, of nearly equal
+// sizes, because every tile reads and unpacks the weights again. `rows` is a constant. No tile of rows of x is crossed.
+template <int MOST, class Function>
+void in_tiles(int64_t m, int64_t stop, const Function& f) {
+  while (m < stop) {
+    const int64_t left = std::min<int64_t>(stop - m, TILE_ROWS - m % TILE_ROWS), tiles = (left + MOST - 1) / MOST;
+    for (int64_t i = 0; i < tiles; i++) {
+      const int64_t rows = left / tiles + (i < left % tiles);
+      with_size<MOST>(rows, [&](auto count) { f(m, count); });
+      m += rows;
+    }
+  }
+}
+
 inline bool amx_allowed = false;  // set once, by allow_amx
 
 // One step along K for weights that are not packed: acc += w * x, lane by lane. For bfloat16, vdpbf16ps adds two
@@ -389,20 +412,22 @@ inline void finish_outputs(const Linear& l, int64_t block, int64_t m, __m512 y, 
 // A block of packed weights times rows m..stop of x, plus bias and residual.
 template <class F, class T>
 void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual, T* out) {
-  auto tile = [&](auto rows) {
-    constexpr int MT = decltype(rows)::value;
-    __m512 acc[MT];
-    if constexpr (MT % 4 != 0 || MT == 4) {
-      if (l.exact) block_dot_float<MT, F>(l, block, x, m, acc);
-    }
-    if (!l.exact) block_dot_int8<MT, F>(l, block, x, m, acc);
-    for (int i = 0; i < MT; i++) finish_outputs(l, block, m + i, acc[i], residual, out);
-    m += MT;
+  auto finish = [&](int64_t first, int rows, const __m512* acc) {
+    for (int i = 0; i < rows; i++) finish_outputs(l, block, first + i, acc[i], residual, out);
   };
-  while (m + 8 <= stop && !l.exact) tile(Int<8>());
-  while (m + 4 <= stop) tile(Int<4>());
-  if (stop - m >= 2) tile(Int<2>());
-  if (stop - m >= 1) tile(Int<1>());
+  if (l.exact) {
+    in_tiles<4>(m, stop, [&](int64_t first, auto rows) {
+      __m512 acc[rows];
+      block_dot_float<rows, F>(l, block, x, first, acc);
+      finish(first, rows, acc);
+    });
+  } else {
+    in_tiles<8>(m, stop, [&](int64_t first, auto rows) {
+      __m512 acc[rows];
+      block_dot_int8<rows, F>(l, block, x, first, acc);
+      finish(first, rows, acc);
+    });
+  }
 }
 
 // Row `id` of a table of any format, such as an embedding.

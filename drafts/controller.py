@@ -4,9 +4,10 @@ Read down: Recent and Rate, which estimate times and shares of accepted tokens f
 can be chosen; Controller. Knows numbers only: no model, no tokens.
 
 What a step costs is known before it is tried. A pass over one token per row takes as long as a plain step, which is
-measured first. Each further token of the pass adds at most as much as a token of a prompt takes, which prefill has
-measured. And a draft takes as long as a plain step of as many bytes. These prior estimates are replaced by measurements
-as they come in, and come back when the measurements are old. So nothing is tried that cannot pay by what is known.
+measured first. Each further token of the pass adds about as much as a token of a prompt takes, which prefill has
+measured; somewhat more in a pass over many tokens. And a draft takes as long as a plain step of as many bytes. These
+prior estimates are replaced by measurements as they come in, and come back when the measurements are old. So nothing is
+tried that cannot pay by what is known.
 """
 
 from collections import defaultdict, deque
@@ -17,6 +18,8 @@ WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
 FIRST_PLAIN_STEPS = 2  # with each number of rows
 MARGIN = 1.05  # estimates err, so a proposal has to promise this many times the tokens per second of plain steps
+FEW_TOKENS = 8  # in a pass, up to which a further token takes no longer than in prefill
+LONGER = 1.4  # times as long as in prefill: a further token of a pass over more (measured: 1.1 to 1.6)
 DECAY = 0.98  # what remains of the count of accepted tokens when another one is added
 
 
@@ -84,8 +87,8 @@ class Controller:
     def __init__(self, drafts: int, token_s: Callable[[], float]):
         self.token_s, self.steps = token_s, 0
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)  # rows -> seconds of a plain step
-        # Seconds that each further token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... further tokens.
-        self.further: defaultdict[int, Recent] = defaultdict(Recent)
+        # Seconds that each further token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... rows and further tokens.
+        self.further: defaultdict[tuple, Recent] = defaultdict(Recent)
         self.drafting: defaultdict[tuple, Recent] = defaultdict(Recent)  # (rows, draft, k) -> seconds of proposing
         self.acceptance = [Rate(0.5, 2.0) for _ in range(drafts)]
 
@@ -96,7 +99,7 @@ class Controller:
             return None
         best, choice = MARGIN * rows / plain_s, None
         for candidate in candidates:
-            seconds = plain_s + self.further_s(candidate.tokens) + self.draft_s(rows, candidate, plain_s)
+            seconds = plain_s + self.further_s(rows, candidate.tokens) + self.draft_s(rows, candidate, plain_s)
             rate = self.new_tokens(rows, candidate) / seconds
             if rate > best:
                 best, choice = rate, candidate
@@ -108,9 +111,10 @@ class Controller:
             return rows + candidate.accepted
         return rows * expected_tokens(min(self.acceptance[candidate.draft].value, 0.999), candidate.k)
 
-    def further_s(self, tokens: int) -> float:
-        """The seconds that so many further tokens add to a pass."""
-        return tokens * self.further[tokens.bit_length()].median(self.steps, self.token_s())
+    def further_s(self, rows: int, tokens: int) -> float:
+        """The seconds that so many further tokens add to a pass over one token per row."""
+        prior = self.token_s() * (LONGER if rows + tokens > FEW_TOKENS else 1)
+        return tokens * self.further[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
 
     def draft_s(self, rows: int, candidate: Candidate, plain_s: float) -> float:
         """The seconds of proposing."""
@@ -127,7 +131,8 @@ class Controller:
             return self.plain[rows].add(self.steps, target_s)
         plain_s = self.plain[rows].median(self.steps)
         if plain_s is not None:
-            self.further[choice.tokens.bit_length()].add(self.steps, max(0.0, target_s - plain_s) / choice.tokens)
+            further_s = max(0.0, target_s - plain_s) / choice.tokens
+            self.further[rows.bit_length(), choice.tokens.bit_length()].add(self.steps, further_s)
         if choice.accepted is None:
             self.drafting[rows, choice.draft, choice.k].add(self.steps, draft_s)
             judged = sum(min(n + 1, choice.k) for n in accepted)  # shorter proposals count as rejected

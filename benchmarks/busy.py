@@ -1,19 +1,18 @@
-"""Decode and prefill on a CPU that other programs use, too: fixed numbers of threads, the engine's choice, llama.cpp.
+"""Decode and prefill on a CPU that other programs use, too: fixed numbers of threads, the engine's choice, the peers.
 
 The other programs are --loops endless loops of Python, each on a processor of its own if there are enough. In each
 round every contestant runs once, one after another, while the loops go on. At the end one request decodes while a loop
 on one processor ends: recovery_s is the time until all steps have as many threads as on the idle machine again.
 """
 
+import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import measure
 import torch
@@ -62,27 +61,21 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
     return found | {"steps": engine.threads.used()["decode"]}
 
 
-def run_llama_bench(args) -> dict:
-    sizes = ["-p", args.prompt_tokens, "-n", 16, "-r", 1, "-t", torch.get_num_threads(), "-o", "json"]
-    prefill, decode = json.loads(measure.run_program(args.llama_bench.resolve(), "-m", args.gguf, *sizes))
-    return {DECODE: decode["avg_ts"], PREFILL: prefill["avg_ts"]}
-
-
 def measure_case(args, engine: Engine, loops: int) -> dict:
     """All contestants while `loops` loops run, and the ratios of the engine's choice to the others."""
     numbers = powers_of_two(torch.get_num_threads())
     turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, engine, n) for n in numbers}
     turns["chosen"] = partial(run_engine, args, engine, None)
-    if args.llama_bench:
-        turns["llama.cpp"] = partial(run_llama_bench, args)
+    few_tokens = argparse.Namespace(**vars(args) | {"new_tokens": 16})
+    peers = measure.llama_benches(few_tokens, args.gguf)
     with busy(loops):
-        rounds = measure.take_turns(turns, args.rounds, warm_up=0)
+        rounds = measure.take_turns(turns | peers, args.rounds, warm_up=0)
     case = {"loops": loops}
     for kind, rate in zip(("decode", "prefill"), RATES):
         best = [max(rates) for rates in zip(*(column(rounds[f"{n} threads"], rate) for n in numbers))]
         case |= ratio(f"{kind}_to_best_fixed", column(rounds["chosen"], rate), best)
-        if args.llama_bench:
-            case |= ratio(f"{kind}_to_llama", column(rounds["chosen"], rate), column(rounds["llama.cpp"], rate))
+        for peer in peers:
+            case |= ratio(f"{kind}_to_{peer}", column(rounds["chosen"], rate), column(rounds[peer], rate))
     return case | rounds
 
 
@@ -117,18 +110,14 @@ def main():
     add("--loops", nargs="+", type=int, default=loops, help="numbers of other programs (0, 1, and two per processor)")
     add("--format", choices=measure.FORMATS, default="int4", help="format of the weights (int4)")
     add("--compile", action="store_true", help="compile the decode step")
-    add("--llama_bench", type=Path, help="llama.cpp's llama-bench; it needs --gguf")
-    add("--gguf", type=Path, help="the model for llama-bench")
+    measure.add_bench_options(parser)
     args = parser.parse_args()
     keep_freed_memory()
     model = load_model(measure.quantized(args.checkpoint_path, args.format))
     engine = Engine(model, 1, 1024, compiled_steps(args.compile, False))
     generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles
     cases = [measure_case(args, engine, loops) for loops in args.loops]
-    columns = {"loops": ""}
-    for key in ("decode_to_best_fixed", "prefill_to_best_fixed", "decode_to_llama", "prefill_to_llama"):
-        columns |= {key: ".2f", f"{key}_spread": ".2f"}
-    measure.print_table(cases, columns)
+    measure.print_table(cases, {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key})
     recovery = [recovery_s(args, engine) for _ in range(args.rounds)]
     print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")
     about = {"format": args.format, "compiled": args.compile, "recovery_s": recovery, "cases": cases}

@@ -3,33 +3,36 @@
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
 
-import re
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from measure import DECODE, PREFILL
+from measure import DECODE, PREFILL, weight_bits
 
 from checkpoint import read_json
 from cli import ArgumentParser, run_command
 
-BLUE, GREY = "#0072B2", "#999999"  # from Okabe and Ito's palette, which colour-blind readers can tell apart
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"  # of Okabe and Ito, for colour-blind readers, too
 
 
-def plain_name(row: dict) -> str:
-    """The name of a row. A GGUF file is named by its format alone."""
-    return re.sub(r"^(llama.cpp) .*\.(\w+)\.gguf$", r"\1 \2", row["name"])
+def colour_of(name: str) -> str:
+    return GREY if name.startswith(("transformers", "llama.cpp")) else ORANGE if name.startswith("ik_") else BLUE
 
 
-def width_order(row: dict) -> int:
-    """A sort key: 16-bit weights first, then 8-bit, then 4-bit."""
-    return next((i for i, width in enumerate(("16", "8", "4")) if width in plain_name(row)), 3)
+def by_width(rows: list[dict]) -> list[dict]:
+    """The rows by the width of their weights, widest first. Of several formats of a peer with as many bits, the one
+    with the fastest decode."""
+    best = {}
+    for row in rows:
+        peer = None if row["name"].startswith("fastpath") else row["name"].split()[0]
+        best.setdefault((peer or row["name"], weight_bits(row["name"])), []).append(row)
+    chosen = [max(some, key=lambda row: row[DECODE]) for some in best.values()]
+    return sorted(chosen, key=lambda row: -(weight_bits(row["name"]) or 0))
 
 
 def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
     """Draw one panel: a bar and a label for each row and, if a bandwidth is given, our rooflines as dashed lines."""
     for y, row in enumerate(rows):
-        colour = GREY if row["name"].startswith(("transformers", "llama.cpp")) else BLUE
-        bar = axes.barh(plain_name(row), row[rate], color=colour, height=0.65)
+        bar = axes.barh(row["name"], row[rate], color=colour_of(row["name"]), height=0.65)
         gain = row.get(rate.replace("tokens_per_s", "over_before"))
         label = f"{row[rate]:.{1 if row[rate] < 100 else 0}f}" + (f"  {gain:.2f}x" if gain else "")
         axes.bar_label(bar, [label], padding=4, fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
@@ -44,8 +47,7 @@ def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
 
 def title(result: dict) -> str:
     machine = result["machine"]
-    where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
-    return f"{result.get('model', 'One row')}\n{where}"
+    return f"One row, {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
 
 
 def draw_gains(result: dict, path: Path):
@@ -73,24 +75,31 @@ def draw_gains(result: dict, path: Path):
 
 
 def draw(path: Path):
-    """Draw the steps of ladder.py in their order, or the rows of decode.py by the width of their weights."""
+    """Draw the steps of ladder.py in their order, or the rows of decode.py by the width of their weights: a line of two
+    panels for each model."""
     result = read_json(path)
     if "draft" in result.get("rows", [{}])[0]:
         return draw_gains(result, path)
-    if "steps" in result:
-        rows, bandwidth = result["steps"], None
-        footnote = "x: times the step before, the median of the ratios within the rounds"
-    else:
-        rows, bandwidth = sorted(result["rows"], key=width_order), result["read_bytes_per_s"]["dram"]
+    bandwidth, all_rows = None, result.get("steps") or result["rows"]
+    footnote = "x: times the step before, the median of the ratios within the rounds"
+    if "rows" in result:
+        bandwidth = result["read_bytes_per_s"]["dram"]
         footnote = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
-    figure = Figure(figsize=(9, 1.5 + 0.42 * len(rows)), dpi=200, layout="constrained", facecolor="white")
+    models = {row["model"]: [] for row in all_rows}
+    for row in all_rows:
+        models[row["model"]].append(row)
+    if "rows" in result:
+        models = {model: by_width(rows) for model, rows in models.items()}
+    heights = [len(rows) + 1.5 for rows in models.values()]
+    figure = Figure(figsize=(9, 0.9 + 0.36 * sum(heights)), dpi=200, layout="constrained", facecolor="white")
     figure.suptitle(title(result), fontsize=11)
-    decode, prefill = figure.subplots(1, 2, sharey=True)
-    draw_bars(decode, rows, DECODE, bandwidth)
-    draw_bars(prefill, rows, PREFILL, None)
-    decode.set_title("decode, tokens/s", fontsize=10, loc="left")
-    prefill.set_title(f"prefill of {result['prompt_tokens']}, tokens/s", fontsize=10, loc="left")
-    decode.invert_yaxis()  # of both panels
+    lines = figure.subplots(len(models), 2, sharey="row", height_ratios=heights, squeeze=False)
+    for (decode, prefill), (model, rows) in zip(lines, models.items()):
+        draw_bars(decode, rows, DECODE, bandwidth)
+        draw_bars(prefill, rows, PREFILL, None)
+        decode.set_title(f"{model}\ndecode, tokens/s", fontsize=10, loc="left")
+        prefill.set_title(f"prefill of {result['prompt_tokens']}, tokens/s", fontsize=10, loc="left")
+        decode.invert_yaxis()  # of both panels
     figure.supxlabel(footnote, fontsize=8, color="0.35")
     figure.savefig(path.with_suffix(".png"), format="png")
 

@@ -1,8 +1,8 @@
 """The ladder: one optimization after another, each a command line of generate.py that anybody can run.
 
 STEPS lists them; each step includes all steps above it. Every step is measured as decode.py measures fastpath, in one
-row. A gain over the step before is the median of the ratios within the rounds. No other program may be busy on the
-machine. charts.py draws the result.
+row, with the default model and with each GGUF file of --files. A gain over the step before is the median of the ratios
+within the rounds. No other program may be busy on the machine. charts.py draws the result.
 """
 
 from functools import partial
@@ -10,9 +10,8 @@ from functools import partial
 import measure
 from measure import DECODE, PREFILL
 
-from cli import run_command
-from convert_hf_checkpoint import ensure_checkpoint
-from load import choose_device
+from cli import print_status, run_command
+from load import choose_device, find_source
 
 BOTH = "--compile --compile_prefill"
 STEPS = {  # name: (what it changes, format of the weights, flags of generate.py)
@@ -22,8 +21,8 @@ STEPS = {  # name: (what it changes, format of the weights, flags of generate.py
     "compiled prefill": ("prefill is another graph", "bf16", f"--kernels torch {BOTH}"),
     "C++ kernels": ("matrix-vector products at the memory bandwidth", "bf16", BOTH),
     "int8": ("1 byte a weight", "int8", BOTH),
-    "int4": ("half a byte a weight, 1 in the head", "int4", BOTH),
-    "prompt lookup": ("several tokens per pass, where the text repeats", "int4", f"{BOTH} --draft prompt-lookup"),
+    "4 bits": ("about half a byte a weight: a GGUF file as it is", "file", BOTH),
+    "prompt lookup": ("several tokens per pass, where the text repeats", "file", f"{BOTH} --draft prompt-lookup"),
 }
 
 
@@ -41,15 +40,20 @@ def summary(rounds: dict[str, list[dict]]) -> list[dict]:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64})
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
+    parser.add_argument("--files", nargs="+", default=[], help="GGUF files of further models")
     args = parser.parse_args()
-    turns = {name: partial(measure.decode_and_prefill, args, *STEPS[name][1:]) for name in STEPS if name in args.steps}
-    # No warm-up round: each run is a process of its own, and warms up by itself.
-    rows = summary(measure.take_turns(turns, args.rounds, warm_up=0))
-    columns = {"name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f", PREFILL: ".1f"}
+    rows = []
+    for source in (args.checkpoint_path, *args.files):
+        model, names = find_source(source).name, [name for name in STEPS if name in args.steps]
+        print_status(model)
+        turns = {name: partial(measure.decode_and_prefill, args, source, *STEPS[name][1:]) for name in names}
+        # No warm-up round: each run is a process of its own, and warms up by itself.
+        rows += [{"model": model} | row for row in summary(measure.take_turns(turns, args.rounds, warm_up=0))]
+    columns = {"model": "", "name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f", PREFILL: ".1f"}
     columns |= {"prefill_over_before": ".2f", "compile_s": ".1f", "peak_memory_bytes": ".2e"}
     measure.print_table(rows, columns)
-    about = {"model": ensure_checkpoint(args.checkpoint_path).name, "prompt_tokens": args.prompt_tokens}
-    measure.save("ladder", about | {"new_tokens": args.new_tokens, "steps": rows}, args.out, choose_device(None))
+    about = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "steps": rows}
+    measure.save("ladder", about, args.out, choose_device(None))
 
 
 if __name__ == "__main__":

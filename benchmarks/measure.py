@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -20,8 +21,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,6 +46,19 @@ FORMATS = ("bf16", "int8", "int4")
 RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
 SAMPLES = 4  # --num_samples in each run of generate.py
 START_S = 120.0  # within which a server must have started
+
+
+class Peer(NamedTuple):
+    """A program that reads GGUF files."""
+
+    prefix: str  # of the options that name its programs
+    settings: tuple[str, ...]  # of its llama-bench; the best rate of all of them counts
+
+
+PEERS = {
+    "llama.cpp": Peer("llama", ("-fa 0", "-fa 1")),
+    "ik_llama.cpp": Peer("ik_llama", ("-fa 0 -rtr 0", "-fa 0 -rtr 1", "-fa 1 -rtr 0", "-fa 1 -rtr 1")),
+}
 
 # ---------------------------------------------------------------- turns and ratios
 
@@ -152,10 +168,10 @@ def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) 
     return result | {PREFILL: (SAMPLES - 1) * tokens / later_s}
 
 
-def decode_and_prefill(args, format: str, flags: str, tree: Path = ROOT, rows: int = 1) -> dict:
-    """Both rates of generate.py for the checkpoint in one format, each from a run of its own, with bytes and memory."""
+def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: Path = ROOT, rows: int = 1) -> dict:
+    """Both rates of generate.py for a checkpoint in one format, each from a run of its own, with bytes and memory."""
     print_status(f"{format} {flags}")
-    with_path = [*flags.split(), "--checkpoint_path", quantized(args.checkpoint_path, format)]
+    with_path = [*flags.split(), "--checkpoint_path", quantized(source, format)]
     decode = run_generate(tree, with_path, 5, args.new_tokens + 1, rows)  # prefill makes the first of the new tokens
     prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
     keys = (DECODE, "weight_bytes_per_token", "kv_bytes_per_token")
@@ -177,6 +193,43 @@ def quantized(source: str | None, format: str) -> Path:
         print_status(f"quantizing to {out.name}")
         quantize_checkpoint(directory, out, Quantization(format, 32, "int8"))
     return out
+
+
+def format_of(path: Path) -> str:
+    """The format in the name of a GGUF file, such as Q4_0 in MODEL.Q4_0.gguf or MODEL-q4_0.gguf."""
+    match = re.search(r"[.-](\w+)$", path.stem)
+    return match[1] if match else path.stem
+
+
+def weight_bits(name: str) -> int | None:
+    """Bits of a weight by the last word of a contestant's name: 16 of "transformers bf16", 4 of "llama.cpp Q4_0"."""
+    match = re.search(r"\d+", name.split()[-1])
+    return int(match[0]) if match else None
+
+
+def run_llama_bench(args, peer: str, gguf: Path) -> dict:
+    """Both rates of a peer's llama-bench for one row, each in the best of the peer's settings. A setting with which
+    the program fails is left out."""
+    program, rates = getattr(args, f"{PEERS[peer].prefix}_bench"), {DECODE: [], PREFILL: []}
+    sizes = ["-p", args.prompt_tokens, "-n", args.new_tokens, "-t", torch.get_num_threads(), "-r", 1, "-o", "json"]
+    for setting in PEERS[peer].settings:
+        print_status(f"{peer} {gguf.name} {setting}")
+        try:
+            tests = json.loads(run_program(program, "-m", gguf, *sizes, *setting.split()))
+        except UserError as error:
+            print_status(f"left out: {str(error)[:300]}")
+            continue
+        for test in tests:
+            rates[DECODE if test["n_gen"] else PREFILL].append(test["avg_ts"])
+    if not rates[DECODE]:
+        raise UserError(f"{program} failed in all settings")
+    return {key: max(values) for key, values in rates.items()}
+
+
+def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
+    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench."""
+    named = [peer for peer in PEERS if getattr(args, f"{PEERS[peer].prefix}_bench")]
+    return {f"{peer} {format_of(path)}": partial(run_llama_bench, args, peer, path) for path in ggufs for peer in named}
 
 
 # ---------------------------------------------------------------- servers
@@ -217,23 +270,28 @@ def free_port() -> int:
 
 
 @contextmanager
-def both_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
-    """Our server and, if it was named, llama-server, each with rows for `streams` requests of `length` tokens, until
-    the end of the block: our port, our process id, and llama-server's port or None."""
-    if (args.llama_server is None) != (args.gguf is None):
-        raise UserError("--llama_server and --gguf belong together")
-    logs = out.with_suffix(".log"), out.with_suffix(".llama.log")
+def all_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
+    """Our server and those of the peers that were named, each with rows for `streams` requests of `length` tokens,
+    until the end of the block: name -> port, and our process id."""
+    programs = {name: getattr(args, f"{peer.prefix}_server") for name, peer in PEERS.items()}
+    programs = {name: program for name, program in programs.items() if program}
+    if bool(programs) != (args.gguf is not None):
+        raise UserError("a peer's server and --gguf belong together")
+    logs, ports = [], {}
     with ExitStack() as servers:
-        port, their_port = free_port(), None
-        command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", directory]
-        command += ["--max_batch_size", streams, "--max_seq_length", length, *options]
-        pid = servers.enter_context(server(command, logs[0], port))
-        if args.llama_server is not None:
-            their_port = free_port()
-            command = [args.llama_server.resolve(), "-m", args.gguf, "--port", their_port, "-np", streams]
-            command += ["-c", streams * length, "-t", os.cpu_count(), *args.llama_options.split()]
-            servers.enter_context(server(command, logs[1], their_port))
-        yield port, pid, their_port
+
+        def start(name: str, *command) -> int:
+            logs.append(out.with_suffix(f".{name}.log"))
+            ports[name] = free_port()
+            return servers.enter_context(server([*command, "--port", ports[name]], logs[-1], ports[name]))
+
+        rows = ["--max_batch_size", streams, "--max_seq_length", length]
+        pid = start("fastpath", sys.executable, ROOT / "serve.py", "--checkpoint_path", directory, *rows, *options)
+        for name, program in programs.items():
+            rows = ["-np", streams, "-c", streams * length, "-t", os.cpu_count()]
+            theirs = getattr(args, f"{PEERS[name].prefix}_options").split()
+            start(name, program.resolve(), "-m", args.gguf, *rows, *theirs)
+        yield ports, pid
     for log in logs:
         log.unlink(missing_ok=True)
 
@@ -253,13 +311,20 @@ def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     return parser
 
 
+def add_bench_options(parser: ArgumentParser):
+    for name, peer in PEERS.items():
+        parser.add_argument(f"--{peer.prefix}_bench", metavar="PROGRAM", type=Path, help=f"{name}'s llama-bench")
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files for them, of the same model")
+
+
 def add_server_options(parser: ArgumentParser):
     parser.add_argument(
         "--format", choices=(*FORMATS, "file"), default="int4", help="of the weights; file: the source as it is"
     )
-    parser.add_argument("--llama_server", type=Path, help="llama.cpp's llama-server, to compare with")
-    parser.add_argument("--gguf", type=Path, help="the model for llama-server")
-    parser.add_argument("--llama_options", default="", help="further options of llama-server")
+    for name, peer in PEERS.items():
+        parser.add_argument(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=f"{name}'s llama-server")
+        parser.add_argument(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="further options of it")
+    parser.add_argument("--gguf", type=Path, help="the model for them")
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):

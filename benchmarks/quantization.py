@@ -4,8 +4,9 @@ quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that o
 language reference that comes with Python (pydoc_data.topics): English technical prose that no checkpoint here was
 calibrated on. int4-gptq is calibrated on text that the model writes itself.
 
-The default model was itself made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels,
-while iq4_nl loses a second time; these rows say nothing about other models.
+The weights of a GGUF file are dequantized first, which is the reference. The default model was made from a 4-bit file
+with groups of 32, so int4 in groups of 32 reproduces its levels, while iq4_nl loses a second time; these rows say
+nothing about other models. Of another 4-bit file, such as a Q4_K_M, every 4-bit row loses a second time.
 """
 
 import pydoc_data.topics
@@ -38,12 +39,18 @@ def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> di
 
 
 def main():
-    args = measure.make_parser(__doc__, {"--max_tokens": 4097}).parse_args()
+    parser = measure.make_parser(__doc__, {"--max_tokens": 4097})
+    modes = list(dict.fromkeys(quantization.mode for quantization in SETTINGS))
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="of the formats (all)")
+    parser.add_argument("--groupsizes", nargs="+", type=int, default=[0, 32, 64, 128], help="columns of a group (all)")
+    args = parser.parse_args()
     source = ensure_checkpoint(args.checkpoint_path)
     tokenizer = Tokenizer(source)
     ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))[: args.max_tokens]
     reference, rows = quality([source], tokenizer, ids), []
     for quantization in SETTINGS:
+        if quantization.mode not in args.modes or quantization.groupsize not in args.groupsizes:
+            continue
         row = {name: getattr(quantization, name) for name in ("mode", "groupsize", "head")}
         print_status(str(row))
         with tempfile.TemporaryDirectory(dir=source.parent, prefix=".quantization.") as folder:

@@ -1,8 +1,9 @@
 """The load test: more and more users, well beyond what the server can do, and what each of them gets.
 
 `python benchmarks/ramp.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers with 8 rows. For each
-number of users, both are measured in turns: that many of locustfile.py's LongTailUser send one request after another.
-The same seed gives both servers the same sequence of requests. After a warm-up, what ends within --seconds is counted:
+number of users, all servers are measured in turns: that many of locustfile.py's LongTailUser send one request after
+another. The same seed gives all servers the same sequence of requests. After a warm-up, what ends within --seconds is
+counted:
 
   throughput         new tokens per second, and answers per second
   first token        from the request to its first token, 50th and 95th percentile
@@ -20,10 +21,10 @@ import time
 from pathlib import Path
 
 import locust.env  # before all others: it replaces blocking sockets and sleeps by cooperative ones
-from charts import BLUE, GREY
+from charts import colour_of
 from locustfile import FIRST_TOKEN, LATER_TOKEN, NEW_TOKENS, REFUSED, LongTailUser
 from matplotlib.figure import Figure
-from measure import ROOT, add_server_options, both_servers, count, make_parser, print_table, quantized, save
+from measure import ROOT, add_server_options, all_servers, count, make_parser, print_table, quantized, save
 
 from checkpoint import read_json
 from cli import print_status, run_command
@@ -111,7 +112,7 @@ def overload(rows: list[dict]) -> dict:
 def draw_panel(axes, result: dict, title: str, solid: str, dashed: str | None, factor: float):
     """Lines of all servers against the number of users. A ring marks from where first tokens come late."""
     for name, rows in result["servers"].items():
-        colour, users = BLUE if name == "fastpath" else GREY, [row["users"] for row in rows]
+        colour, users = colour_of(name), [row["users"] for row in rows]
         marks = result["overload"][name]
         for key, style in ((solid, "-"), (dashed, "--")):
             if key:
@@ -156,8 +157,7 @@ def main():
     LongTailUser.prompt_words, LongTailUser.new_tokens = args.prompt_words, args.new_tokens
     directory, out = quantized(args.checkpoint_path, args.format), args.out or ROOT / "benchmarks/results/ramp.json"
     picture = out.with_suffix(".png") if args.out else ROOT / "docs/ramp.png"
-    with both_servers(args, directory, out, ROWS, args.max_seq_length) as (port, _, their_port):
-        ports = {"fastpath": port} | ({"llama-server": their_port} if their_port else {})
+    with all_servers(args, directory, out, ROWS, args.max_seq_length) as (ports, _):
         servers = ramp(ports, sorted(args.users), args.seconds)
     print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
     shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}

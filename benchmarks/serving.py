@@ -1,7 +1,7 @@
-"""Our server beside llama.cpp's: throughput, the time of a step, and the time to the first token.
+"""Our server beside those of llama.cpp and ik_llama.cpp: throughput, time of a step, time to the first token.
 
 `python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which are then
-measured alternately with prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored,
+measured in turns with prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored,
 streamed. The client is this process, on the same cores. Read down: Stream (a request), the server's counters, what is
 measured, the report.
 
@@ -22,14 +22,16 @@ import re
 import time
 import urllib.request
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from measure import (
     DECODE,
+    PEERS,
     ROOT,
     add_server_options,
-    both_servers,
+    all_servers,
     column,
     make_parser,
     medians,
@@ -144,6 +146,10 @@ def throughput(port: int, streams: list[Stream]) -> dict:
     return {"tokens_per_s": sum(stream.new_tokens for stream in streams) / seconds, "first_token_s": first}
 
 
+def run_peer(port: int, prompts: Prompts, n: int, prompt: int, new: int) -> dict:
+    return throughput(port, prompts.streams(n, prompt, new))
+
+
 def ours(port: int, pid: int, streams: list[Stream]) -> dict:
     """The throughput of our server, with its own counters. They count steps that read prompts, too."""
     before, cpu = metrics(port), cpu_seconds(pid)
@@ -172,10 +178,10 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
     return {"reused_s": again.first_token_s, "new_s": new.first_token_s}
 
 
-def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int | None) -> dict:
+def measure(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
     prompts = Prompts(find_source(str(directory)).config.vocab_size - 1)
     shape = args.prompt_tokens, args.new_tokens
-    flags = ["--checkpoint_path", directory]
+    flags, our_port = ["--checkpoint_path", directory], ports["fastpath"]
     contestants = {
         "engine": lambda: run_generate(ROOT, flags, *shape, STREAMS),
         "fastpath 1": lambda: ours(our_port, our_pid, prompts.streams(1, *shape)),
@@ -183,9 +189,9 @@ def measure(args, directory: Path, our_port: int, our_pid: int, their_port: int 
         "short beside long": lambda: short_beside_long(our_port, prompts, args.long_prompt, args.prefill_chunk),
         "second turn": lambda: second_turn(our_port, prompts, args.history),
     }
-    if their_port is not None:
+    for peer in [name for name in ports if name in PEERS]:
         for n in (1, STREAMS):
-            contestants[f"llama-server {n}"] = lambda n=n: throughput(their_port, prompts.streams(n, *shape))
+            contestants[f"{peer} {n}"] = partial(run_peer, ports[peer], prompts, n, *shape)
     return take_turns(contestants, args.rounds)
 
 
@@ -201,9 +207,10 @@ def report(found: dict[str, list]) -> dict:
     ratios |= ratio("step_with_client_over_engine", column(found[all_streams], "between_tokens_s"), engine_s)
     ratios |= ratio("short_prompt_over_chunk", column(short, "short_s"), column(short, "chunk_s"))
     ratios |= ratio("second_turn_new_over_reused", column(turns, "new_s"), column(turns, "reused_s"))
-    for n in (1, STREAMS):
-        if f"llama-server {n}" in rates:
-            ratios |= ratio(f"{n}_streams_over_llama_server", rates[f"fastpath {n}"], rates[f"llama-server {n}"])
+    for peer in PEERS:
+        for n in (1, STREAMS):
+            if f"{peer} {n}" in rates:
+                ratios |= ratio(f"{n}_streams_over_{peer}", rates[f"fastpath {n}"], rates[f"{peer} {n}"])
     for name, value in ratios.items():
         if not name.endswith("_spread"):
             low, high = ratios[f"{name}_spread"]
@@ -227,9 +234,14 @@ def main():
     out = out or ROOT / "benchmarks" / "results" / "serving.json"
     length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
     chunk = ["--prefill_chunk", args.prefill_chunk]
-    with both_servers(args, directory, out, STREAMS, length, chunk) as (port, pid, theirs):
-        found = measure(args, directory, port, pid, theirs)
-    shape = {"format": args.format, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+    with all_servers(args, directory, out, STREAMS, length, chunk) as (ports, pid):
+        found = measure(args, directory, ports, pid)
+    shape = {
+        "model": directory.name,
+        "format": args.format,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+    }
     shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
     save("serving", shape | {"streams": STREAMS} | report(found), out)
 

@@ -1,10 +1,11 @@
 """The gain of speculation: each draft and plain decoding of the same model on the same prompts, measured alternately.
 
-Greedy, one row, compiled, in bfloat16, int8 and int4 (made beside the checkpoint if they are not there). Open prompts
-are questions and tasks; copying prompts ask for text or code of this repository to be repeated. Each prompt runs with
-plain decoding and with every draft, and the ratio of their decode rates is taken. over_plain is the median of these
-ratios over the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a, c and
-v. same_text counts the prompts whose tokens equal those of plain decoding: with our kernels, these are all prompts.
+Greedy, one row, compiled (or --eager), in the formats of --formats, which are made beside the checkpoint if they are
+not there (file: a GGUF file as it is). A model without trained heads runs without the drafts that need them. Open
+prompts are questions and tasks; copying prompts ask for text or code of this repository to be repeated. Each prompt
+runs with plain decoding and with every draft, and the ratio of their decode rates is taken. over_plain is the median of
+these ratios over the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a, c
+and v. same_text counts the prompts whose tokens equal those of plain decoding: with our kernels, these are all prompts.
 """
 
 import json
@@ -16,7 +17,8 @@ from statistics import median
 import measure
 from measure import FORMATS, ROOT, column, quantized
 
-from cli import print_status, run_command
+from checkpoint import Source
+from cli import UserError, print_status, run_command
 from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
 from drafts.controller import expected_tokens
@@ -25,7 +27,7 @@ from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, Timing, generate
 from formats import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, install_kernels, load_model
+from load import DEFAULT_HEADS, compiled_steps, find_source, install_kernels, load_model
 from speculative import MAX_K, Report, Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -114,45 +116,69 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 # ---------------------------------------------------------------- all models
 
 
-def make_drafts(model, name: str, four, distilled: Path | None, answers: list[int]) -> dict:
-    """The drafts to compare for a model, as `compare` takes them. four: the model in 4 bits, or None."""
-    file = read_heads(DEFAULT_HEADS, model, name)
+def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) -> dict:
+    """The drafts to compare for a model, as `compare` takes them. heads: a file of them, or None. four: the model in 4
+    bits, or None."""
 
-    def heads():
-        return MedusaDraft(install_kernels(make_heads(file, model)))
+    def medusa():
+        return MedusaDraft(install_kernels(make_heads(heads, model)))
 
     def draft_model(draft, shares_caches):
-        vectors = output_vectors(model if shares_caches else draft, file.vocabulary)
-        return ModelDraft(draft, shares_caches, install_kernels(DraftVocabulary(file.vocabulary, vectors)))
+        vocabulary = None
+        if heads:
+            vectors = output_vectors(model if shares_caches else draft, heads.vocabulary)
+            vocabulary = install_kernels(DraftVocabulary(heads.vocabulary, vectors))
+        return ModelDraft(draft, shares_caches, vocabulary)
 
-    drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
-    drafts |= {"medusa, 3": ([heads()], 3), "medusa, auto": ([heads()], None)}
+    drafts, best = {"prompt-lookup, auto": ([RetrievalDraft()], None)}, [RetrievalDraft([answers] if answers else [])]
+    if heads:
+        drafts |= {"medusa, 3": ([medusa()], 3), "medusa, auto": ([medusa()], None)}
+        best.append(medusa())
     if distilled is not None:
         drafts["distilled, auto"] = [draft_model(load_model(distilled), False)], None
-    best = [RetrievalDraft([answers] if answers else []), heads()]
     if four is not None:
         drafts["int4-self, auto"] = [draft_model(four, True)], None
         best.append(draft_model(four, True))
-    return drafts | {"all, auto": (best, None)}
+    return drafts | ({"all, auto": (best, None)} if len(best) > 1 else {})
+
+
+def in_four_bits(source: Source, directory: Path):
+    """The model in the bits of its file, if these are fewer than 8, and otherwise in int4."""
+    if source.quantization is not None and source.quantization.bits < 8:
+        return load_model(source)
+    return install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
 
 
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
-    parser.add_argument("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
-    parser.add_argument("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
+    add = parser.add_argument
+    add(
+        "--formats",
+        nargs="+",
+        choices=(*FORMATS, "file"),
+        default=list(FORMATS),
+        help="of the weights (bf16 int8 int4)",
+    )
+    add("--eager", action="store_true", help="do not compile")
+    add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
+    add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
     keep_freed_memory()
-    directory = quantized(args.checkpoint_path, "bf16")
-    steps, template, rows = compiled_steps(True, False), ChatTemplate(directory, Tokenizer(directory)), []
+    source, directory = find_source(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
+    steps, template, rows = compiled_steps(not args.eager, False), ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     lines = args.answers.read_text().splitlines() if args.answers else []
     answers = [token for line in lines for token in json.loads(line)["new"]]
-    four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
-    for format in FORMATS:
-        model = load_model(quantized(args.checkpoint_path, format))
+    for format in args.formats:
+        model = load_model(find_source(str(quantized(args.checkpoint_path, format))))
+        four = in_four_bits(source, directory) if format in ("bf16", "int8") else None
+        try:
+            heads = read_heads(DEFAULT_HEADS, model, directory.name)
+        except UserError:
+            heads = None  # they were trained for another model
         for kind in texts:
             print_status(f"{format}, {kind} prompts")
-            drafts = make_drafts(model, directory.name, four if format != "int4" else None, args.distilled, answers)
+            drafts = make_drafts(model, heads, four, args.distilled, answers)
             chats = [[{"role": "user", "content": text}] for text in texts[kind][: args.prompts]]
             compared = compare(model, steps, drafts, [template.encode(chat) for chat in chats], args.new_tokens)
             rows += [{"target": format, "prompts": kind} | row for row in compared]
@@ -161,7 +187,7 @@ def main():
     columns |= {"mean_proposed_tokens": ".2f", "acceptance_by_place": ".2f"}
     columns |= {"a": ".2f", "c": ".2f", "v": ".2f", "same_text": "", "of": ""}
     measure.print_table(rows, columns)
-    about = {"model": directory.name, "new_tokens": args.new_tokens, "rows": rows}
+    about = {"model": source.name, "new_tokens": args.new_tokens, "rows": rows}
     measure.save("speculation", about, args.out)
 
 

@@ -2,7 +2,8 @@
 
 products  all products of a step for each number of --rows, one operation after the other, so that each reads its
           weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
-          _weight_int4pack_mm_for_cpu (groups of 32), of random weights. "exact" products do not round the activations
+          _weight_int4pack_mm_for_cpu (groups of 32; also beside the format file, a GGUF file in its own bits), of
+          random weights. "exact" products do not round the activations
           to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as the bfloat16 weights have.
 step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps in a row
 context   the extra time of a step at --context tokens, relative to reading the extra keys and values at the rate at
@@ -16,7 +17,6 @@ operation can save more time than everything else in a step takes.
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import measure
@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from measure import BF16, FORMATS, count
 
+from checkpoint import Source
 from cli import run_command
 from cpu.install import linears_of
 from cpu.memory import keep_freed_memory
 from engine import Engine
-from load import compiled_steps, load_model
+from load import compiled_steps, find_source, load_model
 from model import Transformer
 from report import weight_bytes
 
@@ -54,15 +55,15 @@ def products_of(model: Transformer) -> list[Callable]:
     return [*(layer for block in model.blocks for layer in linears_of(block)), model.head]
 
 
-def compare_products(args, directory: Path, format: str) -> list[dict]:
+def compare_products(args, source: Source, format: str) -> list[dict]:
     """A row of the table for each number of rows, for torch's products, ours, and ours without rounding."""
-    model = load_model(directory)
+    model = load_model(source)
     shapes = [(layer.out_features, layer.in_features) for layer in products_of(model)[:-1]]
     shapes.append((model.config.vocab_size, model.config.dim))
     matrices, theirs = zip(*(torch_product(format, *shape) for shape in shapes))
     contestants = {f"torch {format}": theirs, f"ours {format}": products_of(model)}
     if format != "bf16":
-        contestants[f"ours {format} exact"] = products_of(load_model(directory, exact_activations=True))
+        contestants[f"ours {format} exact"] = products_of(load_model(source, exact_activations=True))
     numbers, table = torch.ones(sum(N * K for N, K in shapes) // 2), []  # as many bytes as in bfloat16
 
     for M in args.rows:
@@ -86,9 +87,9 @@ def step_s(engine: Engine, context: int) -> float:
     return measure.time_decode(engine, context, STEPS).decode_s / STEPS
 
 
-def measure_steps(args, directory: Path) -> dict:
+def measure_steps(args, source: Source) -> dict:
     def engine(rows: int, positions: int) -> Engine:  # with its own model, whose caches the engine sets up
-        return Engine(load_model(directory), rows, positions, compiled_steps(not args.eager, False))
+        return Engine(load_model(source), rows, positions, compiled_steps(not args.eager, False))
 
     one, long, many = engine(1, 512), engine(1, args.cache), engine(ROWS, 512)
     turns = {
@@ -116,24 +117,35 @@ def measure_steps(args, directory: Path) -> dict:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 7, "--context": 4096, "--cache": 8192})
     add = parser.add_argument
-    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats of the weights (all)")
+    add(
+        "--formats",
+        nargs="+",
+        choices=(*FORMATS, "file"),
+        default=list(FORMATS),
+        help="of the weights (bf16 int8 int4)",
+    )
     add("--rows", type=count, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
     keep_freed_memory()
     result, products = {}, []
     for format in args.formats:
-        directory = measure.quantized(args.checkpoint_path, format)
-        rows = compare_products(args, directory, format)
+        source = find_source(str(measure.quantized(args.checkpoint_path, format)))
+        rows = compare_products(args, source, format)
         products_s = next(row["seconds"] for row in rows if row["name"] == f"ours {format}")
-        result[format] = {"products_s": products_s} | measure_steps(args, directory)
+        result[format] = {"products_s": products_s} | measure_steps(args, source)
         products += rows
     columns = {"rows": "", "name": "", "seconds": ".5f", "bytes": ".2e", "share_of_bandwidth": ".0%"}
     measure.print_table(products, columns | {"over_torch": ".2f", "over_torch_spread": ".2f"})
     columns = {"format": "", "step_s": ".5f", "products_s": ".5f"} | dict.fromkeys(("context", "cache", "rows"), ".2f")
     measure.print_table([{"format": format} | result[format] for format in args.formats], columns)
-    about = {"context": args.context, "cache": args.cache, "products": products}
-    measure.save("step", about | result, args.out)
+    about = {
+        "model": find_source(args.checkpoint_path).name,
+        "context": args.context,
+        "cache": args.cache,
+        "products": products,
+    }
+    measure.save("step", about | {"products": products} | result, args.out)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import batching_picture
+import decode
 import measure
 import speculation
 
@@ -28,14 +29,18 @@ from load import load_model
 
 pytestmark = pytest.mark.slow
 
-# A stand-in for llama.cpp's llama-bench: one prefill (n_prompt) and one decode test (n_gen) for each of -fa 0,1.
+# A stand-in for a peer's llama-bench: one prefill (n_prompt) and one decode test (n_gen), whose rates depend on the
+# setting. Of ik_llama.cpp, with -rtr, one setting fails.
 LLAMA_BENCH = """#!{python}
 import json, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert options["-r"] == options["-t"] == "1" and options["-fa"] == "0,1" and options["-o"] == "json", options
+assert options["-r"] == options["-t"] == "1" and options["-o"] == "json", options
 p, n = int(options["-p"]), int(options["-n"])
+fa, rtr = int(options["-fa"]), int(options.get("-rtr", 0))
+if fa and rtr:
+    sys.exit("assertion failed")
 about = {{"build_commit": "abc", "build_number": 7, "model_type": "llama tiny"}}
-tests = [(p, 0, 100.0), (0, n, 50.0), (p, 0, 200.0), (0, n, 40.0)]
+tests = [(p, 0, 100.0 + 100 * fa + 300 * rtr), (0, n, 50.0 - 10 * fa - 20 * rtr)]
 print(json.dumps([about | {{"n_prompt": p, "n_gen": n, "avg_ts": rate}} for p, n, rate in tests]))
 """
 
@@ -122,27 +127,54 @@ def test_charts_are_drawn_from_the_measurements_that_there_are(name, tmp_path):
 
 @pytest.mark.slow
 def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
-    program, gguf, old = tmp_path / "llama-bench", tmp_path / "some.gguf", tmp_path / "old"
+    program, gguf, old = tmp_path / "llama-bench", tmp_path / "tiny.BF16.gguf", tmp_path / "old"
     program.write_text(LLAMA_BENCH.format(python=sys.executable))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     gguf.touch()
     old.mkdir()
     (old / "generate.py").write_text(OLD_GENERATE)
     arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "3", "--prompt_tokens", "19", "--rows", 2]
-    arguments += ["--new_tokens", "4", "--llama_bench", str(program), "--gguf", str(gguf), "--old", old]
-    result, _ = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments)
-    ours, theirs, llama = result["rows"]  # without transformers, which cannot load our checkpoints
-    names = ["fastpath eager bf16", "old eager bf16", "llama.cpp some.gguf"]
-    assert [row["name"] for row in (ours, theirs, llama)] == names
-    assert (llama["decode_tokens_per_s"], llama["prefill_tokens_per_s"]) == (50, 200)  # the better of both settings
+    arguments += ["--new_tokens", "4", "--llama_bench", program, "--ik_llama_bench", program, "--gguf", gguf]
+    result, done = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments, "--old", old)
+    rows = {row["name"]: row for row in result["rows"]}  # without transformers, which cannot load our checkpoints
+    # The better of all settings: flash attention helps prefill, and -rtr as well.
+    peers = {"old eager bf16": (25, 76), "llama.cpp BF16": (50, 200), "ik_llama.cpp BF16": (50, 400)}
+    assert list(rows) == ["fastpath eager bf16", *peers] and "left out: " in done.stderr
+    for name in list(peers)[1:]:
+        assert (rows[name]["decode_tokens_per_s"], rows[name]["prefill_tokens_per_s"]) == peers[name]
+    ours = rows["fastpath eager bf16"]
     assert ours["weight_bytes_per_token"] > 0 and result["read_bytes_per_s"]["dram"] > 0
-    for ratio, name, peers in zip(result["ratios"], names[1:], ((25, 76), (50, 200)), strict=True):
+    peers["the better peer"] = 50, 400
+    for ratio, (name, rates_of_peer) in zip(result["ratios"], peers.items(), strict=True):
         assert (ratio["ours"], ratio["peer"]) == ("fastpath eager bf16", name)
-        for kind, peer in zip(("decode", "prefill"), peers):
+        for kind, peer in zip(("decode", "prefill"), rates_of_peer):
             rates = [one[f"{kind}_tokens_per_s"] for one in ours["rounds"]]
             assert len(rates) == 3 and ours[f"{kind}_tokens_per_s"] == median(rates)
             assert ratio[kind] == pytest.approx(median(rates) / peer)
             assert ratio[f"{kind}_spread"] == pytest.approx([min(rates) / peer, max(rates) / peer])
+
+
+def test_the_better_peer_has_as_many_bits():
+    def rates(*pairs):
+        return [{measure.DECODE: decode, measure.PREFILL: prefill} for decode, prefill in pairs]
+
+    rounds = {"fastpath eager int8": rates((30, 600), (40, 500)), "fastpath eager odd": rates((1, 1), (1, 1))}
+    rounds |= {"llama.cpp Q8_0": rates((20, 300), (20, 300)), "ik_llama.cpp Q8_0": rates((10, 400), (10, 400))}
+    rounds |= {"llama.cpp IQ4_NL": rates((90, 900), (90, 900))}
+    [better, odd] = [row for row in decode.compare(rounds) if row["peer"] == "the better peer"]
+    assert (better["decode_peer"], better["prefill_peer"]) == ("llama.cpp Q8_0", "ik_llama.cpp Q8_0")
+    assert (better["decode"], better["prefill"]) == (1.75, 1.375) and odd["decode_peer"] == "llama.cpp IQ4_NL"
+
+
+@pytest.mark.full
+def test_first_runs(python, tiny, tmp_path):
+    """Each prompt runs in fresh processes, with and without prompt lookup, and gives the same tokens."""
+    arguments = ["--prompts", 1, "--new_tokens", 8, "--rows", 2]
+    result, _ = run_benchmark(python, "first_run.py", tmp_path / "out.json", *arguments)
+    assert [row["prompts"] for row in result["runs"]] == ["open", "copying"]
+    for row, summary in zip(result["runs"], result["summary"], strict=True):
+        assert row["same_tokens"] and summary["same_tokens"] and row["plain"] > 0
+        assert summary["least"] == summary["most"] == row["over_plain"]
 
 
 @pytest.mark.slow
@@ -202,7 +234,7 @@ def test_gpu_kernels(python, tmp_path):
 
 # ---------------------------------------------------------------- the server
 
-# A stand-in for llama.cpp's llama-server: our own, by llama-server's options.
+# A stand-in for a peer's llama-server: our own, by llama-server's options.
 LLAMA_SERVER = """#!{python}
 import os, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -222,10 +254,11 @@ def llama_server(tmp_path, checkpoint):
 def test_serving(python, tmp_path, checkpoints):  # noqa: F811
     sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1]
-    others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
+    program = llama_server(tmp_path, checkpoints[None])
+    others += ["--llama_server", program, "--ik_llama_server", program, "--ik_llama_options=-no-fa 1"]
     result, done = run_benchmark(python, "serving.py", tmp_path / "out.json", *sizes, *others, "--gguf", "tiny.gguf")
-    names = {"fastpath 1", "fastpath 8", "llama-server 1", "llama-server 8"}
-    assert result["servers"].keys() == names and len(result["ratios"]) == 12
+    names = {f"{server} {n}" for server in ("fastpath", "llama.cpp", "ik_llama.cpp") for n in (1, 8)}
+    assert result["servers"].keys() == names and len(result["ratios"]) == 2 * (4 + 4)
     assert all(server["tokens_per_s"] > 0 for server in result["servers"].values())
     assert result["second_turn"]["reused_s"] > 0 and result["short_beside_long"]["chunk_s"] > 0
     assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
@@ -238,7 +271,7 @@ def test_the_load_test(python, tmp_path, checkpoints):  # noqa: F811
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--gguf", "tiny.gguf"]
     others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
     result, done = run_benchmark(python, "ramp.py", tmp_path / "out.json", *sizes, *others)
-    assert result["servers"].keys() == result["overload"].keys() == {"fastpath", "llama-server"}
+    assert result["servers"].keys() == result["overload"].keys() == {"fastpath", "llama.cpp"}
     for name, (few, many) in result["servers"].items():
         assert (few["users"], many["users"]) == (2, 60) and few["failures"] == many["failures"] == 0, done.stderr
         assert few["refusals"] == 0 < many["refusals"] and few["refusal_p99_s"] is None

@@ -59,7 +59,7 @@ def test_three_eager_steps(tiny, tmp_path, monkeypatch, capsys):
         assert first[f"{kind}_over_before"] is None
         assert second[f"{kind}_over_before"] == pytest.approx(second[rate] / first[rate])
         assert f"{second[rate]:.1f}" in stdout and f"{second[f'{kind}_over_before']:.2f}" in stdout
-    assert (result["model"], result["prompt_tokens"], result["new_tokens"]) == (checkpoint.name, 19, 4)
+    assert (first["model"], result["prompt_tokens"], result["new_tokens"]) == (checkpoint.name, 19, 4)
 
 
 @pytest.mark.slow
@@ -91,8 +91,8 @@ def test_the_two_runs_of_a_step_are_kept_apart(tiny, monkeypatch):
     prefill = common | {"decode_tokens_per_s": None, "prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
     runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
     monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new, rows: runs[prompt, new])
-    args = Namespace(prompt_tokens=100, new_tokens=3, checkpoint_path=tiny("llama-mha")[2])
-    found = ladder.measure.decode_and_prefill(args, "bf16", "--kernels torch")
+    args = Namespace(prompt_tokens=100, new_tokens=3)
+    found = ladder.measure.decode_and_prefill(args, tiny("llama-mha")[2], "bf16", "--kernels torch")
     assert found["prefill_tokens_per_s"] == 100 and found["decode_tokens_per_s"] == 11
     assert found["compile_s"] == 6 and found["peak_memory_bytes"] == 8
 

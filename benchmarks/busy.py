@@ -70,6 +70,7 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
     peers = measure.llama_benches(few_tokens, args.gguf)
     with busy(loops):
         rounds = measure.take_turns(turns | peers, args.rounds, warm_up=0)
+    rounds |= {peer: measure.in_best_setting(rounds[peer]) for peer in peers}
     case = {"loops": loops}
     for kind, rate in zip(("decode", "prefill"), RATES):
         best = [max(rates) for rates in zip(*(column(rounds[f"{n} threads"], rate) for n in numbers))]

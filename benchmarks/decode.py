@@ -6,7 +6,7 @@
 fastpath is generate.py in the formats of --formats (file: a GGUF file as it is), eager and with --compile compiled too.
 A run takes 4 samples, the first of which does not count for prefill. transformers runs in bf16, but not on a checkpoint
 of ours, which it cannot load. The peers' llama-bench reads the files of --gguf, in each of its settings (with and
-without flash attention; of ik_llama.cpp also with and without -rtr), and the best rate counts. All of them run the
+without flash attention; of ik_llama.cpp also with and without -rtr), and the best setting counts. All of them run the
 GGUF files of --files, too, each another model. With --old, the generate.py of another checkout runs instead of
 transformers, with the same checkpoints and options.
 
@@ -98,9 +98,8 @@ def compare(rounds: dict[str, list[dict]]) -> list[dict]:
             better = {"ours": our, "peer": "the better peer"}
             for kind, rate in (("decode", DECODE), ("prefill", PREFILL)):
                 best = max(rivals, key=lambda peer: median(column(rounds[peer], rate)))
-                better |= {f"{kind}_peer": best} | measure.ratio(
-                    kind, column(rounds[our], rate), column(rounds[best], rate)
-                )
+                ours, theirs = column(rounds[our], rate), column(rounds[best], rate)
+                better |= {f"{kind}_peer": best} | measure.ratio(kind, ours, theirs)
             ratios.append(better)
     return ratios
 
@@ -120,6 +119,9 @@ def main():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # for generate.py
         rounds = measure.take_turns(make_contestants(args, device), args.rounds, warm_up=0)
     bandwidth, rows, ratios = median(rounds.pop(MEMORY)), [], []
+    for key, mine in rounds.items():
+        if key[1].split()[0] in measure.PEERS:
+            rounds[key] = measure.in_best_setting(mine)
     models = list(dict.fromkeys(model for model, _ in rounds))
     for model in models:
         of_model = {name: mine for (m, name), mine in rounds.items() if m == model}

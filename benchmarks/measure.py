@@ -52,7 +52,7 @@ class Peer(NamedTuple):
     """A program that reads GGUF files."""
 
     prefix: str  # of the options that name its programs
-    settings: tuple[str, ...]  # of its llama-bench; the best rate of all of them counts
+    settings: tuple[str, ...]  # of its llama-bench; the best one counts
 
 
 PEERS = {
@@ -207,10 +207,10 @@ def weight_bits(name: str) -> int | None:
     return int(match[0]) if match else None
 
 
-def run_llama_bench(args, peer: str, gguf: Path) -> dict:
-    """Both rates of a peer's llama-bench for one row, each in the best of the peer's settings. A setting with which
-    the program fails is left out."""
-    program, rates = getattr(args, f"{PEERS[peer].prefix}_bench"), {DECODE: [], PREFILL: []}
+def run_llama_bench(args, peer: str, gguf: Path) -> dict[str, dict]:
+    """Both rates of a peer's llama-bench for one row in each of its settings. A setting with which it fails is left
+    out."""
+    program, found = getattr(args, f"{PEERS[peer].prefix}_bench"), {}
     sizes = ["-p", args.prompt_tokens, "-n", args.new_tokens, "-t", torch.get_num_threads(), "-r", 1, "-o", "json"]
     for setting in PEERS[peer].settings:
         print_status(f"{peer} {gguf.name} {setting}")
@@ -219,15 +219,26 @@ def run_llama_bench(args, peer: str, gguf: Path) -> dict:
         except UserError as error:
             print_status(f"left out: {str(error)[:300]}")
             continue
-        for test in tests:
-            rates[DECODE if test["n_gen"] else PREFILL].append(test["avg_ts"])
-    if not rates[DECODE]:
+        found[setting] = {DECODE if test["n_gen"] else PREFILL: test["avg_ts"] for test in tests}
+    if not found:
         raise UserError(f"{program} failed in all settings")
-    return {key: max(values) for key, values in rates.items()}
+    return found
+
+
+def in_best_setting(rounds: list[dict[str, dict]]) -> list[dict]:
+    """Both rates of each round, each in the setting whose median over the rounds is the highest. (The highest rate of
+    each round would flatter a program that has many settings.)"""
+    settings = [setting for setting in rounds[0] if all(setting in one for one in rounds)]
+    found = [{} for _ in rounds]
+    for rate in RATES:
+        best = max(settings, key=lambda setting: median(one[setting][rate] for one in rounds))
+        for mine, one in zip(found, rounds):
+            mine[rate] = one[best][rate]
+    return found
 
 
 def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
-    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench."""
+    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench, for `in_best_setting`."""
     named = [peer for peer in PEERS if getattr(args, f"{PEERS[peer].prefix}_bench")]
     return {f"{peer} {format_of(path)}": partial(run_llama_bench, args, peer, path) for path in ggufs for peer in named}
 
@@ -342,6 +353,11 @@ def print_table(rows: list[dict], columns: dict[str, str]):
         print("|", " | ".join(text.ljust(width) for text, width in zip(line, widths)), "|")
 
 
+def without_folders(argument: str) -> str:
+    """An argument of the command line; of an absolute path only the name, which says something on other machines."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
 def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
     """Write the result with date, machine, versions and command, to results/NAME_DEVICE.json unless `out` is given."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -356,7 +372,7 @@ def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
         "date": datetime.date.today().isoformat(),
         "machine": machine,
         "versions": {library: module.__version__ for library, module in imported.items() if module},
-        "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]),
     }
     out = out or ROOT / "benchmarks" / "results" / f"{name}_{device.type}.json"
     out.write_text(json.dumps(about | result, indent=1) + "\n")

@@ -166,6 +166,13 @@ def test_the_better_peer_has_as_many_bits():
     assert (better["decode"], better["prefill"]) == (1.75, 1.375) and odd["decode_peer"] == "llama.cpp IQ4_NL"
 
 
+def test_one_setting_counts_in_all_rounds():
+    rounds = [{"a": (5, 9), "b": (4, 1)}, {"a": (3, 1), "b": (4, 3)}, {"a": (3, 9), "b": (6, 4), "fails once": (9, 9)}]
+    rounds = [{name: dict(zip(measure.RATES, rates)) for name, rates in one.items()} for one in rounds]
+    found = measure.in_best_setting(rounds)
+    assert [tuple(one[rate] for rate in measure.RATES) for one in found] == [(4, 9), (4, 1), (6, 9)]
+
+
 @pytest.mark.full
 def test_first_runs(python, tiny, tmp_path):
     """Each prompt runs in fresh processes, with and without prompt lookup, and gives the same tokens."""

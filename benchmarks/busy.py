@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import measure
 import torch
@@ -31,8 +32,8 @@ def busy(loops: int):
     cpus = sorted(os.sched_getaffinity(0), reverse=True)
     code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() > 1: pass"
     programs = [subprocess.Popen([sys.executable, "-c", code, str(cpus[i % len(cpus)])]) for i in range(loops)]
-    time.sleep(0.5 if loops else 0)
     try:
+        time.sleep(0.5 if loops else 0)
         yield programs
     finally:
         for program in programs:
@@ -50,6 +51,7 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
         for _ in range(3):
             engine.clear()
             generate(engine, [Request(prompt, GREEDY, 0)])
+        prefill, engine.timing = engine.timing, Timing()
         until = time.perf_counter() + args.seconds
         while time.perf_counter() < until:
             request = Request(prompt[:5], GREEDY, args.new_tokens, on_token=lambda _: time.perf_counter() > until)
@@ -57,7 +59,7 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
     finally:
         torch.set_num_threads(most)
     timing = engine.timing
-    found = {DECODE: timing.decode_tokens / timing.decode_s, PREFILL: timing.prefill_tokens / timing.prefill_s}
+    found = {DECODE: timing.decode_tokens / timing.decode_s, PREFILL: prefill.prefill_tokens / prefill.prefill_s}
     return found | {"steps": engine.threads.used()["decode"]}
 
 
@@ -70,19 +72,18 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
     peers = measure.llama_benches(few_tokens, args.gguf)
     with busy(loops):
         rounds = measure.take_turns(turns | peers, args.rounds, warm_up=0)
-    rounds |= {peer: measure.in_best_setting(rounds[peer]) for peer in peers}
-    case = {"loops": loops}
+    case = {"loops": loops, "peers": measure.keep_best_settings(rounds)}
     for kind, rate in zip(("decode", "prefill"), RATES):
-        best = [max(rates) for rates in zip(*(column(rounds[f"{n} threads"], rate) for n in numbers))]
-        case |= ratio(f"{kind}_to_best_fixed", column(rounds["chosen"], rate), best)
-        for peer in peers:
+        fixed = [column(rounds[f"{n} threads"], rate) for n in numbers]
+        case |= ratio(f"{kind}_to_best_fixed", column(rounds["chosen"], rate), max(fixed, key=median))
+        for peer in case["peers"]:
             case |= ratio(f"{kind}_to_{peer}", column(rounds["chosen"], rate), column(rounds[peer], rate))
     return case | rounds
 
 
 def recovery_s(args, engine: Engine) -> float:
     """Seconds from the end of another program to the last step that had fewer threads than on an idle machine."""
-    engine.threads.forget()
+    engine.threads = Threads()
     steps, end = [], None
     with busy(1) as programs:
         engine.add(Request([5, 6, 7], GREEDY, 10**6))
@@ -109,7 +110,7 @@ def main():
     add = parser.add_argument
     loops = [0, 1, 2 * processors()]
     add("--loops", nargs="+", type=int, default=loops, help="numbers of other programs (0, 1, and two per processor)")
-    add("--format", choices=measure.FORMATS, default="int4", help="format of the weights (int4)")
+    add("--format", choices=measure.WITH_FILE, default="int4", help="format of the weights (int4)")
     add("--compile", action="store_true", help="compile the decode step")
     measure.add_bench_options(parser)
     args = parser.parse_args()

@@ -6,7 +6,7 @@ pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from measure import DECODE, PREFILL, weight_bits
+from measure import DECODE, PEERS, PREFILL, weight_bits
 
 from checkpoint import read_json
 from cli import ArgumentParser, run_command
@@ -21,11 +21,11 @@ def colour_of(name: str) -> str:
 def by_width(rows: list[dict]) -> list[dict]:
     """The rows by the width of their weights, widest first. Of several formats of a peer with as many bits, the one
     with the fastest decode."""
-    best = {}
+    alike = {}
     for row in rows:
-        peer = None if row["name"].startswith("fastpath") else row["name"].split()[0]
-        best.setdefault((peer or row["name"], weight_bits(row["name"])), []).append(row)
-    chosen = [max(some, key=lambda row: row[DECODE]) for some in best.values()]
+        peer, bits = row["name"].split()[0], weight_bits(row["name"])
+        alike.setdefault((peer, bits) if peer in PEERS else row["name"], []).append(row)
+    chosen = [max(some, key=lambda row: row[DECODE]) for some in alike.values()]
     return sorted(chosen, key=lambda row: -(weight_bits(row["name"]) or 0))
 
 
@@ -47,7 +47,9 @@ def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
 
 def title(result: dict) -> str:
     machine = result["machine"]
-    return f"One row, {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}, {result['date']}"
+    rows = result.get("batch_size", 1)
+    where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}"
+    return f"{rows} row{'s' if rows > 1 else ''}, {where}, {result['date']}"
 
 
 def draw_gains(result: dict, path: Path):
@@ -85,9 +87,9 @@ def draw(path: Path):
     if "rows" in result:
         bandwidth = result["read_bytes_per_s"]["dram"]
         footnote = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
-    models = {row["model"]: [] for row in all_rows}
+    models = {}
     for row in all_rows:
-        models[row["model"]].append(row)
+        models.setdefault(row.get("model", ""), []).append(row)
     if "rows" in result:
         models = {model: by_width(rows) for model, rows in models.items()}
     heights = [len(rows) + 1.5 for rows in models.values()]

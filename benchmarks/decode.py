@@ -6,14 +6,14 @@
 fastpath is generate.py in the formats of --formats (file: a GGUF file as it is), eager and with --compile compiled too.
 A run takes 4 samples, the first of which does not count for prefill. transformers runs in bf16, but not on a checkpoint
 of ours, which it cannot load. The peers' llama-bench reads the files of --gguf, in each of its settings (with and
-without flash attention; of ik_llama.cpp also with and without -rtr), and the best setting counts. All of them run the
-GGUF files of --files, too, each another model. With --old, the generate.py of another checkout runs instead of
-transformers, with the same checkpoints and options.
+without flash attention; of ik_llama.cpp also with and without -rtr), and the best setting counts. Each file of --files
+is one more model, which all programs run. With --old, the generate.py of another checkout runs instead of transformers,
+with the same checkpoints and options.
 
-All programs take turns and use the same number of threads (set by OMP_NUM_THREADS). No rate includes compilation. The
-compiler's cache is empty at first, so compile_s is the time of a cold start in the first round, and of a warm start in
-the others. Each round also measures a plain read of memory. This bandwidth divided by the bytes of weights per token is
-the roofline. charts.py draws the result.
+All programs take turns, one model after the other, and use the same number of threads (set by OMP_NUM_THREADS). No rate
+includes compilation. The compiler's cache is empty at first, so compile_s is the time of a cold start in the first
+round, and of a warm start in the others. Each round also measures a plain read of memory. This bandwidth divided by the
+bytes of weights per token is the roofline. charts.py draws the result.
 """
 
 import itertools
@@ -26,15 +26,13 @@ from statistics import median
 
 import measure
 import torch
-from measure import BF16, DECODE, FORMATS, PREFILL, ROOT, column
+from measure import BF16, DECODE, PREFILL, ROOT, WITH_FILE, column
 
 from checkpoint import is_ours
-from cli import run_command
+from cli import print_status, run_command
 from cpu.memory import keep_freed_memory
 from load import choose_device, find_source
 from sources.hub import default_gguf
-
-MEMORY = "", "memory"  # the contestant that reads memory
 
 
 def transformers_contestant(args, source: str | None, device: torch.device) -> Callable[[], dict]:
@@ -63,39 +61,33 @@ def transformers_contestant(args, source: str | None, device: torch.device) -> C
     return run
 
 
-def make_contestants(args, device: torch.device) -> dict[tuple[str, str], Callable[[], dict]]:
-    """(model, name) -> what measures both rates."""
+def make_contestants(args, source: str | None, formats: list[str], ggufs: list[Path], device: torch.device) -> dict:
+    """Name -> what measures both rates of one model."""
     modes = {"eager": ""} | ({"compiled": "--compile --compile_prefill"} if args.compile else {})
     trees = {"fastpath": ROOT} | ({"old": args.old} if args.old else {})
-    models = [(args.checkpoint_path, args.formats, args.gguf), *((str(file), ["file"], [file]) for file in args.files)]
-    contestants = {}
-    for source, formats, ggufs in models:
-        model = find_source(source).name
-        for format, mode, who in itertools.product(formats, modes, trees):
-            run = partial(measure.decode_and_prefill, args, source, format, modes[mode], trees[who], args.rows)
-            shown = measure.format_of(measure.quantized(source, format)) if format == "file" else format
-            contestants[model, f"{who} {mode} {shown}"] = run
-        directory = Path(source or "")
-        if not (args.old or (directory / "config.json").exists() and is_ours(directory)):
-            contestants[model, "transformers bf16"] = transformers_contestant(args, source, device)
-        benches = measure.llama_benches(args, ggufs)
-        contestants |= {(model, name): run for name, run in benches.items()}
+    contestants, path = measure.llama_benches(args, ggufs), find_source(source).path
+    for format, mode, who in itertools.product(formats, modes, trees):
+        run = partial(measure.decode_and_prefill, args, source, format, modes[mode], trees[who], args.rows)
+        shown = measure.format_of(measure.quantized(source, format)) if format == "file" else format
+        contestants[f"{who} {mode} {shown}"] = run
+    if not (args.old or path.is_dir() and is_ours(path)):
+        contestants["transformers bf16"] = transformers_contestant(args, source, device)
     numbers = torch.ones(2**25, dtype=torch.int64, device=device)
-    contestants[MEMORY] = lambda: numbers.nbytes / measure.seconds(numbers.sum, 3, device)
+    contestants["memory"] = lambda: numbers.nbytes / measure.seconds(numbers.sum, 3, device)
     return contestants
 
 
 def compare(rounds: dict[str, list[dict]]) -> list[dict]:
     """The ratios of both rates of each of our programs to each peer, and to the same program of the old checkout, and
-    their ratios to "the better peer": the one with the highest median among the peers whose weights have as many bits,
-    or among all if there is none. For decode and prefill this may be another one."""
+    their ratios to "the best peer": the one with the highest median among the peers whose weights have as many bits, or
+    among all if there is none. Decode and prefill may have different best peers."""
     ratios, peers = [], [name for name in rounds if not name.startswith(("fastpath", "old"))]
     for our in (name for name in rounds if name.startswith("fastpath")):
         others = [old for old in [our.replace("fastpath", "old")] if old in rounds] + peers
         ratios += [{"ours": our, "peer": peer} | measure.rate_ratios("", rounds[our], rounds[peer]) for peer in others]
         rivals = [peer for peer in peers if measure.weight_bits(peer) == measure.weight_bits(our)] or peers
         if rivals:
-            better = {"ours": our, "peer": "the better peer"}
+            better = {"ours": our, "peer": "the best peer"}
             for kind, rate in (("decode", DECODE), ("prefill", PREFILL)):
                 best = max(rivals, key=lambda peer: median(column(rounds[peer], rate)))
                 ours, theirs = column(rounds[our], rate), column(rounds[best], rate)
@@ -108,30 +100,34 @@ def main():
     parser = measure.make_parser(__doc__, {"--rounds": 5, "--prompt_tokens": 512, "--new_tokens": 64, "--rows": 1})
     add = parser.add_argument
     measure.add_bench_options(parser)
-    add("--files", nargs="+", type=Path, default=[], help="GGUF files of further models, which every program runs")
-    add("--formats", nargs="+", choices=(*FORMATS, "file"), default=["bf16"], help="formats of our weights (bf16)")
+    add("--files", nargs="+", default=[], help="GGUF files of more models, which all programs run")
+    add("--formats", nargs="+", choices=WITH_FILE, default=["bf16"], help="formats of our weights (bf16)")
     add("--compile", action="store_true", help="also measure fastpath compiled")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
     args = parser.parse_args()
     device = choose_device(None)
     keep_freed_memory()  # for transformers, as generate.py does
+    models = [(args.checkpoint_path, args.formats, args.gguf), *((file, ["file"], [Path(file)]) for file in args.files)]
+    rows, ratios, bandwidths = [], [], []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # for generate.py
-        rounds = measure.take_turns(make_contestants(args, device), args.rounds, warm_up=0)
-    bandwidth, rows, ratios = median(rounds.pop(MEMORY)), [], []
-    for key, mine in rounds.items():
-        if key[1].split()[0] in measure.PEERS:
-            rounds[key] = measure.in_best_setting(mine)
-    models = list(dict.fromkeys(model for model, _ in rounds))
-    for model in models:
-        of_model = {name: mine for (m, name), mine in rounds.items() if m == model}
-        rows += [{"model": model, "name": name} | measure.medians(mine) for name, mine in of_model.items()]
-        ratios += [{"model": model} | row for row in compare(of_model)]
+        for source, formats, ggufs in models:
+            model = {"model": find_source(source).name}
+            print_status(model["model"])
+            contestants = make_contestants(args, source, formats, ggufs, device)
+            rounds = measure.take_turns(contestants, args.rounds, warm_up=0)
+            bandwidths += rounds.pop("memory")
+            about = measure.keep_best_settings(rounds)
+            rows += [
+                model | {"name": name} | about.get(name, {}) | measure.medians(mine) for name, mine in rounds.items()
+            ]
+            ratios += [model | row for row in compare(rounds)]
     measure.print_table(rows, {"model": "", "name": "", DECODE: ".1f", PREFILL: ".0f", "compile_s": ".1f"})
-    spreads = dict.fromkeys(("decode", "decode_spread", "prefill", "prefill_spread"), ".2f")
-    measure.print_table(ratios, {"ours": "", "peer": ""} | spreads)
-    about = {"models": models, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    about |= {"batch_size": args.rows, "rows": rows, "ratios": ratios, "read_bytes_per_s": {"dram": bandwidth}}
+    columns = dict.fromkeys(("model", "ours", "peer", "decode_peer", "prefill_peer"), "")
+    columns |= dict.fromkeys(("decode", "decode_spread", "prefill", "prefill_spread"), ".2f")
+    measure.print_table(ratios, columns)
+    about = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "batch_size": args.rows, "rows": rows}
+    about |= {"ratios": ratios, "read_bytes_per_s": {"dram": median(bandwidths)}}
     measure.save("decode", about, args.out, device)
 
 

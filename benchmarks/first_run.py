@@ -7,6 +7,7 @@ runs in turn with `--draft none` and with `--draft prompt-lookup`, and the ratio
 
 import json
 import math
+import shlex
 import sys
 from functools import partial
 from statistics import median
@@ -16,6 +17,7 @@ from measure import DECODE, ROOT, quantized
 from speculation import OPEN
 
 from cli import print_status, run_command
+from load import choose_device, find_source
 
 EDITS = [
     "Add type annotations to every function of this code, and print the whole code",
@@ -36,7 +38,7 @@ def run(args, path, prompt: str, draft: str) -> dict:
     """One run of generate.py."""
     command = ["--checkpoint_path", path, "--chat", "--prompt", prompt, "--batch_size", args.rows, "--draft", draft]
     command += ["--max_new_tokens", args.new_tokens, "--temperature", args.temperature, "--ignore_eos", "--json"]
-    result = json.loads(measure.run_program(sys.executable, ROOT / "generate.py", *command, *args.options.split()))
+    result = json.loads(measure.run_program(sys.executable, ROOT / "generate.py", *command, *shlex.split(args.options)))
     return {"rate": result[DECODE], "tokens": [sample["token_ids"] for sample in result["samples"]]}
 
 
@@ -44,7 +46,7 @@ def main():
     parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12})
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--options", default="", help="further options of generate.py, for example --options=--compile")
-    parser.add_argument("--format", choices=(*measure.FORMATS, "file"), default="file", help="of the weights (file)")
+    parser.add_argument("--format", choices=measure.WITH_FILE, default="file", help="of the weights (file)")
     args = parser.parse_args()
     path, rows = quantized(args.checkpoint_path, args.format), []
     kinds = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
@@ -68,7 +70,8 @@ def main():
     columns = {"prompts": "", "geometric_mean": ".3f", "median": ".2f", "least": ".2f", "most": ".2f"}
     measure.print_table(table, columns | {"same_tokens": ""})
     options = {key: getattr(args, key) for key in ("new_tokens", "rows", "temperature", "options", "format")}
-    measure.save("first_run", options | {"model": path.stem, "summary": table, "runs": rows}, args.out)
+    about = {"model": find_source(str(path)).name, "summary": table, "runs": rows}
+    measure.save("first_run", options | about, args.out, choose_device(None))
 
 
 if __name__ == "__main__":

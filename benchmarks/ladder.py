@@ -40,7 +40,9 @@ def summary(rounds: dict[str, list[dict]]) -> list[dict]:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64})
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
-    parser.add_argument("--files", nargs="+", default=[], help="GGUF files of further models")
+    parser.add_argument(
+        "--files", nargs="+", default=[], help="GGUF files of more models (bf16 and int8 copies are made)"
+    )
     args = parser.parse_args()
     rows = []
     for source in (args.checkpoint_path, *args.files):

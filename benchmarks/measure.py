@@ -9,11 +9,13 @@ imports this file can import the repository's programs.
 import argparse
 import datetime
 import gc
+import itertools
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from sources.hub import default_gguf
 
 BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")
+WITH_FILE = (*FORMATS, "file")  # file: a GGUF file in its own bits
 RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
 SAMPLES = 4  # --num_samples in each run of generate.py
 START_S = 120.0  # within which a server must have started
@@ -196,51 +199,63 @@ def quantized(source: str | None, format: str) -> Path:
 
 
 def format_of(path: Path) -> str:
-    """The format in the name of a GGUF file, such as Q4_0 in MODEL.Q4_0.gguf or MODEL-q4_0.gguf."""
-    match = re.search(r"[.-](\w+)$", path.stem)
-    return match[1] if match else path.stem
+    """The format in the name of a file or directory, such as Q4_0 in MODEL.Q4_0.gguf or int4 in MODEL-int4-g32."""
+    found = re.findall(r"[.-]((?:bf|f|i?q|int)\d\w*)", path.name.removesuffix(".gguf"), re.I)
+    return found[-1] if found else "file"
 
 
 def weight_bits(name: str) -> int | None:
     """Bits of a weight by the last word of a contestant's name: 16 of "transformers bf16", 4 of "llama.cpp Q4_0"."""
-    match = re.search(r"\d+", name.split()[-1])
-    return int(match[0]) if match else None
+    match = re.match(r"[a-z]+(\d+)", name.split()[-1], re.I)
+    return int(match[1]) if match else None
 
 
-def run_llama_bench(args, peer: str, gguf: Path) -> dict[str, dict]:
+def run_llama_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> dict[str, dict]:
     """Both rates of a peer's llama-bench for one row in each of its settings. A setting with which it fails is left
     out."""
-    program, found = getattr(args, f"{PEERS[peer].prefix}_bench"), {}
     sizes = ["-p", args.prompt_tokens, "-n", args.new_tokens, "-t", torch.get_num_threads(), "-r", 1, "-o", "json"]
-    for setting in PEERS[peer].settings:
-        print_status(f"{peer} {gguf.name} {setting}")
+    found = {}
+    for setting in settings:
+        print_status(f"{program} {gguf.name} {setting}")
         try:
             tests = json.loads(run_program(program, "-m", gguf, *sizes, *setting.split()))
-        except UserError as error:
+        except (UserError, ValueError) as error:
             print_status(f"left out: {str(error)[:300]}")
             continue
         found[setting] = {DECODE if test["n_gen"] else PREFILL: test["avg_ts"] for test in tests}
-    if not found:
-        raise UserError(f"{program} failed in all settings")
+        found[setting]["build"] = tests[0]["build_commit"]
     return found
 
 
-def in_best_setting(rounds: list[dict[str, dict]]) -> list[dict]:
-    """Both rates of each round, each in the setting whose median over the rounds is the highest. (The highest rate of
-    each round would flatter a program that has many settings.)"""
-    settings = [setting for setting in rounds[0] if all(setting in one for one in rounds)]
-    found = [{} for _ in rounds]
-    for rate in RATES:
-        best = max(settings, key=lambda setting: median(one[setting][rate] for one in rounds))
-        for mine, one in zip(found, rounds):
-            mine[rate] = one[best][rate]
-    return found
+def keep_best_settings(rounds: dict[str, list]) -> dict[str, dict]:
+    """Replace the results of each peer by its two rates, each in the setting whose median over the rounds is the
+    highest. (The highest rate of each round would flatter a program that has many settings.) A peer without a setting
+    that worked in every round is left out. Returns these settings and the build of each peer."""
+    about = {}
+    for name in [name for name in rounds if name.split()[0] in PEERS]:
+        mine = rounds.pop(name)
+        settings = [setting for setting in mine[0] if all(setting in one for one in mine)]
+        if not settings:
+            print_status(f"{name} is left out: it had no setting that worked in every round")
+            continue
+        best = {rate: max(settings, key=lambda one: median(found[one][rate] for found in mine)) for rate in RATES}
+        rounds[name] = [{rate: one[best[rate]][rate] for rate in RATES} for one in mine]
+        about[name] = {"settings": best, "build": mine[0][settings[0]]["build"]}
+    return about
 
 
 def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
-    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench, for `in_best_setting`."""
-    named = [peer for peer in PEERS if getattr(args, f"{PEERS[peer].prefix}_bench")]
-    return {f"{peer} {format_of(path)}": partial(run_llama_bench, args, peer, path) for path in ggufs for peer in named}
+    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench, for `keep_best_settings`."""
+    benches = {}
+    for (name, peer), path in itertools.product(PEERS.items(), ggufs):
+        if program := getattr(args, f"{peer.prefix}_bench"):
+            if not (found := shutil.which(program)):
+                raise UserError(f"{program} is no program")
+            key = f"{name} {format_of(path)}"
+            if key in benches:
+                raise UserError(f"the names of two files say that they are in the same format: {path}")
+            benches[key] = partial(run_llama_bench, args, found, path, peer.settings)
+    return benches
 
 
 # ---------------------------------------------------------------- servers
@@ -299,8 +314,8 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
         rows = ["--max_batch_size", streams, "--max_seq_length", length]
         pid = start("fastpath", sys.executable, ROOT / "serve.py", "--checkpoint_path", directory, *rows, *options)
         for name, program in programs.items():
-            rows = ["-np", streams, "-c", streams * length, "-t", os.cpu_count()]
-            theirs = getattr(args, f"{PEERS[name].prefix}_options").split()
+            rows = ["-np", streams, "-c", streams * length, "-t", torch.get_num_threads()]
+            theirs = shlex.split(getattr(args, f"{PEERS[name].prefix}_options"))
             start(name, program.resolve(), "-m", args.gguf, *rows, *theirs)
         yield ports, pid
     for log in logs:
@@ -324,18 +339,16 @@ def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
 
 def add_bench_options(parser: ArgumentParser):
     for name, peer in PEERS.items():
-        parser.add_argument(f"--{peer.prefix}_bench", metavar="PROGRAM", type=Path, help=f"{name}'s llama-bench")
-    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files for them, of the same model")
+        parser.add_argument(f"--{peer.prefix}_bench", metavar="PROGRAM", help=f"{name}'s llama-bench")
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="the model in files for the peers")
 
 
 def add_server_options(parser: ArgumentParser):
-    parser.add_argument(
-        "--format", choices=(*FORMATS, "file"), default="int4", help="of the weights; file: the source as it is"
-    )
+    parser.add_argument("--format", choices=WITH_FILE, default="int4", help="of the weights; file: the source as it is")
     for name, peer in PEERS.items():
         parser.add_argument(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=f"{name}'s llama-server")
-        parser.add_argument(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="further options of it")
-    parser.add_argument("--gguf", type=Path, help="the model for them")
+        parser.add_argument(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="more options for it")
+    parser.add_argument("--gguf", type=Path, help="the model in a file for the peers")
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):

@@ -1,9 +1,9 @@
 """The load test: more and more users, well beyond what the server can do, and what each of them gets.
 
-`python benchmarks/ramp.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers with 8 rows. For each
-number of users, all servers are measured in turns: that many of locustfile.py's LongTailUser send one request after
-another. The same seed gives all servers the same sequence of requests. After a warm-up, what ends within --seconds is
-counted:
+`python benchmarks/ramp.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the peers
+that are named, with 8 rows each. For each number of users they take turns: that many of locustfile.py's LongTailUser
+send one request after another. The same seed gives all servers the same sequence of requests. After a warm-up, what
+ends within --seconds is counted:
 
   throughput         new tokens per second, and answers per second
   first token        from the request to its first token, 50th and 95th percentile
@@ -28,6 +28,7 @@ from measure import ROOT, add_server_options, all_servers, count, make_parser, p
 
 from checkpoint import read_json
 from cli import print_status, run_command
+from load import choose_device, find_source
 
 ROWS, USERS = 8, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
 WARM_UP, PATIENCE_S = 0.5, 300.0  # a share of --seconds; the longest that the end of a step waits for answers
@@ -62,7 +63,7 @@ def run_users(port: int, users: int, seconds: float) -> list[dict]:
 
 
 def percentile(values: list[float], percent: int) -> float | None:
-    """The smallest of the values that so many percent of them do not exceed. None if there are none."""
+    """The smallest value that at least this percentage of the values do not exceed. None if there are none."""
     return sorted(values)[math.ceil(percent * len(values) / 100) - 1] if values else None
 
 
@@ -162,7 +163,8 @@ def main():
     print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
     shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
     found = {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
-    save("ramp", {"model": directory.name, "rows": ROWS} | shape | found, out)
+    model = find_source(str(directory)).name
+    save("ramp", {"model": model, "rows": ROWS} | shape | found, out, choose_device(None))
     draw(read_json(out), picture)
 
 

@@ -1,9 +1,9 @@
 """Our server beside those of llama.cpp and ik_llama.cpp: throughput, time of a step, time to the first token.
 
-`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts both servers, which are then
-measured in turns with prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored,
-streamed. The client is this process, on the same cores. Read down: Stream (a request), the server's counters, what is
-measured, the report.
+`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the
+peers that are named, with the options that are given (--ik_llama_options="-rtr"), and measures them in turns with
+prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored, streamed. The client is this
+process, on the same cores. Read down: Stream (a request), the server's counters, what is measured, the report.
 
   throughput    of one stream and of eight: new tokens of all streams / time from the first request to the last token
   step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server (from /metrics)
@@ -15,6 +15,7 @@ measured, the report.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -22,7 +23,6 @@ import re
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +43,7 @@ from measure import (
 )
 
 from cli import UserError, run_command
-from load import find_source
+from load import choose_device, find_source
 
 STREAMS, ANSWER_S = 8, 600.0
 
@@ -146,10 +146,6 @@ def throughput(port: int, streams: list[Stream]) -> dict:
     return {"tokens_per_s": sum(stream.new_tokens for stream in streams) / seconds, "first_token_s": first}
 
 
-def run_peer(port: int, prompts: Prompts, n: int, prompt: int, new: int) -> dict:
-    return throughput(port, prompts.streams(n, prompt, new))
-
-
 def ours(port: int, pid: int, streams: list[Stream]) -> dict:
     """The throughput of our server, with its own counters. They count steps that read prompts, too."""
     before, cpu = metrics(port), cpu_seconds(pid)
@@ -178,7 +174,7 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
     return {"reused_s": again.first_token_s, "new_s": new.first_token_s}
 
 
-def measure(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
+def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
     prompts = Prompts(find_source(str(directory)).config.vocab_size - 1)
     shape = args.prompt_tokens, args.new_tokens
     flags, our_port = ["--checkpoint_path", directory], ports["fastpath"]
@@ -189,9 +185,8 @@ def measure(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
         "short beside long": lambda: short_beside_long(our_port, prompts, args.long_prompt, args.prefill_chunk),
         "second turn": lambda: second_turn(our_port, prompts, args.history),
     }
-    for peer in [name for name in ports if name in PEERS]:
-        for n in (1, STREAMS):
-            contestants[f"{peer} {n}"] = partial(run_peer, ports[peer], prompts, n, *shape)
+    for peer, n in itertools.product([name for name in ports if name in PEERS], (1, STREAMS)):
+        contestants[f"{peer} {n}"] = lambda port=ports[peer], n=n: throughput(port, prompts.streams(n, *shape))
     return take_turns(contestants, args.rounds)
 
 
@@ -235,7 +230,7 @@ def main():
     length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
     chunk = ["--prefill_chunk", args.prefill_chunk]
     with all_servers(args, directory, out, STREAMS, length, chunk) as (ports, pid):
-        found = measure(args, directory, ports, pid)
+        found = measure_servers(args, directory, ports, pid)
     shape = {
         "model": directory.name,
         "format": args.format,
@@ -243,7 +238,7 @@ def main():
         "new_tokens": args.new_tokens,
     }
     shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
-    save("serving", shape | {"streams": STREAMS} | report(found), out)
+    save("serving", shape | {"streams": STREAMS} | report(found), out, choose_device(None))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main():
     add(
         "--formats",
         nargs="+",
-        choices=(*FORMATS, "file"),
+        choices=measure.WITH_FILE,
         default=list(FORMATS),
         help="of the weights (bf16 int8 int4)",
     )
@@ -165,11 +165,12 @@ def main():
     args = parser.parse_args()
     keep_freed_memory()
     source, directory = find_source(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
-    steps, template, rows = compiled_steps(not args.eager, False), ChatTemplate(directory, Tokenizer(directory)), []
+    template, rows = ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     lines = args.answers.read_text().splitlines() if args.answers else []
     answers = [token for line in lines for token in json.loads(line)["new"]]
     for format in args.formats:
+        steps = compiled_steps(not args.eager, False)  # they keep the models that they have compiled
         model = load_model(find_source(str(quantized(args.checkpoint_path, format))))
         four = in_four_bits(source, directory) if format in ("bf16", "int8") else None
         try:

@@ -120,7 +120,7 @@ def main():
     add(
         "--formats",
         nargs="+",
-        choices=(*FORMATS, "file"),
+        choices=measure.WITH_FILE,
         default=list(FORMATS),
         help="of the weights (bf16 int8 int4)",
     )
@@ -139,12 +139,7 @@ def main():
     measure.print_table(products, columns | {"over_torch": ".2f", "over_torch_spread": ".2f"})
     columns = {"format": "", "step_s": ".5f", "products_s": ".5f"} | dict.fromkeys(("context", "cache", "rows"), ".2f")
     measure.print_table([{"format": format} | result[format] for format in args.formats], columns)
-    about = {
-        "model": find_source(args.checkpoint_path).name,
-        "context": args.context,
-        "cache": args.cache,
-        "products": products,
-    }
+    about = {"model": find_source(args.checkpoint_path).name, "context": args.context, "cache": args.cache}
     measure.save("step", about | {"products": products} | result, args.out)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -144,7 +145,7 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
         assert (rows[name]["decode_tokens_per_s"], rows[name]["prefill_tokens_per_s"]) == peers[name]
     ours = rows["fastpath eager bf16"]
     assert ours["weight_bytes_per_token"] > 0 and result["read_bytes_per_s"]["dram"] > 0
-    peers["the better peer"] = 50, 400
+    peers["the best peer"] = 50, 400
     for ratio, (name, rates_of_peer) in zip(result["ratios"], peers.items(), strict=True):
         assert (ratio["ours"], ratio["peer"]) == ("fastpath eager bf16", name)
         for kind, peer in zip(("decode", "prefill"), rates_of_peer):
@@ -154,23 +155,40 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
             assert ratio[f"{kind}_spread"] == pytest.approx([min(rates) / peer, max(rates) / peer])
 
 
-def test_the_better_peer_has_as_many_bits():
+def test_the_best_peer_has_as_many_bits():
     def rates(*pairs):
         return [{measure.DECODE: decode, measure.PREFILL: prefill} for decode, prefill in pairs]
 
     rounds = {"fastpath eager int8": rates((30, 600), (40, 500)), "fastpath eager odd": rates((1, 1), (1, 1))}
     rounds |= {"llama.cpp Q8_0": rates((20, 300), (20, 300)), "ik_llama.cpp Q8_0": rates((10, 400), (10, 400))}
     rounds |= {"llama.cpp IQ4_NL": rates((90, 900), (90, 900))}
-    [better, odd] = [row for row in decode.compare(rounds) if row["peer"] == "the better peer"]
+    [better, odd] = [row for row in decode.compare(rounds) if row["peer"] == "the best peer"]
     assert (better["decode_peer"], better["prefill_peer"]) == ("llama.cpp Q8_0", "ik_llama.cpp Q8_0")
     assert (better["decode"], better["prefill"]) == (1.75, 1.375) and odd["decode_peer"] == "llama.cpp IQ4_NL"
 
 
 def test_one_setting_counts_in_all_rounds():
-    rounds = [{"a": (5, 9), "b": (4, 1)}, {"a": (3, 1), "b": (4, 3)}, {"a": (3, 9), "b": (6, 4), "fails once": (9, 9)}]
-    rounds = [{name: dict(zip(measure.RATES, rates)) for name, rates in one.items()} for one in rounds]
-    found = measure.in_best_setting(rounds)
-    assert [tuple(one[rate] for rate in measure.RATES) for one in found] == [(4, 9), (4, 1), (6, 9)]
+    mine = [{"a": (5, 9), "b": (4, 1)}, {"a": (3, 1), "b": (4, 3)}, {"a": (3, 9), "b": (6, 4), "fails once": (9, 9)}]
+    mine = [{name: dict(zip(measure.RATES, rates)) | {"build": "7"} for name, rates in one.items()} for one in mine]
+    rounds = {"llama.cpp Q4_0": mine, "ik_llama.cpp Q4_0": [{"a": mine[0]["a"]}, {}], "fastpath eager int4": [1, 2, 3]}
+    assert measure.keep_best_settings(rounds) == {
+        "llama.cpp Q4_0": {"settings": dict(zip(measure.RATES, "ba")), "build": "7"}
+    }
+    rates = [tuple(one.values()) for one in rounds.pop("llama.cpp Q4_0")]
+    assert rates == [(4, 9), (4, 1), (6, 9)] and rounds == {"fastpath eager int4": [1, 2, 3]}
+
+
+def test_formats_in_names():
+    names = {
+        "SmolLM2-135M.gguf": "file",
+        "M-1.5B.Q4_K_M.gguf": "Q4_K_M",
+        "m-0.6b-q8_0.gguf": "q8_0",
+        "M.BF16.gguf": "BF16",
+    }
+    names |= {"M-int4-g32": "int4", "M.IQ4_NL.gguf": "IQ4_NL", "X.Q4_K_M-00001-of-00002.gguf": "Q4_K_M"}
+    assert {name: measure.format_of(Path(name)) for name in names} == names
+    bits = {"fastpath eager int8": 8, "transformers bf16": 16, "llama.cpp IQ4_NL": 4, "fastpath compiled file": None}
+    assert {name: measure.weight_bits(name) for name in bits} == bits
 
 
 @pytest.mark.full

@@ -84,7 +84,10 @@ def offered_options(program: str, capsys, monkeypatch) -> set[str]:
     if "/" in program:
         files = (program, "benchmarks/measure.py", "training/common.py")
         sources = [(ROOT / path).read_text(encoding="utf-8") for path in files]
-        return set(re.findall(r'"(--\w+)"', "".join(sources)))
+        text = "".join(sources)
+        ends = re.findall(r'f"--\{peer\.prefix\}(_\w+)"', text)  # of options of each peer
+        prefixes = re.findall(r'Peer\("(\w+)"', text)
+        return {*re.findall(r'"(--\w+)"', text), *(f"--{prefix}{end}" for prefix in prefixes for end in ends)}
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit):
         importlib.import_module(program.removesuffix(".py")).main()
@@ -150,30 +153,34 @@ def results(name: str, page: str) -> dict:
 
 
 def decode_numbers():
-    page, peers = "README.md", {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+    page, shown = "README.md", []
     result = results("decode", page)
-
-    def short(name):
-        return re.sub(r"llama\.cpp .*\.(\w+)\.gguf", r"llama.cpp \1", name)
-
-    rows = {short(row["name"]): row for row in result["rows"]}
-    ratios = {(pair["ours"], short(pair["peer"])): pair["decode"] for pair in result["ratios"]}
-    found = table(page, "| | decode, tokens/s")
-    assert {cells[0] for cells in found} == rows.keys()
-    for name, decode, prefill, ratio in found:
-        yield decode, rows[name]["decode_tokens_per_s"]
-        yield prefill, rows[name]["prefill_tokens_per_s"]
+    rows = {(row["model"], row["name"]): row for row in result["rows"]}
+    best = {(pair["model"], pair["ours"]): pair for pair in result["ratios"] if pair["peer"] == "the best peer"}
+    for name, decode, prefill, *ratios in table(page, "| | decode, tokens/s"):
+        if decode == "":
+            model = name.strip("*")  # of the rows below
+            continue
+        shown.append((model, name))
+        yield decode, rows[model, name]["decode_tokens_per_s"]
+        yield prefill, rows[model, name]["prefill_tokens_per_s"]
         if name.startswith("fastpath"):
-            yield ratio, ratios[name, f"llama.cpp {peers[name.split()[-1]]}"]
+            yield ratios[0], best[model, name]["decode"]
+            yield ratios[1], best[model, name]["prefill"]
+    assert sorted(shown) == sorted(rows)
 
 
 def ladder_numbers():
     page = "docs/how-it-gets-fast.md"
-    for cells, step in zip(table(page, "| step |"), results("ladder", page)["steps"], strict=True):
-        assert cells[0] == step["name"]
-        yield cells[2], step["decode_tokens_per_s"]
-        if step["decode_over_before"] is not None:
-            yield cells[3], step["decode_over_before"]
+    steps = {}
+    for step in results("ladder", page)["steps"]:
+        steps.setdefault(step["name"], []).append(step)  # one of each model
+    for cells, (name, of_models) in zip(table(page, "| step |"), steps.items(), strict=True):
+        assert cells[0] == name
+        for step, rate, gain in zip(of_models, cells[2::2], cells[3::2], strict=True):
+            yield rate, step["decode_tokens_per_s"]
+            if step["decode_over_before"] is not None:
+                yield gain, step["decode_over_before"]
 
 
 def product_numbers():

@@ -5,7 +5,8 @@ not there (file: a GGUF file as it is). A model without trained heads runs witho
 prompts are questions and tasks; copying prompts ask for text or code of this repository to be repeated. Each prompt
 runs with plain decoding and with every draft, and the ratio of their decode rates is taken. over_plain is the median of
 these ratios over the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a, c
-and v. same_text counts the prompts whose tokens equal those of plain decoding: with our kernels, these are all prompts.
+and v, with the plain steps counted as well. same_text counts the prompts whose tokens equal those of plain decoding:
+with our kernels, these are all prompts.
 """
 
 import json

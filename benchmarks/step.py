@@ -3,16 +3,16 @@
 products  all products of a step for each number of --rows, one operation after the other, so that each reads its
           weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
           _weight_int4pack_mm_for_cpu (groups of 32; also beside the format file, a GGUF file in its own bits), of
-          random weights. "exact" products do not round the activations
-          to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as the bfloat16 weights have.
+          random weights. "exact" products do not round the activations to 8 bits. share_of_bandwidth is relative to a
+          plain read of as many bytes as the bfloat16 weights have.
 step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps in a row
 context   the extra time of a step at --context tokens, relative to reading the extra keys and values at the rate at
           which a short step reads its weights
 cache     a step at 20 tokens with a cache of --cache positions, relative to one with 512
 rows      a step of 8 rows, relative to a step of one
 
-products_s are our products for the first number of rows. They may take longer than a step, because all blocks in one
-operation can save more time than everything else in a step takes.
+products_s is the time of our products for the first number of rows. It may be more than step_s, because a step runs all
+blocks as one operation.
 """
 
 from collections.abc import Callable

@@ -6,8 +6,8 @@ can be chosen; Controller. Knows numbers only: no model, no tokens.
 What a step costs is known before it is tried. A pass over one token per row takes as long as a plain step, which is
 measured first. Each further token of the pass adds about as much as a token of a prompt takes, which prefill has
 measured; somewhat more in a pass over many tokens. And a draft takes as long as a plain step of as many bytes. These
-prior estimates are replaced by measurements as they come in, and come back when the measurements are old. So nothing is
-tried that cannot pay by what is known.
+prior estimates are replaced by measurements as they come in, and come back when the measurements are old. So a proposal
+that cannot pay by these estimates is never tried.
 """
 
 from collections import defaultdict, deque
@@ -33,8 +33,8 @@ class Recent:
         self.values.append((step, value))
 
     def median(self, step: int, prior: float | None = None) -> float | None:
-        """None if there is neither a measurement nor a prior estimate. Of an even number, the smaller value in the
-        middle: measurements are rather too long, as other programs interrupt."""
+        """None if there is neither a measurement nor a prior estimate. Of an even number of values, the smaller one in
+        the middle: interruptions by other programs make measurements too long, never too short."""
         while self.values and self.values[0][0] < step - MEMORY:
             self.values.popleft()
         values = sorted([value for _, value in self.values] + ([] if prior is None else [prior]))
@@ -45,7 +45,7 @@ class Rate:
     """The share of expected tokens that were accepted. Older ones count less, and it begins at a prior estimate."""
 
     def __init__(self, prior: float, weight: float):
-        """weight: the prior estimate counts like so many tokens."""
+        """weight: the number of tokens that the prior estimate counts as."""
         self.prior, self.weight = prior, weight
         self.accepted, self.expected = prior * weight, weight
 

@@ -71,7 +71,7 @@ class Stream:
         return self.times[0] - self.start
 
     async def run(self, port: int):
-        """Send the request and read the answer. UserError if the server refuses it, TooShort if it sends too few tokens."""
+        """Send the request and read the answer. UserError if the server refuses it; TooShort if tokens are missing."""
         body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body).encode()
@@ -152,7 +152,7 @@ def throughput(port: int, streams: list[Stream]) -> dict:
     return {"tokens_per_s": sum(stream.new_tokens for stream in streams) / seconds, "first_token_s": first}
 
 
-def peers(port: int, prompts: Prompts, count: int, prompt: int, new: int) -> dict:
+def run_peer(port: int, prompts: Prompts, count: int, prompt: int, new: int) -> dict:
     """The throughput of a peer's server. Some end an answer at special tokens although they were told to ignore EOS;
     then they get other prompts."""
     for _ in range(ATTEMPTS - 1):
@@ -201,7 +201,7 @@ def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) 
         "second turn": lambda: second_turn(our_port, prompts, args.history),
     }
     for peer, n in itertools.product([name for name in ports if name in PEERS], (1, STREAMS)):
-        contestants[f"{peer} {n}"] = partial(peers, ports[peer], prompts, n, *shape)
+        contestants[f"{peer} {n}"] = partial(run_peer, ports[peer], prompts, n, *shape)
     return take_turns(contestants, args.rounds)
 
 

@@ -10,7 +10,7 @@
 
 namespace fastpath {
 
-constexpr int MAX_TILED_ROWS = 28;   // of x, up to which a tile of 8 rows that unpacks by itself is faster
+constexpr int MAX_TILED_ROWS = 28;   // of x, up to which packed_block is faster, which unpacks for each tile of 8 rows
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
 constexpr int BLOCKS = 2;            // of weight rows at a time
@@ -78,7 +78,7 @@ template <bool HAS_MINS, bool HALVES, int OFFSET, int MT>
   for (int i = 0; i < MT * BLOCKS; i++) acc[i] = total[i / BLOCKS][i % BLOCKS];
 }
 
-// Two blocks of packed weights, the first one at `block`, times rows m..stop of x, plus bias and residual.
+// Two blocks of packed weights, the first one at `block`, times rows start..stop of x, plus bias and residual.
 template <class F, class T>
 void two_packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t start, int64_t stop, const T* residual,
                        T* out) {

@@ -20,7 +20,7 @@
 
 namespace fastpath {
 
-constexpr int MAX_DECODE_TOKENS = 16;  // up to so many new tokens a row, reading the weights limits a matrix product
+constexpr int MAX_DECODE_TOKENS = 16;  // up to this many new tokens a row, reading the weights limits a product
 constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
 constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x
 
@@ -88,7 +88,8 @@ void with_size(int64_t n, const Function& f) {
 }
 
 // Calls f(m, rows) for tiles of rows m..stop of x: as few as there can be with up to MOST rows each, of nearly equal
-// sizes, because every tile reads and unpacks the weights again. `rows` is a constant. No tile of rows of x is crossed.
+// sizes, because every tile reads and unpacks the weights again. `rows` is a constant. No call crosses a boundary
+// between the tiles of `Input`.
 template <int MOST, class Function>
 void in_tiles(int64_t m, int64_t stop, const Function& f) {
   while (m < stop) {
@@ -194,9 +195,7 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   };
   while (NT == 2 && m + 8 <= M) tile(Int<8>());
   while (m + 4 <= M) tile(Int<4>());
-  if (M - m == 3) tile(Int<3>());
-  if (M - m == 2) tile(Int<2>());
-  if (M - m == 1) tile(Int<1>());
+  if (m < M) with_size<3>(M - m, tile);
 }
 
 // Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
@@ -267,7 +266,7 @@ inline __m512i offset_sum(int32_t sum) {
   return OFFSET ? _mm512_slli_epi32(_mm512_set1_epi32(sum), shift) : _mm512_setzero_si512();
 }
 
-// acc + the dot product of a group, or of its two halves, whose weights have these scales, as x has.
+// acc + x_scale * dot * scale, of a group or of each of its halves.
 template <int SUMS>
 inline __m512 add_scaled(__m512 acc, const __m512i (&dot)[SUMS], const __m512* scale, float x_scale) {
   const __m512 xs = _mm512_set1_ps(x_scale), sum = _mm512_cvtepi32_ps(dot[0]);

@@ -11,11 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 from cli import UserError, has_colours, print_status
 from engine import Engine, Plan, Request, check_prompt
-from load import warm_up
 from sampling import SamplingParams
+from start import warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
@@ -25,26 +26,26 @@ HELP = """/reset          forget the conversation
 Ctrl-C stops an answer; an empty line is not sent"""
 
 
+@dataclass
 class Session:
-    """A conversation in a cache row of `context` positions. Without a template, as for a base model, messages and
-    answers are one continuous text."""
+    """A conversation in a cache row. Without a template, as for a base model, messages and answers are one continuous
+    text."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        params: SamplingParams,
-        max_new_tokens: int | None = None,  # per answer; None: as many as the context holds
-        stop_ids: Iterable[int] = (),
-        stop: Iterable[str] = (),
-    ):
-        self.engine, self.tokenizer, self.template, self.params = engine, tokenizer, template, params
-        self.max_new_tokens, self.stop_ids, self.stop = max_new_tokens, frozenset(stop_ids), tuple(stop)
-        self.context = engine.length
-        self.system: str | None = None
-        self.messages: list[dict] = []  # without the system message
-        self.turns: list[Request] = []
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    params: SamplingParams
+    max_new_tokens: int | None = None  # per answer; None: as many as the context holds
+    stop_ids: frozenset[int] = frozenset()
+    stop: Iterable[str] = ()
+    system: str | None = None  # the system message
+    messages: list[dict] = field(default_factory=list)  # without the system message
+    turns: list[Request] = field(default_factory=list)
+
+    @property
+    def context(self) -> int:
+        """Positions of the cache row."""
+        return self.engine.length
 
     def set_system(self, text: str | None):
         """Change the system message. The conversation goes on, but the model must read it again."""
@@ -81,7 +82,8 @@ class Session:
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
             more = f"room for {room} more tokens in the context of {self.context}"
             print_status(f"({more}; /reset frees all of it)", dim=True)
-        stream, answer, pieces = TextStream(self.tokenizer, () if self.template else prompt, self.stop), "", []
+        stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop)
+        answer, pieces = "", []
 
         def on_token(token: int) -> bool:
             pieces.append(stream.add(() if token in self.stop_ids else (token,)))
@@ -179,7 +181,7 @@ def one_interrupt():
 def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset[int]):
     """Run the conversation that the arguments of generate.py ask for."""
     for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
-        warm_up(args, engine, [[0] * min(n, engine.length)], args.temperature > 0)
+        warm_up(engine, [[0] * min(n, engine.length)], random=args.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
     if args.system is not None:
         session.set_system(args.system)

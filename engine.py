@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cli import UserError, first_line
 from kernels import MAX_DECODE_TOKENS
-from model import Config, Transformer
+from model import Config, Transformer, pad_rows
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
 PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
@@ -96,7 +96,7 @@ class Timing:
     decode_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
-    kv_bytes: int = 0  # keys and values read by decode steps
+    kv_bytes: float = 0  # keys and values read by decode steps
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
 
     def add_prefill(self, seconds: float, tokens: int):
@@ -104,11 +104,17 @@ class Timing:
         self.prefill_s += seconds
         self.prefill_tokens += tokens
 
-    def add_step(self, seconds: float, tokens: int, kv_bytes: int):
+    def add_step(self, seconds: float, tokens: int, kv_bytes: int, draft=None):
+        """draft: a speculative.Drafted or None. If a draft reads a prompt in a decode step, this counts as prefill."""
         self.decode_s += seconds
         self.decode_tokens += tokens
         self.decode_steps += 1
         self.kv_bytes += kv_bytes
+        if draft is not None:
+            self.prefill_s += draft.prefill_s
+            self.decode_s -= draft.prefill_s
+            self.draft_bytes += draft.weight_bytes
+            self.kv_bytes += draft.kv_bytes
 
 
 @dataclass
@@ -145,28 +151,39 @@ class Plan:
     """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
 
     released: list[int] = field(default_factory=list)  # rows whose requests ended since the last plan
-    admitted: list[tuple] = field(default_factory=list)  # (row, source, n, request): row reuses n positions of source
+    # (request, row, source, n): the request gets a row, which reuses the first n positions of the row `source`
+    admitted: list[tuple[Request, int, int, int]] = field(default_factory=list)
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
+
+    def for_other_ranks(self) -> "Plan":
+        """The plan without the functions of the requests, which cannot be pickled."""
+        return replace(self, admitted=[(replace(request, on_token=None), *how) for request, *how in self.admitted])
 
 
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
-    chunk_tokens: how many prompt tokens are read between two decode steps (always_chunk: in any step). speculation: a
-    Speculation or None. ranks: a ranks.Ranks if the model is split: rank 0 calls `step`, the others call `follow`.
+    steps: the functions to call, by default uncompiled ones. chunk_tokens: how many prompt tokens are read between two
+    decode steps. speculation: a speculative.Speculation or None.
     """
 
-    def __init__(
-        self, model, max_batch_size, max_seq_length, steps=None, chunk_tokens=128, speculation=None, ranks=None
-    ):
+    always_chunk = False  # read chunks of one prompt also while no row is decoding
+    ranks = None  # a ranks.Ranks if the model is split: rank 0 calls `step`, the others call `follow`
+
+    def __init__(self, model, max_batch_size, max_seq_length, steps=None, chunk_tokens=128, speculation=None):
         model.setup_caches(max_batch_size, max_seq_length)
-        self.model, self.length, self.chunk_tokens, self.always_chunk = model, max_seq_length, chunk_tokens, False
-        self.steps, self.speculation, self.ranks = steps or StepFunctions(), speculation, ranks
-        self.rows, self.waiting = [Row(index) for index in range(max_batch_size)], deque()
+        self.model, self.length = model, max_seq_length
+        self.steps, self.chunk_tokens = steps or StepFunctions(), chunk_tokens
+        self.rows = [Row(index) for index in range(max_batch_size)]
+        self.waiting: deque[Request] = deque()
         self.timing, self.threads = Timing(), model.backend.make_threads()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.finished, self.cancelled, self.released = [], [], []  # requests, requests and rows, since the last step
+        # Since the last step:
+        self.finished: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.released: list[int] = []  # rows
+        self.speculation = speculation
         if speculation is not None:
             speculation.begin(self)
 
@@ -190,7 +207,7 @@ class Engine:
         """Do one step, and return the requests that have ended since the last step."""
         plan = self._plan()
         if self.ranks is not None:
-            self.ranks.share(lambda: plan)
+            self.ranks.share(plan.for_other_ranks)
         self._run(plan)
         finished, self.finished = self.finished, []
         return finished
@@ -206,8 +223,8 @@ class Engine:
         while (plan := self.ranks.share()) is not None:
             for row in [self.rows[index] for index in plan.released if self.rows[index].request is not None]:
                 self._finish(row.request, "cancelled", row)
-            for index, source, n, request in plan.admitted:
-                self._start(self.rows[index], self.rows[source], n, request)
+            for admission in plan.admitted:
+                self._start(*admission)
             self._run(plan)
             self.finished, self.released = [], []
 
@@ -221,16 +238,18 @@ class Engine:
             if row is not None or request in self.waiting:
                 self._finish(request, "cancelled", row)
         self.waiting = deque(request for request in self.waiting if request.finish_reason is None)
-        plan, self.released, self.cancelled = Plan(self.released), [], []
+        plan = Plan(self.released)
+        self.released, self.cancelled = [], []
         while self.waiting and any(row.request is None for row in self.rows):
-            plan.admitted.append(self._admit(self.waiting.popleft()))
+            plan.admitted.append(self._choose_row(self.waiting.popleft()))
+            self._start(*plan.admitted[-1])
         active = [row for row in self.rows if row.request is not None]
         plan.decoding = [row.index for row in active if row.request.new_tokens]
         plan.chunk = self._choose_chunk([row for row in active if not row.request.new_tokens], bool(plan.decoding))
         return plan
 
-    def _admit(self, request: Request) -> tuple[int, int, int, Request]:
-        """Give a request a free row that reuses the longest prefix of its prompt that any row holds."""
+    def _choose_row(self, request: Request) -> tuple[Request, int, int, int]:
+        """The free row for a request, and the row that holds the longest prefix of its prompt (Plan.admitted)."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
         common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
@@ -238,15 +257,17 @@ class Engine:
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
             row = source  # otherwise copy the prefix: overwriting source would lose more tokens than are reused
-        self._start(row, source, common[source], request)
-        return row.index, source.index, common[source], replace(request, on_token=None)  # a function cannot be pickled
+        return request, row.index, source.index, common[source]
 
-    def _start(self, row: Row, source: Row, n: int, request: Request):
-        if row is not source and n:
-            self.model.copy_cache(source.index, row.index, n)
-        row.request, row.tokens, row.waited = request, request.prompt[:n], 0
-        request.cached_tokens, request.times["started"] = n, time.perf_counter()
-        self.sampling.set_row(row.index, request.params, request.prompt)
+    def _start(self, request: Request, index: int, source: int, n: int):
+        if index != source and n:
+            self.model.copy_cache(source, index, n)
+        row = self.rows[index]
+        row.request, row.waited = request, 0
+        row.tokens = request.prompt[:n]
+        request.cached_tokens = n
+        request.times["started"] = time.perf_counter()
+        self.sampling.set_row(index, request.params, request.prompt)
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
@@ -268,14 +289,12 @@ class Engine:
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
         A prompt's keys and values must not depend on how it was split into chunks. Where short passes would round
         differently (the backend is not chunk_invariant), they are padded."""
-        start, model, rows = time.perf_counter(), self.model, [self.rows[index] for index in chunk]
+        start, model = time.perf_counter(), self.model
+        rows = [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
-        width = max(map(len, parts)) if model.backend.chunk_invariant else max(MAX_DECODE_TOKENS + 1, *map(len, parts))
-        tokens, input_pos = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
-        for i, (row, part) in enumerate(zip(rows, parts)):
-            tokens[i, : len(part)] = torch.tensor(part)
-            input_pos[i, : len(part)] = torch.arange(len(row.tokens), len(row.tokens) + len(part))
-        inputs = [tensor.to(model.device) for tensor in (tokens, input_pos, torch.tensor(list(chunk)))]
+        width = 0 if model.backend.chunk_invariant else MAX_DECODE_TOKENS + 1
+        padded = pad_rows(parts, [len(row.tokens) for row in rows], width)
+        inputs = [tensor.to(model.device) for tensor in (*padded, torch.tensor(list(chunk)))]
         if any(row.request.prompt_logprobs is not None for row in rows):
             x = model.hidden(*inputs)  # (B,S,D)
             self._score_prompts(rows, parts, x)
@@ -307,18 +326,19 @@ class Engine:
         if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
+        drafted = None
         if self.speculation is None:
             with self.threads.of("decode", len(rows), fixed=not self.model.backend.thread_invariant):
                 ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
         else:
-            new_tokens, logprobs, logits = self.speculation.step(rows, inputs)
+            new_tokens, logprobs, logits, drafted = self.speculation.step(rows, inputs)
         for row, tokens in zip(rows, new_tokens):
             row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start
         kv = self.model.kv_bytes([len(row.tokens) for row in rows])
         count = self._accept(rows, new_tokens, logprobs, logits)
-        self.timing.add_step(time.perf_counter() - start, count, kv)
+        self.timing.add_step(time.perf_counter() - start, count, kv, drafted)
 
     def _accept(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
         """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits B x (n,V)."""
@@ -327,7 +347,7 @@ class Engine:
         self.sampling.count([(row.index, new) for row, new in zip(rows, new_tokens) if row.request.params.penalizes])
         for i, (row, request) in enumerate(zip(rows, requests)):
             if self.speculation is not None and not request.new_tokens:
-                self.speculation.add(row.index, request.prompt + new_tokens[i])
+                self.speculation.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
             request.times.setdefault("first_token", time.perf_counter())
             if request.logprobs is not None:  # _finish drops those after the request's last token
                 request.token_logprobs += top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
@@ -353,7 +373,8 @@ class Engine:
             self._finish(request, reason, row, error)
 
     def _finish(self, request: Request, reason: str, row: Row | None, error: str | None = None):
-        request.finish_reason, request.error, request.times["finished"] = reason, error, time.perf_counter()
+        request.finish_reason, request.error = reason, error
+        request.times["finished"] = time.perf_counter()
         del request.token_logprobs[len(request.new_tokens) :]
         self.finished.append(request)
         if row is not None:

@@ -28,8 +28,8 @@ from torch import Tensor
 from checkpoint import DTYPES, Source, check_memory
 from cli import ArgumentParser, UserError, first_line, number, progress_bar, run_command
 from engine import Engine, Request
-from load import choose_device, find_source, load_model
-from model import Transformer
+from load import ModelOptions, choose_device, find_source, load_model
+from model import Transformer, pad_rows
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -67,17 +67,12 @@ def windows(ids: list[int], length: int, stride: int) -> list[Window]:
 def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Tensor]:
     """The last hidden state (S,D) of every position of each window."""
     device = model.norm.weight.device
-    longest = max(len(window.ids) for window in batch)
-    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    position = torch.full((len(batch), longest), -1)
-    for row, window in enumerate(batch):
-        ids[row, : len(window.ids)] = torch.tensor(window.ids)
-        position[row, : len(window.ids)] = torch.arange(len(window.ids))
+    ids, position = pad_rows([window.ids for window in batch], [0] * len(batch))
     ids, position = ids.to(device), position.to(device)
     if path == "prefill":
         states = model.hidden(ids, position)  # (B,S,D)
     else:
-        states = torch.cat([model.hidden(ids[:, t : t + 1], position[:, t : t + 1]) for t in range(longest)], 1)
+        states = torch.cat([model.hidden(ids[:, t : t + 1], position[:, t : t + 1]) for t in range(ids.shape[1])], 1)
     return [states[row, : len(window.ids)] for row, window in enumerate(batch)]
 
 
@@ -378,7 +373,7 @@ def read_text(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[
 
 def evaluate_text(args, source: Source) -> dict:
     """The result of `evaluate` for the text of the command line."""
-    sources, dtype = [source], DTYPES[args.dtype]
+    sources = [source]
     if args.reference_checkpoint_path:
         sources.append(find_source(args.reference_checkpoint_path))
     configs = [source.config for source in sources]
@@ -396,8 +391,8 @@ def evaluate_text(args, source: Source) -> dict:
     models = []
     for source, config in zip(sources, configs):
         cache_tokens = (length + 8) * (DECODED_WINDOWS if args.path == "decode" else 1)
-        check_memory(config, args.device, dtype, cache_tokens, source.quantization)
-        models.append(load_model(source, args.device, dtype, args.kernels, args.exact_activations))
+        check_memory(config, args.device, args.model.dtype, cache_tokens, source.quantization)
+        models.append(load_model(source, args.model))
     return evaluate(models, tokenizer, ids, length, stride, args.path)
 
 
@@ -410,7 +405,7 @@ def evaluate_tasks(args, source: Source) -> dict:
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files)
     template = ChatTemplate(files, tokenizer) if args.chat else None
-    model = load_model(source, args.device, DTYPES[args.dtype], args.kernels, args.exact_activations)
+    model = load_model(source, args.model)
     calls = harness_model(model, tokenizer, args.batch_size, template)
     return run_tasks(calls, args.tasks, args.num_fewshot, args.limit, args.chat)
 
@@ -425,6 +420,8 @@ def without_nan(value):
 def main():
     args = parse_arguments()
     args.device = choose_device(args.device)
+    how = {"kernels": args.kernels, "exact_activations": args.exact_activations}
+    args.model = ModelOptions(args.checkpoint_path, args.device, DTYPES[args.dtype], **how)
     source = find_source(args.checkpoint_path)
     result = evaluate_text(args, source) if args.text else {}
     if args.tasks:

@@ -1,7 +1,8 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
 Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py loads the model,
-engine.py has the generation loop, chat.py the conversation of --interactive, and report.py the measurements.
+start.py makes an engine of it, engine.py has the generation loop, chat.py the conversation of --interactive, and
+report.py the measurements.
 """
 
 import signal
@@ -12,17 +13,18 @@ if __name__ == "__main__":
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
-import load
-from checkpoint import DTYPES
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command, token_ids
 from engine import Engine, Request, check_prompt
+from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, open_checkpoint
 from sampling import SamplingParams
+from start import choose_cache_length, compile_counts, load_engine, warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance
@@ -54,7 +56,7 @@ def parse_arguments(argv=None):
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
     add_sampling_options(add)
-    load.add_model_options(parser)
+    add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="print one JSON object on stdout")
     bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
@@ -82,8 +84,8 @@ def check_arguments(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
-    load.check_model_options(args)
-    if args.roofline is not None and (args.profile or args.interactive or args.draft or args.draft_checkpoint_path):
+    args.model = ModelOptions.of(args)
+    if args.roofline is not None and (args.profile or args.interactive or args.model.speculates):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
@@ -116,10 +118,10 @@ def read_texts(args) -> list[str]:
     return texts
 
 
-def read_prompts(args, checkpoint: load.Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
+def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
     """The token ids of all prompts of the command line, the texts first."""
-    config, tokenizer, prompts = checkpoint.config, checkpoint.tokenizer, []
-    length = args.max_seq_length or config.max_seq_length
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    length, prompts = args.max_seq_length or config.max_seq_length, []
     for text in read_texts(args):
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         message = {"role": "user", "content": text}
@@ -137,7 +139,7 @@ def read_prompts(args, checkpoint: load.Checkpoint, template: ChatTemplate | Non
     return prompts
 
 
-def open_template(args, checkpoint: load.Checkpoint) -> ChatTemplate | None:
+def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template that the arguments ask for, or None. --interactive works without one."""
     if args.chat or (args.interactive and checkpoint.tokenizer_files.template is not None):
         return ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
@@ -217,8 +219,8 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
     """Run all samples, under the profiler with --profile. Returns their fields in --json."""
-    compile_s = load.warm_up(args, engine, prompts, args.temperature > 0)
-    samples, before = [], load.compile_counts()
+    compile_s = warm_up(engine, prompts, random=args.temperature > 0)
+    samples, before = [], compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
             samples += run_sample(args, engine, tokenizer, prompts, stop_ids, n)
@@ -228,34 +230,34 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
         if args.profile.stat().st_size == 0:  # the profiler does not report a failed write
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
-    recompiles, breaks = (b - a for a, b in zip(before, load.compile_counts()))
+    recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
     return {"samples": samples, "compile_s": compile_s, "recompiles": recompiles, "graph_breaks": breaks}
 
 
 def main(ranks=None):
     """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
-    ranks = ranks or load.SingleProcess()
+    ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
-    checkpoint = load.open_checkpoint(args, ranks)
+    checkpoint = open_checkpoint(args.model, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
     if args.roofline is not None:
         from report import print_roofline, read_bandwidth
 
-        bandwidth = args.roofline * 1e9 or read_bandwidth(load.load_engine(args, checkpoint, 1, 1, ranks)[0].model)
-        return print_roofline(checkpoint, bandwidth * ranks.size, DTYPES[args.dtype], args.batch_size, args.json)
+        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(checkpoint, 1, 1, ranks).model)
+        return print_roofline(checkpoint, bandwidth * ranks.size, args.batch_size, args.json)
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
     longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
-    length = load.choose_cache_length(args, checkpoint.config, longest)
-    engine, load_s = load.load_engine(args, checkpoint, len(prompts) * args.batch_size, length, ranks)
+    length, start = choose_cache_length(args.max_seq_length, checkpoint.config, longest), time.perf_counter()
+    engine = load_engine(checkpoint, len(prompts) * args.batch_size, length, ranks)
+    result = {"load_s": time.perf_counter() - start}
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
-    result = {"load_s": load_s}
     if ranks.rank:
         engine.follow()
     elif args.interactive:

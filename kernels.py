@@ -63,10 +63,10 @@ FUSED_FIELDS = (
 class FixedThreads:
     """The number of threads is not tuned. (cpu.threads.Threads tunes it, and has the same members.)"""
 
-    fixed, trials = True, 0
+    fixed = True
 
     def of(self, kind, work, fixed=False):
-        return nullcontext()
+        return nullcontext(False)
 
     def used(self):
         return {}

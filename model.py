@@ -471,6 +471,18 @@ def alibi_slopes(H: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
+def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
+    """tokens (B,S) and input_pos (B,S) for `Transformer.forward`. Row b has the tokens parts[b], the first of them at
+    position starts[b]. S is the length of the longest part, or `width` if that is more."""
+    S = max(width, *map(len, parts))
+    tokens = torch.zeros(len(parts), S, dtype=torch.int64)
+    input_pos = torch.full((len(parts), S), -1)
+    for row, (part, start) in enumerate(zip(parts, starts)):
+        tokens[row, : len(part)] = torch.tensor(part)
+        input_pos[row, : len(part)] = torch.arange(start, start + len(part))
+    return tokens, input_pos
+
+
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
     cos, sin = rope

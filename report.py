@@ -74,8 +74,9 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     return "\n".join(lines)
 
 
-def print_roofline(checkpoint, bandwidth: float, dtype: torch.dtype, rows: int, as_json: bool):
+def print_roofline(checkpoint, bandwidth: float, rows: int, as_json: bool):
     """Print the roofline of a load.Checkpoint on stdout."""
+    dtype = checkpoint.options.dtype
     table = rooflines(checkpoint.config, bandwidth, dtype, rows, checkpoint.quantization)
     print(json.dumps({"roofline": table}) if as_json else roofline_text(table, dtype))
 

@@ -26,18 +26,10 @@ from contextlib import contextmanager
 
 from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
 from engine import Engine, Request
-from load import (
-    SingleProcess,
-    add_model_options,
-    check_model_options,
-    choose_device,
-    compile_while_serving,
-    load_engine,
-    open_checkpoint,
-    warm_up,
-)
+from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.api import Event
 from server.http_server import News, Settings, run_http
+from start import compile_while_serving, load_engine, warm_up
 from tokenizer import TextStream, Tokenizer
 
 STALLED_SECONDS = 30  # a client that reads nothing of its answer for so long is disconnected
@@ -66,7 +58,7 @@ def parse_arguments(argv=None):
     add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
-    check_model_options(args)
+    args.model = ModelOptions.of(args)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave it away, and nobody needs one")
     if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):
@@ -79,13 +71,13 @@ def main(ranks=None):
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     listener = bind(args.host, args.port) if ranks.rank == 0 else None
-    checkpoint = open_checkpoint(args, ranks)
+    checkpoint = open_checkpoint(args.model, ranks)
     config = checkpoint.config
     length = args.max_seq_length or min(CONTEXT, config.max_seq_length)
     if length > config.max_seq_length and not config.alibi:
         raise UserError(f"--max_seq_length {length} is more than the model's context of {config.max_seq_length}")
     if ranks.rank:
-        engine, _ = load_engine(args, checkpoint, args.max_batch_size, length, ranks)
+        engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends us, when its requests have ended
         ranks.timeout_s = RANK_TIMEOUT_S
         return engine.follow()
@@ -94,13 +86,13 @@ def main(ranks=None):
     files = (checkpoint.config, checkpoint.tokenizer_files)
     settings = Settings(*files, name, length, args.max_batch_size, max_queue, args.api_key)
     with http_process(settings, listener) as connection:
-        later = compiles_later(args, ranks)
-        args.compile = args.compile and not later
-        engine, _ = load_engine(args, checkpoint, args.max_batch_size, length, ranks)
+        later = compiles_later(args.model, ranks)
+        args.model.compile = args.model.compile and not later
+        engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
-            warm_up(args, engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
+            warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
         slowest = time.perf_counter() - before  # no step of real requests should take much longer
         if later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
@@ -112,11 +104,11 @@ def main(ranks=None):
     engine.close()
 
 
-def compiles_later(args, ranks) -> bool:
+def compiles_later(options: ModelOptions, ranks) -> bool:
     """Whether --compile runs in a thread while eager steps serve. It does not on GPUs, whose CUDA graphs belong to the
     thread that made them, and not with a draft or several ranks, whose steps are more than one function."""
-    on_cpu = choose_device(ranks.device(args.device)).type == "cpu"
-    return args.compile and on_cpu and ranks.size == 1 and not (args.draft or args.draft_checkpoint_path)
+    on_cpu = choose_device(ranks.device(options.device)).type == "cpu"
+    return options.compile and on_cpu and ranks.size == 1 and not options.speculates
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -25,47 +25,48 @@ and v while it runs.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.controller import Candidate, Controller
-from kernels import exponential_noise
+from kernels import MAX_DECODE_TOKENS, exponential_noise
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 
-MAX_K = 15  # the verifying pass then has 16 tokens per row, the most that the CPU kernels take in one decode pass
+MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass then has as many tokens per row as a decode pass may have
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
 # ---------------------------------------------------------------- verification
 
 
-def verify(
-    model,
-    inputs: Tensor,
-    drafted: Tensor,
-    lengths: Tensor,
-    p_draft: Tensor | None,
-    sampling: Sampling,
-    padded: bool = True,
-):
+class Proposal(NamedTuple):
+    """What a draft proposes for a step."""
+
+    drafted: Tensor  # (B,k) int64
+    lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
+    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
+
+
+def verify(model, inputs: Tensor, proposal: Proposal, sampling: Sampling, padded: bool = True):
     """Run the target model over the last token and the drafted tokens of each row, and decide which ones to accept.
 
-    inputs (3,B) int64 are those of engine.decode. drafted (B,k) int64: the first lengths (B,) tokens of each row are
-    its proposal, the rest is padding. p_draft (B,k,V) float32 are the distributions that the tokens were drawn from, or
-    None if the draft is deterministic. With k = 0 this is a plain decode step. padded: run the model over the padding
-    as well, which fixed shapes need; otherwise each token is a row of its own, and the draft must be deterministic.
+    inputs (3,B) int64 are those of engine.decode. With k = 0 drafted tokens this is a plain decode step. padded: run
+    the model over the padding as well, which fixed shapes need; otherwise each token is a row of its own, and the draft
+    must be deterministic.
 
     Returns tokens (B,k+1), count (B,), log-probabilities (B,k+1), each row's logits (k+1,V), without padding if not
     padded, and hidden states (B,D). The first `count` tokens of a row are its new tokens: the accepted tokens and one
     token of the target model, which was sampled from the row's hidden state.
     """
+    drafted, lengths, p_draft = proposal
     token, position, rows = inputs.unbind(0)
     offsets = torch.arange(drafted.shape[1] + 1, device=token.device)
     is_real = (position >= 0)[:, None] & (offsets <= lengths[:, None])  # (B,k+1); the rest is padding
@@ -81,7 +82,7 @@ def verify(
         count = count_leading(drafted == tokens[:, :-1], lengths) + 1
         return tokens, count, logprobs, logits, at_last_token(x, count)
     p_target = probabilities(logits, rows, position + 1, drafted, sampling)
-    tokens, count = accept(p_target, p_draft, drafted, lengths, position + 1, sampling.seed[rows])
+    tokens, count = accept(p_target, proposal, position + 1, sampling.seed[rows])
     if model.shard is not None:
         tokens, count = model.shard.broadcast(tokens), model.shard.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
@@ -114,13 +115,14 @@ def at_last_token(x: Tensor, count: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), count - 1]
 
 
-def accept(p_target: Tensor, p_draft: Tensor, drafted: Tensor, lengths: Tensor, position: Tensor, seed: Tensor):
+def accept(p_target: Tensor, proposal: Proposal, position: Tensor, seed: Tensor):
     """Accept drafted tokens or resample (arXiv:2211.17192, algorithm 1). Returns tokens and count as `verify` does.
 
-    p_target (B,k+1,V) float32 are the target's distributions; p_draft, drafted and lengths are as in `verify`. position
-    (B,) int64: the position of the first drafted token; seed (B,) int64: the row's seed. If p_target is not finite, the
-    row's last new token is -1.
+    p_target (B,k+1,V) float32 are the target's distributions; the proposal has p_draft. position (B,) int64: the
+    position of the first drafted token; seed (B,) int64: the row's seed. If p_target is not finite, the row's last new
+    token is -1.
     """
+    drafted, lengths, p_draft = proposal
     B, k = drafted.shape
     offsets = torch.arange(k + 1, device=drafted.device)
     target, draft = (p[:, :k].gather(2, drafted[..., None])[..., 0] for p in (p_target, p_draft))  # (B,k)
@@ -148,20 +150,34 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 # ---------------------------------------------------------------- drafts
 #
 # A draft is an object with these functions:
-#   begin(engine)            is called once, by Speculation.begin
-#   add(row, tokens)         a request has started in this cache row; tokens are its prompt and its first new token
+#   begin(context)           is called once, by Speculation.begin, with a DraftContext
+#   add(row, tokens, cached) a request has started in this cache row; tokens are its prompt and its first new token, and
+#                            `cached` says how many of them the engine found in its cache
 #   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
 #   accepted(row, tokens)    the row has these new tokens after a step; the last one is the target model's own
 #   remove(row)              the request in this cache row has ended
 #   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
 #                            number of filled cache positions of each row
 #   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
+#   catch_up(rows)           optional: reads what the draft has not read yet of the rows' prompts; returns the seconds
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
 # and `name`, what the report calls it. A draft that takes next to no time has, instead of `propose`, `choices` and
 # `bytes_read`:
 #   find(rows, k)            returns, for each of these rows (engine.Row), a pair of lists: up to k tokens, and for each
 #                            the estimated probability that it is accepted if those before it are
 # It is asked first, and its chances decide how many of the tokens are used.
+
+
+@dataclass
+class DraftContext:
+    """What a draft sees of the engine that it drafts for."""
+
+    model: object  # the target, a model.Transformer
+    rows: int  # of the KV cache
+    length: int  # positions of each of them
+    sampling: Sampling  # the settings of all rows
+    threads: object  # cpu.threads.Threads or kernels.FixedThreads
+    compile: Callable  # compiles a function, or returns it as it is
 
 
 @dataclass
@@ -176,20 +192,12 @@ class Batch:
         """Whether any row samples at random instead of greedily."""
         return any(row.request.params.temperature > 0 for row in self.rows)
 
-
-@dataclass
-class Proposal:
-    drafted: Tensor  # (B,k) int64
-    lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
-    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-
-    @classmethod
-    def of(cls, batch: Batch, proposed: list[list[int]]) -> "Proposal":
+    def proposal(self, proposed: list[list[int]]) -> Proposal:
         """The proposal of these tokens for each row."""
         k = max(map(len, proposed))
-        proposed = proposed + [[]] * (batch.inputs.shape[1] - len(proposed))
-        drafted = batch.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens in proposed])
-        return cls(drafted, batch.inputs.new_tensor([len(tokens) for tokens in proposed]))
+        proposed = proposed + [[]] * (self.inputs.shape[1] - len(proposed))
+        drafted = self.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens in proposed])
+        return Proposal(drafted, self.inputs.new_tensor([len(tokens) for tokens in proposed]))
 
 
 def width_of(k: int) -> int:
@@ -256,79 +264,79 @@ class Report:
         return {"mean_accepted_tokens": sum(self.accepted) / proposals, "speculation": speculation}
 
 
+class Drafted(NamedTuple):
+    """What came of asking the drafts in a step, and what it took. Without a proposal it is a plain step."""
+
+    choice: Candidate | None = None
+    proposal: Proposal | None = None
+    prefill_s: float = 0.0  # in which a draft read prompts
+    weight_bytes: float = 0  # read by a draft
+    kv_bytes: float = 0
+    is_trial: bool = False  # whether the draft ran with a number of threads that is being tried
+
+
 class Speculation:
     """Runs the decode steps of the engine with drafts: propose, verify, and choose what to propose next.
 
     k is the number of tokens to propose, or if `automatic` the largest number. With a fixed k, the first of the drafts
-    that has a proposal is used. While `rehearsing` is True, as in load.warm_up, every step runs all graphs that a later
-    step may need, so that they are compiled.
+    that has a proposal is used. While `rehearsing` is True, as in start.warm_up, every step runs all graphs that a
+    later step may need, so that they are compiled.
     """
 
     def __init__(self, drafts: list, k: int = MAX_K, automatic: bool = True):
         assert 1 <= k <= MAX_K and drafts, k
-        self.drafts, self.k, self.automatic = drafts, k, automatic
-        self.controller, self.report, self.rehearsing = Controller(len(drafts), self._token_s), Report(), False
+        self.drafts, self.k = drafts, k
+        self.automatic, self.rehearsing = automatic, False
+        self.controller, self.report = Controller(len(drafts), self._token_s), Report()
         for i, draft in enumerate(drafts):
             if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
                 draft.name = f"{draft.name} ({i + 1})"
             self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
     def begin(self, engine):
-        self.engine, self.model, self.steps = engine, engine.model, engine.steps
-        self.verify = engine.steps.compile(verify)
+        self.engine, self.model = engine, engine.model
+        self.steps, self.verify = engine.steps, engine.steps.compile(verify)
         self.observers = [draft for draft in self.drafts if hasattr(draft, "observe")]
         self.weight_bytes = weight_bytes(engine.model, 1)
+        shape = len(engine.rows), engine.length
+        context = DraftContext(engine.model, *shape, engine.sampling, engine.threads, engine.steps.compile)
         for draft in self.drafts:
-            draft.begin(engine)
+            draft.begin(context)
 
     def _token_s(self) -> float:
         """The seconds that a token of a prompt took."""
         return self.engine.timing.prefill_s / max(1, self.engine.timing.prefill_tokens)
 
-    def add(self, row: int, tokens: list[int]):
+    def add(self, row: int, tokens: list[int], cached: int):
         for draft in self.drafts:
-            draft.add(row, tokens)
+            draft.add(row, tokens, cached)
 
     def remove(self, row: int):
         for draft in self.drafts:
             draft.remove(row)
 
-    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Sequence[Tensor]]:
-        """The new tokens of each row, their log-probabilities (B,n) and the logits (n,V) of each row. Arguments as in
-        Batch."""
-        batch, timing = Batch(rows, inputs), self.engine.timing
-        if self.rehearsing:
-            self._rehearse(batch)
-        start, trials = time.perf_counter() - timing.prefill_s, self.engine.threads.trials
-        choice, proposal = self._propose(batch)
-        start += timing.prefill_s  # the time in which a draft model read a prompt counts as prefill, not here
-        drafted = time.perf_counter()
-        if proposal is None and not self.observers:
-            ids, logprobs, logits = self._decode(batch)
-            new_tokens = ids.tolist()[: len(rows)]
-        else:
-            tokens, count, logprobs, logits, hidden = self._verify(batch, proposal or self._empty_proposal(batch))
-            new_tokens = [line[:n] for line, n in zip(tokens.tolist(), count.tolist())][: len(rows)]
-            for draft in self.observers:
-                draft.observe(rows, hidden)
+    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Sequence[Tensor], Drafted]:
+        """The new tokens of each row, their log-probabilities (B,n), the logits (n,V) of each row, and what the drafts
+        took. Arguments as in Batch."""
+        batch, start = Batch(rows, inputs), time.perf_counter()
+        drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
+        draft_s = time.perf_counter() - start - drafted.prefill_s
+        start = time.perf_counter()
+        new_tokens, logprobs, logits, is_trial = self._run_target(batch, drafted.proposal)
         for draft in self.drafts:
             for row, new in zip(rows, new_tokens):
                 draft.accepted(row.index, new)
         if not self.rehearsing:
-            seconds = drafted - start, time.perf_counter() - drafted
-            is_trial = self.engine.threads.trials > trials
-            self._measure(batch, choice, proposal, [len(new) - 1 for new in new_tokens], seconds, is_trial)
-        return new_tokens, logprobs, logits
+            seconds = draft_s, time.perf_counter() - start
+            accepted = [len(new) - 1 for new in new_tokens]
+            self._learn(batch, drafted, accepted, seconds, is_trial or drafted.is_trial)
+        return new_tokens, logprobs, logits, drafted
 
-    def _propose(self, batch: Batch) -> tuple[Candidate | None, Proposal | None]:
-        """What was chosen, and its proposal; None and None for a plain step."""
-        if self.rehearsing:  # _rehearse has run every draft; accepted tokens could end the request before it has all
-            return None, None
+    def _draft(self, batch: Batch) -> Drafted:
+        """Choose a draft and a number of tokens, and let it propose."""
         if not self.automatic:
-            for i in range(len(self.drafts)):
-                if (proposal := self._ask(i, batch, self.k)) is not None:
-                    return Candidate(i, self.k, proposal.drafted.numel()), proposal
-            return None, None
+            asked = (self._ask(batch, Candidate(i, self.k, 0)) for i in range(len(self.drafts)))
+            return next((drafted for drafted in asked if drafted.proposal is not None), Drafted())
         found = {i: self._find(i, batch) for i, draft in enumerate(self.drafts) if hasattr(draft, "find")}
         candidates = []
         for i in range(len(self.drafts)):
@@ -339,11 +347,27 @@ class Speculation:
             index = int(self.model.shard.broadcast(index))
             choice = None if index < 0 else candidates[index]
         if choice is None:
-            return None, None
+            return Drafted()
         if choice.draft in found:
-            return choice, Proposal.of(batch, self._likeliest(found[choice.draft], choice))
-        proposal = self._ask(choice.draft, batch, choice.k)
-        return (None, None) if proposal is None else (choice, proposal)
+            return Drafted(choice, batch.proposal(self._likeliest(found[choice.draft], choice)))
+        return self._ask(batch, choice)
+
+    def _ask(self, batch: Batch, choice: Candidate) -> Drafted:
+        """The proposal of a draft. The report counts its time, without that of reading prompts."""
+        draft = self.drafts[choice.draft]
+        if hasattr(draft, "find"):
+            proposed = [tokens for tokens, _ in self._find(choice.draft, batch)]
+            return Drafted(choice, batch.proposal(proposed)) if any(proposed) else Drafted()
+        prefill_s = draft.catch_up(batch.rows) if hasattr(draft, "catch_up") else 0.0
+        start = time.perf_counter()
+        with self._threads(f"draft {draft.name} {choice.k}", batch) as is_trial:
+            proposal = draft.propose(batch, choice.k)
+        synchronize(self.model.device)
+        self.report.count(draft.name, seconds=time.perf_counter() - start)
+        if proposal is None:
+            return Drafted(prefill_s=prefill_s)
+        nbytes = draft.bytes_read(proposal.drafted.shape[1], [len(row.tokens) for row in batch.rows])
+        return Drafted(choice, proposal, prefill_s, *nbytes, is_trial)
 
     def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
         """What a draft may be asked for."""
@@ -379,76 +403,75 @@ class Speculation:
         self.report.count(self.drafts[index].name, seconds=time.perf_counter() - start)
         return found
 
-    def _ask(self, index: int, batch: Batch, k: int) -> Proposal | None:
-        """The proposal of a draft. The report counts its time, without that of reading prompts."""
-        draft, timing = self.drafts[index], self.engine.timing
-        if hasattr(draft, "find"):
-            proposed = [tokens for tokens, _ in self._find(index, batch)]
-            return Proposal.of(batch, proposed) if any(proposed) else None
-        start = time.perf_counter() - timing.prefill_s
-        proposal = draft.propose(batch, k)
-        synchronize(self.model.device)
-        self.report.count(draft.name, seconds=time.perf_counter() - timing.prefill_s - start)
-        return proposal
-
-    def _empty_proposal(self, batch: Batch) -> Proposal:
-        """A proposal of no tokens, with which `verify` is a plain step."""
-        return Proposal.of(batch, [[] for _ in batch.rows])
-
-    def _measure(self, batch: Batch, choice, proposal, accepted: list[int], seconds: tuple, is_trial: bool):
-        """Add a step to the report, the engine's timing, and the controller's estimates, unless it was a trial of
-        another number of threads. seconds: of the draft and of the target."""
+    def _learn(self, batch: Batch, drafted: Drafted, accepted: list[int], seconds: tuple, is_trial: bool):
+        """Add a step to the report, and to the controller's estimates if it was not a trial of another number of
+        threads. seconds: of the draft and of the target."""
         self.report.draft_s += seconds[0]
         self.report.target_s += seconds[1]
+        choice, proposal = drafted.choice, drafted.proposal
         lengths = [] if proposal is None else proposal.lengths.tolist()[: len(batch.rows)]
-        if not is_trial and (choice is None or any(lengths)):  # a draft model that still reads the prompts has none
+        is_reading = choice is not None and not any(lengths)  # a draft model that still reads the prompts
+        if self.automatic and not is_trial and not is_reading:
             self.controller.update(len(batch.rows), choice, seconds, accepted)
         if choice is None:
             self.report.plain_steps += 1
-            return
-        draft = self.drafts[choice.draft]
-        self.report.add(draft.name, accepted, lengths)
-        if not hasattr(draft, "find"):
-            weights, kv = draft.bytes_read(proposal.drafted.shape[1], [len(row.tokens) for row in batch.rows])
-            self.engine.timing.draft_bytes += weights
-            self.engine.timing.kv_bytes += kv
+        else:
+            self.report.add(self.drafts[choice.draft].name, accepted, lengths)
 
-    def _decode(self, batch: Batch):
-        """A plain step, as the engine does it without speculation."""
-        with self.engine.threads.of("decode", len(batch.rows), not self.model.backend.thread_invariant):
-            return self.steps.decode(self.model, batch.inputs, self.engine.sampling)
+    def _run_target(self, batch: Batch, proposal: Proposal | None):
+        """A pass of the target: the new tokens of each row, log-probabilities and logits as in `step`, and whether it
+        was a trial of another number of threads."""
+        n = len(batch.rows)
+        if proposal is None and not self.observers:
+            with self._threads("decode", batch) as is_trial:
+                ids, logprobs, logits = self.steps.decode(self.model, batch.inputs, self.engine.sampling)
+            return ids.tolist()[:n], logprobs, logits, is_trial
+        proposal = proposal or batch.proposal([[] for _ in batch.rows])  # of no tokens: then it is a plain step
+        (tokens, count, logprobs, logits, hidden), is_trial = self._verify(batch, proposal)
+        for draft in self.observers:
+            draft.observe(batch.rows, hidden)
+        new_tokens = [line[:count] for line, count in zip(tokens.tolist(), count.tolist())]
+        return new_tokens[:n], logprobs, logits, is_trial
 
-    def _verify(self, batch: Batch, proposal: Proposal):
-        """Call `verify`. With fixed shapes, first pad the proposal to the next of WIDTHS."""
-        drafted, p_draft, fixed_shapes = proposal.drafted, proposal.p_draft, self.steps.fixed_shapes
+    def _verify(self, batch: Batch, proposal: Proposal) -> tuple[tuple, bool]:
+        """The results of `verify`, and whether this was a trial of threads. With fixed shapes, the proposal is first
+        padded to the next of WIDTHS."""
+        drafted, lengths, p_draft = proposal
+        fixed_shapes = self.steps.fixed_shapes
         if fixed_shapes:
             missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
             drafted = F.pad(drafted, (0, missing))
             p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
         # A GPU would read the keys and values of a row once for each token, and wait to learn the number of tokens.
-        is_cpu, same_length = self.model.device.type == "cpu", len({*proposal.lengths.tolist()}) == 1
+        is_cpu, same_length = self.model.device.type == "cpu", len({*lengths.tolist()}) == 1
         padded = fixed_shapes or p_draft is not None or not is_cpu or same_length
-        kind, fixed = f"verify {drafted.shape[1] + 1}", not self.model.backend.thread_invariant
-        with self.engine.threads.of(kind, len(batch.rows), fixed):
-            arguments = (drafted, proposal.lengths, p_draft, self.engine.sampling)
-            return self.verify(self.model, batch.inputs, *arguments, padded)
+        proposal = Proposal(drafted, lengths, p_draft)
+        with self._threads(f"verify {drafted.shape[1] + 1}", batch) as is_trial:
+            return self.verify(self.model, batch.inputs, proposal, self.engine.sampling, padded), is_trial
 
-    def _rehearse(self, batch: Batch):
+    def _threads(self, kind: str, batch: Batch):
+        """A context that runs a step of this kind with the number of threads that is fastest for it (Threads.of)."""
+        return self.engine.threads.of(kind, len(batch.rows), not self.model.backend.thread_invariant)
+
+    def _rehearse(self, batch: Batch) -> Drafted:
         """Run each draft in each length, the plain step, and the verification in each width that k can need, with empty
-        proposals. The arguments are new tensors: a slice would have other strides, and need another graph."""
+        proposals. The arguments are new tensors: a slice would have other strides, and need another graph. Proposes
+        nothing: accepted tokens could end the request before it has seen all graphs."""
         asked = [draft for draft in self.drafts if not hasattr(draft, "find")]
         proposals = [draft.propose(batch, k) for draft in asked for k in {*draft.choices(self.k), self.k}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
-        most = max([self.k] * (len(asked) < len(self.drafts)) + [k for draft in asked for k in draft.choices(self.k)])
-        self._decode(batch)
-        for width in WIDTHS:
+        sizes = [k for draft in asked for k in draft.choices(self.k)]
+        if len(asked) < len(self.drafts):
+            sizes.append(self.k)
+        self._run_target(batch, None)
+        for width in [width for width in WIDTHS[1:] if width // 2 <= max(sizes)]:
             zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
-            is_needed = bool(self.observers) if width == 1 else not random or len(self.drafts) > 1
-            if is_needed and width // 2 <= most:
+            if not random or len(self.drafts) > 1:
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
-            if random and 1 <= width // 2 <= most:
+            if random:
                 p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))
+        return Drafted()
 
 
 def likelihoods(chances: list[float]) -> list[float]:

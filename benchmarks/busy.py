@@ -23,7 +23,8 @@ from cli import run_command
 from cpu.memory import keep_freed_memory
 from cpu.threads import Threads, powers_of_two, processors
 from engine import Engine, Request, Timing, generate
-from load import compiled_steps, load_model
+from load import load_model
+from start import compiled_steps
 
 
 @contextlib.contextmanager

@@ -37,11 +37,11 @@ from cli import ArgumentParser, UserError, number, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, Timing, generate
 from formats import Quantization
-from load import compile_counts
 from quantize import quantize_checkpoint
 from report import synchronize
 from sampling import SamplingParams
 from sources.hub import default_gguf
+from start import compile_counts
 
 BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")

@@ -23,13 +23,14 @@ from cli import UserError, print_status, run_command
 from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
 from drafts.controller import expected_tokens
-from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
+from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, Timing, generate
 from formats import Quantization, quantize_model
-from load import DEFAULT_HEADS, compiled_steps, find_source, install_kernels, load_model
+from load import DEFAULT_HEADS, find_source, install_kernels, load_model
 from speculative import MAX_K, Report, Speculation
+from start import compiled_steps
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
@@ -124,22 +125,21 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     def medusa():
         return MedusaDraft(install_kernels(make_heads(heads, model)))
 
-    def draft_model(draft, shares_caches):
-        vocabulary = None
-        if heads:
-            vectors = output_vectors(model if shares_caches else draft, heads.vocabulary)
-            vocabulary = install_kernels(DraftVocabulary(heads.vocabulary, vectors))
-        return ModelDraft(draft, shares_caches, vocabulary)
+    def vocabulary_of(head):
+        if heads is None:
+            return None
+        return install_kernels(DraftVocabulary(heads.vocabulary, output_vectors(head, heads.vocabulary)))
 
     drafts, best = {"prompt-lookup, auto": ([RetrievalDraft()], None)}, [RetrievalDraft([answers] if answers else [])]
     if heads:
         drafts |= {"medusa, 3": ([medusa()], 3), "medusa, auto": ([medusa()], None)}
         best.append(medusa())
     if distilled is not None:
-        drafts["distilled, auto"] = [draft_model(load_model(distilled), False)], None
+        draft = load_model(distilled)
+        drafts["distilled, auto"] = [ModelDraft(draft, vocabulary_of(draft))], None
     if four is not None:
-        drafts["int4-self, auto"] = [draft_model(four, True)], None
-        best.append(draft_model(four, True))
+        drafts["int4-self, auto"] = [SelfDraft(four, vocabulary_of(model))], None
+        best.append(SelfDraft(four, vocabulary_of(model)))
     return drafts | ({"all, auto": (best, None)} if len(best) > 1 else {})
 
 

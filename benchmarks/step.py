@@ -29,9 +29,10 @@ from cli import run_command
 from cpu.install import linears_of
 from cpu.memory import keep_freed_memory
 from engine import Engine
-from load import compiled_steps, find_source, load_model
+from load import find_source, load_model
 from model import Transformer
 from report import weight_bytes
+from start import compiled_steps
 
 SHORT, ROWS, STEPS = 20, 8, 40  # tokens of a short context, rows, consecutive steps
 

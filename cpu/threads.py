@@ -144,13 +144,13 @@ class Threads:
         self.spent = Spent()
         self.most = torch.get_num_threads()
         self.steps: dict[str, Counter] = {}  # first word of the kind -> number of threads -> steps
-        self.trials = 0  # steps in trials
         self.start = self.cpu_times = CpuTimes.now()  # the first and the last measurement of processor time
         self.free = float(self.most)  # processors that other programs had left to us at that time
 
     @contextmanager
     def of(self, kind: str, work: Hashable, fixed: bool = False):
-        """A context that runs one step of this kind with the number of threads that is fastest for this work.
+        """A context that runs one step of this kind with the number of threads that is fastest for this work. Its value
+        says whether this step is a trial of another number.
 
         kind: a word, and a number if steps that differ in it are no measure for each other, such as "verify 4".
         fixed: use the largest number, because the results of this step depend on the number of threads.
@@ -163,11 +163,10 @@ class Threads:
         n, start = self.most if fixed else self.kinds[kind].choose(work), time.perf_counter()
         torch.set_num_threads(n)
         try:
-            yield
+            yield not fixed and n != self.kinds[kind].count
         finally:
             torch.set_num_threads(self.most)
         self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1
-        self.trials += not fixed and n != self.kinds[kind].count
         if not fixed:
             self.kinds[kind].add(time.perf_counter() - start)
 

@@ -38,7 +38,7 @@ from formats import pack
 from kernels import has_kernel
 from model import Embedding, Transformer
 from sampling import Sampling, sample
-from speculative import Batch, Proposal, full_width_choices
+from speculative import Batch, DraftContext, Proposal, full_width_choices
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
@@ -106,21 +106,25 @@ class HeadsFile(NamedTuple):
     # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), the parts of int8 matrices
     packed: dict[str, dict[str, Tensor]]
     vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then those that the model says most
-    heads: int  # so many tokens were proposed in training
-    tokens: int  # the heads propose from the first so many of the vocabulary; a draft model may use all
+    heads: int  # the number of tokens that were proposed in training
+    tokens: int  # the heads propose from the first `tokens` ids of the vocabulary; a draft model may use all
 
 
-def save_heads(path: Path, weights: dict[str, Tensor], vocabulary: Tensor, heads: int, tokens: int, model, name: str):
-    """Write heads for the model of this name to a file, which appears when it is complete. The other arguments are
-    those of HeadsFile, but the weights are not packed yet."""
-    packed = {key: pack(weight.float(), "int8", GROUPSIZE) for key, weight in weights.items()}
-    tensors = {f"{key}.{part}": tensor for key, parts in packed.items() for part, tensor in parts.items()}
-    tensors["vocabulary"] = vocabulary.to(torch.int32)
-    description = {"model": name, "fingerprint": fingerprint(model), "heads": heads, "tokens": tokens}
+def save_heads(path: Path, heads: HeadsFile, model: Transformer, name: str):
+    """Write heads for the model of this name to a file, which appears when it is complete."""
+    tensors = {f"{key}.{part}": tensor for key, parts in heads.packed.items() for part, tensor in parts.items()}
+    tensors["vocabulary"] = heads.vocabulary.to(torch.int32)
+    counts = {"heads": heads.heads, "tokens": heads.tokens}
+    description = {"model": name, "fingerprint": fingerprint(model), **counts}
     temporary = path.with_name(path.name + ".partial")
     metadata = {FORMAT: json.dumps(description)}  # one entry, because the library does not sort them
     temporary.write_bytes(save(tensors, metadata))
     temporary.replace(path)
+
+
+def pack_heads(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """HeadsFile.packed of W1 and W2, "gate_up" (2F,2D) and "down" (D,F)."""
+    return {key: pack(weight.float(), "int8", GROUPSIZE) for key, weight in weights.items()}
 
 
 def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
@@ -193,13 +197,13 @@ class MedusaDraft:
         self.weight_bytes = sum(tensor.nbytes for tensor in heads.buffers())
         self.states: dict[int, Tensor] = {}  # cache row -> the hidden state (D,) of its last step
 
-    def begin(self, engine):
-        self.engine, self.draw = engine, engine.steps.compile(draw_tokens)
-        self.no_state = torch.zeros_like(engine.model.norm.weight)
-        self.layers = self.heads.layers_for_kernels(engine.model)
+    def begin(self, context: DraftContext):
+        self.context, self.draw = context, context.compile(draw_tokens)
+        self.no_state = torch.zeros_like(context.model.norm.weight)
+        self.layers = self.heads.layers_for_kernels(context.model)
         self.states.clear()
 
-    def add(self, row: int, tokens: list[int]):
+    def add(self, row: int, tokens: list[int], cached: int):
         self.states.pop(row, None)
 
     def remove(self, row: int):
@@ -219,17 +223,16 @@ class MedusaDraft:
         padding = [None] * (batch.inputs.shape[1] - len(states))
         hidden = torch.stack([self.no_state if state is None else state for state in states + padding])  # (B,D)
         k = min(k, self.heads.n)
-        model, fixed = self.engine.model, not self.engine.model.backend.thread_invariant
-        with self.engine.threads.of(f"draft {self.name} {k}", len(batch.rows), fixed):
-            if self.layers is not None and not batch.random:
-                handles = [layer.handle for layer in self.layers]
-                drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], self.heads.vocabulary.ids, handles, k)
-            else:
-                sampling = self.engine.sampling if batch.random else None
-                drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
+        model = self.context.model
+        if self.layers is not None and not batch.random:
+            handles = [layer.handle for layer in self.layers]
+            drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], self.heads.vocabulary.ids, handles, k)
+        else:
+            sampling = self.context.sampling if batch.random else None
+            drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
         if model.shard is not None:
             drafted = model.shard.broadcast(drafted)
-        room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
+        room = (self.context.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
         lengths = [0 if state is None else min(k, n) for state, n in zip(states, room)] + [0] * len(padding)
         return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))
 

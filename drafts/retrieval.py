@@ -17,7 +17,7 @@ from operator import mul
 import torch
 
 from drafts.controller import Rate
-from speculative import MAX_K
+from speculative import MAX_K, DraftContext
 
 MAX_PLACES = 32  # occurrences of the last tokens that are compared
 MAX_MATCH = 16  # tokens that are compared at each place
@@ -102,7 +102,8 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
     somewhere, they are repeated, which continues a loop.
     """
-    text, length, ends = index.tokens, 2, index.find(tail)
+    text, length = index.tokens, 2
+    ends = index.find(tail)
     if not ends or n < 1:
         return NO_MATCH
     for token in tail[-length - 1 : -MAX_MATCH - 1 : -1]:
@@ -160,11 +161,11 @@ class RetrievalDraft:
         self.rows: dict[int, RowIndex] = {}
         self.matches: dict[int, list[Match]] = {}  # row -> the last match in each text
 
-    def begin(self, engine):
-        config = engine.model.config
-        self.length, self.vocab_size = engine.length, config.n_token or config.vocab_size
+    def begin(self, context: DraftContext):
+        config = context.model.config
+        self.length, self.vocab_size = context.length, config.n_token or config.vocab_size
 
-    def add(self, row: int, tokens: list[int]):
+    def add(self, row: int, tokens: list[int], cached: int):
         self.rows[row] = RowIndex(tokens)
 
     def remove(self, row: int):

@@ -148,7 +148,7 @@ RANKED = {
     "2 ranks, lookup": (2, "qwen3", "F32 GREEDY IDS --draft prompt-lookup --speculate_k 3"),
     "3 ranks": (3, "llama-ranks", "F32 SAMPLED IDS --batch_size 2"),
     "3 ranks, int4": (3, "int4-ranks", "F32 GREEDY IDS"),
-    "3 ranks, draft split": (3, "bloom", "F32 SAMPLED IDS --draft_checkpoint_path @bloom --draft_tp --speculate_k 3"),
+    "3 ranks, draft model": (3, "bloom", "F32 SAMPLED IDS --draft_checkpoint_path @bloom --speculate_k 3"),
 }
 
 # Runs of generate.py without --json, whose output is text: checkpoint, options, lines of input

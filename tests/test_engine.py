@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import pickle
 import random
+from functools import partial
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +17,11 @@ from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
 from formats import Quantization
 from kernels import has_kernel
-from load import compile_counts, compiled_steps, load_model, warm_up
+from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from speculative import Speculation
+from start import compile_counts, compiled_steps, warm_up
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 96
@@ -494,14 +495,16 @@ class Recorder:
 
 def test_a_follower_does_what_the_first_rank_does(models):
     model, plans = models(), []
-    leader = Engine(model, 3, LENGTH, chunk_tokens=9, ranks=Recorder(0, plans))
+    leader = Engine(model, 3, LENGTH, chunk_tokens=9)
+    leader.ranks = Recorder(0, plans)
     requests = random_requests(12, 5)
     for request in requests[::3]:
         request.on_token = lambda token, request=request: len(request.new_tokens) >= 3  # only rank 0 calls it
     run_randomly(leader, requests, 5)
     held, texts = [cache_of(model, row.index, len(row.tokens)) for row in leader.rows], [r.tokens for r in leader.rows]
     leader.close()
-    follower = Engine(model, 3, LENGTH, chunk_tokens=9, ranks=Recorder(1, plans))
+    follower = Engine(model, 3, LENGTH, chunk_tokens=9)
+    follower.ranks = Recorder(1, plans)
     follower.follow()
     follower.close()
     assert [row.tokens for row in follower.rows] == texts and not plans
@@ -513,14 +516,30 @@ def test_a_follower_does_what_the_first_rank_does(models):
 # ---------------------------------------------------------------- compiled
 
 
+def test_another_number_of_threads_needs_no_new_graph_of_prefill(models, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    engine, before = Engine(models(), 1, LENGTH, compiled_steps(False, True)), torch.get_num_threads()
+    counts = []
+    try:
+        for threads in (2, 1, 2):
+            torch.set_num_threads(threads)
+            engine.clear()
+            generate(engine, [Request(random_prompts([30])[0], GREEDY, 1)])
+            counts.append(compile_counts()[0])
+    finally:
+        torch.set_num_threads(before)
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
 @pytest.mark.slow
 def test_no_graph_is_compiled_again(models):
     """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps."""
     torch._dynamo.reset()
-    model, options = models(), SimpleNamespace(compile=True, compile_prefill=False)
+    model = models()
     engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)
     for drawn in (False, True):
-        assert warm_up(options, engine, random_prompts([5, 9, 3, 12]), drawn) > 0
+        assert warm_up(engine, random_prompts([5, 9, 3, 12]), drawn) > 0
     before = compile_counts()
     assert before[0] > 0
     requests = random_requests(50, 7)

@@ -17,11 +17,12 @@ from cli import UserError, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
 from generate import parse_arguments
-from load import Checkpoint, choose_cache_length, load_model
+from load import Checkpoint, load_model
 from model import Config
 from report import measurements, weight_bytes
 from sampling import SamplingParams
 from sources.hub import default_gguf
+from start import choose_cache_length
 from tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
@@ -258,10 +259,9 @@ def test_every_kind_of_prompt(default_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("length", [None, 100])
 def test_cache_length(tiny_model, length):
-    args = parse_arguments(["--max_seq_length", str(length)] if length else [])
-    assert choose_cache_length(args, tiny_model("llama-mha").config, 50) == (length or 256), "the model's context"
+    assert choose_cache_length(length, tiny_model("llama-mha").config, 50) == (length or 256), "the model's context"
     big = Config(1, 2, 2, 4, 8, 8, 10, 100_000)
-    lengths = [choose_cache_length(parse_arguments([]), big, n) for n in (1, 512, 513, 8193, 40_000)]
+    lengths = [choose_cache_length(None, big, n) for n in (1, 512, 513, 8193, 40_000)]
     assert lengths == [512, 512, 2048, 32768, 100_000]
 
 

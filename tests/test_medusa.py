@@ -19,12 +19,22 @@ from cli import UserError
 from cpu import install as kernels_cpu
 from drafts import heads as medusa
 from drafts.draft_model import output_vectors
-from drafts.heads import FORMAT, MedusaDraft, draw_tokens, fingerprint, make_heads, read_heads, save_heads
+from drafts.heads import (
+    FORMAT,
+    HeadsFile,
+    MedusaDraft,
+    draw_tokens,
+    fingerprint,
+    make_heads,
+    pack_heads,
+    read_heads,
+    save_heads,
+)
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels, load_model
 from sampling import Sampling
-from speculative import Speculation, verify
+from speculative import Proposal, Speculation, verify
 
 ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
 
@@ -32,7 +42,7 @@ ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int
 def write_heads(path, model) -> dict[str, torch.Tensor]:
     D, chance = model.config.dim, torch.Generator().manual_seed(1)
     weights = {"gate_up": torch.randn(14, 2 * D, generator=chance), "down": torch.randn(D, 7, generator=chance)}
-    save_heads(path, weights, torch.arange(101, 2, -2), 3, 40, model, "the model")
+    save_heads(path, HeadsFile(pack_heads(weights), torch.arange(101, 2, -2), 3, 40), model, "the model")
     return weights
 
 
@@ -224,7 +234,7 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
     while len(rows := (last < 3).nonzero()[:, 0]):
         inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
         drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2)
-        found, n, *_ = verify(MODEL, inputs, drafted, torch.full((len(rows),), 2), None, settings)
+        found, n, *_ = verify(MODEL, inputs, Proposal(drafted, torch.full((len(rows),), 2)), settings)
         if accepts_all:
             found[:, :2], n = drafted, n.clamp(min=3)
         for i in range(3):

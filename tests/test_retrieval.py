@@ -162,7 +162,7 @@ def test_chances_of_a_text_of_phrases():
     rng, draft, groups = random.Random(4), make_draft(), {}
     phrases = [[rng.randrange(9) for _ in range(15)] for _ in range(20)]
     text = [token if rng.random() < 0.97 else 0 for _ in range(400) for token in rng.choice(phrases)]
-    draft.add(0, text[:2])
+    draft.add(0, text[:2], 0)
     for position in range(2, len(text)):
         tokens, chances = draft.find_row(0, 4)
         if tokens and position > 1000:
@@ -218,12 +218,12 @@ def test_proposals():
     """Never beyond the cache, and nothing where the last two tokens are new."""
     draft = make_draft([[1, 2, 3, 4, 5, 6]], length=12)
     for row, tokens in enumerate(([8, 1, 2, 3], [8, 7], [2, 3, 9, 2], [5] * 11, [5] * 12)):
-        draft.add(row, tokens)
+        draft.add(row, tokens, 0)
     draft.accepted(2, [3])
     found = [tokens for tokens, _ in propose(draft, [3, 0, 1, 2, 4], 3)]
     assert found == [[5], [4, 5, 6], [], [9, 2, 3], []], "of equal matches, the row's own text"
     draft.remove(2)
-    draft.add(2, [2, 9])
+    draft.add(2, [2, 9], 0)
     assert propose(draft, [2], 3) == [([], [])]
 
 
@@ -231,10 +231,10 @@ def test_padding_of_the_vocabulary_is_never_proposed():
     text = [1, 2, 3, 4, 88, 5, 1, 2]
     for n_token, expected in ((None, [3, 4, 88, 5]), (88, [3, 4]), (4, [3])):
         draft = make_draft(n_token=n_token)
-        draft.add(0, text)
+        draft.add(0, text, 0)
         assert propose(draft, [0], 4)[0][0] == expected
     draft = make_draft(n_token=3)
-    draft.add(0, text)
+    draft.add(0, text, 0)
     assert propose(draft, [0], 4) == [([], [])]
 
 
@@ -242,15 +242,15 @@ def test_the_more_promising_text_answers():
     """It is the text whose matches were right before, also if they were not proposed."""
     ours, theirs = [10, 11, 12, 13], [10, 11, 22, 23]
     draft = make_draft([theirs])
-    draft.add(0, [*ours, 10, 11])
+    draft.add(0, [*ours, 10, 11], 0)
     first = propose(draft, [0], 2)[0]
     assert first[0] == [12, 13]
     draft.remove(0)
     for row in range(20):
-        draft.add(row, [*ours, 10, 11])
+        draft.add(row, [*ours, 10, 11], 0)
         draft.find_row(row, 2)
         draft.accepted(row, [22])
-    draft.add(0, [*ours, 10, 11])
+    draft.add(0, [*ours, 10, 11], 0)
     tokens, chances = propose(draft, [0], 2)[0]
     assert tokens == [22, 23] and chances[0] > first[1][0] + 0.1
     assert draft.calibrations[0].chances(draft.matches[0][0])[0] < first[1][0] - 0.1
@@ -258,7 +258,7 @@ def test_the_more_promising_text_answers():
 
 def test_more_tokens_are_better_than_a_likelier_first_token():
     draft = make_draft([[9, 8, 1, 2, 21, 22, 23, 24]])
-    draft.add(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 9, 8, 1, 2])
+    draft.add(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 9, 8, 1, 2], 0)
     tokens, chances = propose(draft, [0], 4)[0]
     own, other = draft.matches[0]
     assert tokens == other.tokens == [21, 22, 23, 24] and own.tokens[0] == 3 and own.shares[0] > chances[0]
@@ -266,7 +266,7 @@ def test_more_tokens_are_better_than_a_likelier_first_token():
 
 def test_a_match_is_judged_once():
     draft = make_draft()
-    draft.add(0, [1, 2, 3, 1, 2])
+    draft.add(0, [1, 2, 3, 1, 2], 0)
     draft.find_row(0, 2)
     draft.accepted(0, [3, 1])
     before = [rate.expected for rate in draft.calibrations[0].rates]
@@ -275,6 +275,6 @@ def test_a_match_is_judged_once():
     assert draft.rows[0].tokens == [1, 2, 3, 1, 2, 3, 1, 2, 3]
     draft.find_row(0, 2)
     draft.remove(0)
-    draft.add(0, [4, 5])
+    draft.add(0, [4, 5], 0)
     draft.accepted(0, [7])  # the match of the request before does not count
     assert before == [rate.expected for rate in draft.calibrations[0].rates]

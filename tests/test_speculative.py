@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -21,28 +22,21 @@ import speculative
 from cli import UserError
 from drafts import draft_model
 from drafts.controller import Candidate
-from drafts.draft_model import DraftVocabulary, ModelDraft, output_vectors
+from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
+from drafts.loading import lookup_name, read_lookup_text
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import (
     DEFAULT_HEADS,
-    compile_counts,
-    compiled_steps,
     install_kernels,
     load_model,
-    lookup_name,
-    read_lookup_text,
-    warm_up,
 )
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams, probabilities, sample
-from speculative import (
-    MAX_K,
-    Report,
-    Speculation,
-)
+from speculative import MAX_K, Proposal, Report, Speculation
+from start import compile_counts, compiled_steps, warm_up
 
 LENGTH = 96
 KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]
@@ -67,7 +61,7 @@ def make_draft(kind: str, tiny, name: str):
     vocabulary = install_kernels(some_tokens(draft)) if kind in ("int4-self", "another model") else None
     if kind == "int4-self":
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
-    return ModelDraft(install_kernels(draft), kind == "int4-self", vocabulary)
+    return (SelfDraft if kind == "int4-self" else ModelDraft)(install_kernels(draft), vocabulary)
 
 
 def results(engine, requests: list[Request]) -> list[tuple]:
@@ -116,9 +110,9 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
 
 def test_a_perfect_draft_is_always_right(tiny, tiny_model):
     """A draft with the same weights is always accepted, which shows that its caches are right after every step."""
-    for name, shares in (("qwen3-gqa", False), ("bloom-5", True)):
+    for name, kind in (("qwen3-gqa", ModelDraft), ("bloom-5", SelfDraft)):
         model, draft = tiny_model(name), load_model(tiny(name)[2], dtype=torch.float32)
-        speculation = Speculation([ModelDraft(draft, shares)], 5, automatic=False)
+        speculation = Speculation([kind(draft)], 5, automatic=False)
         engine = Engine(model, 3, LENGTH, speculation=speculation)
         generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
         report = speculation.report
@@ -162,7 +156,7 @@ def test_a_cleared_engine_has_its_draft_forget(tiny, tiny_model):
     draft = make_draft("a noisy copy", tiny, "qwen3-gqa")
     engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, speculation=Speculation([draft], 3, automatic=False))
     [prompt], read = random_prompts((20,)), []
-    draft.draft.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1].shape[1]))
+    draft.model.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1].shape[1]))
     for clear in (False, True):
         results(engine, [Request(prompt, GREEDY, 3)])
         if clear:
@@ -223,8 +217,8 @@ def test_a_draft_with_a_smaller_table(tiny, tiny_model):
     model = tiny_model("llama-gqa-biased")
     V = model.config.vocab_size
     draft = make_draft("the same model", tiny, "llama-gqa-biased")
-    draft.draft.config = dataclasses.replace(model.config, vocab_size=V - 70)
-    table = draft.draft.embedding
+    draft.model.config = dataclasses.replace(model.config, vocab_size=V - 70)
+    table = draft.model.embedding
     table.weight = torch.nn.Parameter(table.weight[: V - 70], False)
     for params in (GREEDY, SamplingParams(seed=1)):
         requests = [Request(prompt, params, 30) for prompt in ([5, V - 1, 7], [V - 2])]
@@ -240,7 +234,7 @@ def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft
     """Ids that exist only in the larger table are never proposed, those of the smaller one are."""
     model, draft = tiny_model("qwen2-gqa"), make_draft("the same model", tiny, "qwen2-gqa")
     model.config = dataclasses.replace(model.config, n_token=n_model)
-    draft.draft.config = dataclasses.replace(draft.draft.config, n_token=n_draft)
+    draft.model.config = dataclasses.replace(draft.model.config, n_token=n_draft)
     engine = Engine(model, 2, LENGTH, speculation=Speculation([draft], 3, automatic=False))
     for params in (GREEDY, SamplingParams(temperature=1.1, seed=1)):
         requests = [Request(prompt, params, 25) for prompt in random_prompts((3, 8))]
@@ -258,7 +252,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     """After partial and full acceptance, plain steps in between, requests that come and go, reused prefixes and prompts
     that take several passes. A wrong entry in its caches would change its greedy text."""
     model, draft = tiny_model("qwen3-gqa"), make_draft("a noisy copy", tiny, "qwen3-gqa")
-    alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").draft, 1, 256)
+    alone = Engine(make_draft("a noisy copy", tiny, "qwen3-gqa").model, 1, 256)
     speculation, propose, lengths = Speculation([draft], 3, automatic=now_and_then), draft.propose, []
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
 
@@ -347,12 +341,13 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             if deterministic:
                 token, p = DRAFT.logits[token].argmax(1), None
             else:
-                token, p = module.next_token(DRAFT, token[:, None], at[:, None] - 1, rows, settings, V, True)
+                token, p = module.next_token(DRAFT, (token[:, None], at[:, None] - 1, rows), settings, V, True)
             drafted.append(token)
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
         p_draft = None if deterministic else torch.stack(probs, 1)
-        found, n, logprobs, *_ = module.verify(MODEL, inputs, torch.stack(drafted, 1), lengths, p_draft, settings)
+        proposal = Proposal(torch.stack(drafted, 1), lengths, p_draft)
+        found, n, logprobs, *_ = module.verify(MODEL, inputs, proposal, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
         expected = MODEL.logits.log_softmax(-1)[before, found]
         for i in range(3):
@@ -453,9 +448,10 @@ def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     engine = Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation)
     threads, real = engine.threads, engine.threads.of
 
+    @contextmanager
     def of(*arguments, **options):
-        threads.trials += is_trial
-        return real(*arguments, **options)
+        with real(*arguments, **options):
+            yield is_trial
 
     threads.of = of
     generate(engine, [Request([5, 6, 7], GREEDY, 20)])
@@ -476,13 +472,13 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
 def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monkeypatch):
     """On a clock that only the draft model moves: by 1,000 s when it reads a prompt, and by 1 s for a token."""
     now, draft = [0.0], make_draft("the same model", tiny, "llama-mha")
-    forward = draft.draft.forward
+    forward = draft.model.forward
 
     def slow_forward(tokens, *rest):
         now[0] += 1000.0 if tokens.shape[1] > 2 else 1.0
         return forward(tokens, *rest)
 
-    monkeypatch.setattr(draft.draft, "forward", slow_forward)
+    monkeypatch.setattr(draft.model, "forward", slow_forward)
     monkeypatch.setattr(speculative.time, "perf_counter", lambda: now[0])
     speculation = Speculation([draft], 2, automatic=False)
     engine = Engine(tiny_model("llama-mha"), 2, LENGTH, speculation=speculation)
@@ -536,12 +532,12 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     torch._dynamo.reset()
     if kind != "lookup":  # without Inductor, which takes a minute; when a graph is compiled, Dynamo decides
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    model, options = tiny_model(name), SimpleNamespace(compile=True, compile_prefill=False)
+    model = tiny_model(name)
     everything = RetrievalDraft(random_prompts([40_000]))  # contains most pairs of tokens
     speculation = Speculation([everything] if kind == "lookup" else make_drafts(kind, tiny, name), k)
     engine = Engine(model, rows, LENGTH, compiled_steps(True, False), 9, speculation)
     for drawn in (False, True):
-        warm_up(options, engine, random_prompts([5, 9, 3]), drawn)
+        warm_up(engine, random_prompts([5, 9, 3]), drawn)
     assert not speculation.rehearsing and speculation.report.steps == 0
     before = compile_counts()
     steps = itertools.count()
@@ -619,7 +615,6 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         (["--draft", "lookup:"], "'lookup:' is not one of"),
         (["--draft_checkpoint_path", ""], "--draft_checkpoint_path is empty"),
         (["--draft", "prompt-lookup", "--roofline", "40"], "--roofline generates nothing"),
-        (["--draft_tp", "--draft", "int4-self"], "--draft_tp is about the model of --draft_checkpoint_path"),
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
         (["--draft", "medusa", "--draft", "int4-self", "--draft", "int4-self"], "--draft int4-self is given twice"),
         (["--draft", "medusa:"], "'medusa:' is not one of"),
@@ -696,7 +691,7 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
     if format != "int4":
         four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
         vocabulary = install_kernels(DraftVocabulary(file.vocabulary, output_vectors(model, file.vocabulary)))
-        drafts += [[ModelDraft(four, True, vocabulary)], [ModelDraft(copy.deepcopy(four), False)]]
+        drafts += [[SelfDraft(four, vocabulary)], [ModelDraft(copy.deepcopy(four))]]
     drafts.append([one for some in drafts[:3] for one in some])
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
     requests = [Request(prompt, GREEDY, 64) for prompt in prompts]

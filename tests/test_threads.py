@@ -235,17 +235,16 @@ def test_the_report_in_words():
     assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]
 
 
-def test_steps_in_trials_are_counted():
+def test_a_step_knows_whether_it_is_a_trial():
     threads, before = Threads(), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for trying, trials in ((None, 0), (1, 1), (None, 1)):
+        for trying in (None, 1, None):
             with threads.of("decode", 1):
                 pass
             threads.kinds["decode"].trying = trying
-            with threads.of("decode", 1):
-                pass
-            assert threads.trials == trials
+            with threads.of("decode", 1) as is_trial:
+                assert is_trial == (trying is not None)
             threads.kinds["decode"].trying = None
     finally:
         torch.set_num_threads(before)

@@ -18,11 +18,11 @@ import torch
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-import load
 from checkpoint import Writer, empty_model, open_directory, read_model
 from cli import UserError
+from drafts.loading import DraftSources, load_self_draft
 from formats import Quantization, quantize_model
-from load import load_model
+from load import ModelOptions, load_model
 from model import Config
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
@@ -60,9 +60,7 @@ CASES = {
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 
-DRAFTS = {  # the draft is the model itself, whole on every rank or split
-    "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "4 qwen2, K split, int4": "split",
-}  # fmt: skip
+WITH_DRAFT = ("2 llama, MHA", "3 qwen3, K copied")  # the draft is the model itself, whole on every rank
 
 
 def make(folder: Path, case) -> Path:
@@ -92,7 +90,7 @@ def launched(tmp_path_factory):
     for i, (name, case) in enumerate(CASES.items()):
         (folder / str(i)).mkdir()
         cases[name] = {"ranks": case[0], "path": make(folder / str(i), case), "kernels": case[-2], "compiled": case[-1]}
-        cases[name]["draft"] = DRAFTS.get(name)
+        cases[name]["draft"] = name in WITH_DRAFT
     torch.save(cases, folder / "cases.pt")
     command = [sys.executable, str(ROOT / "tests" / "tp_worker.py"), "cases", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "WORLD_SIZE": "4"}
@@ -224,11 +222,11 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
             writer.add(name, torch.randn(tensor.shape))
         writer.add_config(config)
     quantize_checkpoint(tmp_path / "whole", tmp_path / "q", Quantization("int8", groupsize, head, exceptions))
-    args = SimpleNamespace(kernels="torch", exact_activations=False, draft_tp=False)
+    options = ModelOptions(dtype=torch.float32, kernels="torch")
+    checkpoint = SimpleNamespace(source=open_directory(tmp_path / "q"), options=options)
     for rank in range(2):
         target = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch", shard=Shard(rank, 2))
-        sources = load.DraftSources({"int4-self": ""}, [], None)
-        draft = load.load_draft(args, SimpleNamespace(source=open_directory(tmp_path / "q")), target, sources)
+        draft = load_self_draft(checkpoint, target, DraftSources({"int4-self": ""}, [], None))
         whole = quantize_model(read_model(tmp_path / "q", dtype=torch.float32), Quantization("int4", 32, "int8"))
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)

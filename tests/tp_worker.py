@@ -20,9 +20,10 @@ from drafts.draft_model import ModelDraft
 from drafts.heads import MedusaDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
-from load import compiled_steps, load_model
+from load import load_model
 from sampling import SamplingParams
 from speculative import Speculation
+from start import compiled_steps
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths
@@ -71,7 +72,8 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         kinds["drawn"] = DRAWN, FEW
 
     def note(name: str, params: list[SamplingParams], n: int, speculation=None, prompts=PROMPTS):
-        engine = Engine(model, ROWS, LENGTH, steps, 5, speculation, ranks)
+        engine = Engine(model, ROWS, LENGTH, steps, 5, speculation)
+        engine.ranks = ranks
         found[name] = run(engine, params, n, prompts)
         found[f"{name}: cache"] = [row.tokens for row in engine.rows]
 
@@ -79,7 +81,7 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         note(name, params, n)
     if not compiled:
         note("alone", GREEDY, NEW, prompts=PROMPTS[:1])
-    drafts = {"model": lambda: [ModelDraft(draft, False)]} if draft else {}
+    drafts = {"model": lambda: [ModelDraft(draft)]} if draft else {}
     if draft or not compiled:
         drafts["lookup"] = lambda: [RetrievalDraft()]
         drafts["lookup and heads"] = lambda: [RetrievalDraft(), MedusaDraft(random_heads(model))]
@@ -107,10 +109,8 @@ def run_cases(folder: Path):
         if rank >= case["ranks"]:
             continue
         group = groups[case["ranks"]]
-        model = load_model(case["path"], "cpu", torch.float32, case["kernels"], shard=Shard.of(group))
-        drafts = {"whole": None, "split": Shard.of(group)}
-        if draft := case["draft"]:
-            draft = load_model(case["path"], "cpu", torch.float32, shard=drafts[draft])
+        model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"], shard=Shard.of(group))
+        draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
         mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)
@@ -127,7 +127,6 @@ def run_cases(folder: Path):
 def sabotage(rank: int, step: str, how: str):
     import engine
     import generate as program
-    import load
 
     real, calls = getattr(engine, step), []
 
@@ -139,7 +138,7 @@ def sabotage(rank: int, step: str, how: str):
             os.kill(os.getpid(), getattr(signal, how))
         return real(*arguments)
 
-    load.load_engine = with_step(load.load_engine, step, broken)  # which generate.py calls
+    program.load_engine = with_step(program.load_engine, step, broken)
     from ranks import run_together
 
     run_together(program.main)
@@ -149,9 +148,9 @@ def with_step(load_engine, step: str, function):
     """A load_engine whose engine has this function instead of one of its steps."""
 
     def load(*arguments):
-        engine, seconds = load_engine(*arguments)
+        engine = load_engine(*arguments)
         setattr(engine.steps, step, function)
-        return engine, seconds
+        return engine
 
     return load
 

@@ -48,12 +48,13 @@ def make_parser(description: str) -> ArgumentParser:
 
 
 def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | None = None):
-    """The mean over n places of KL(p_target || p_draft), where p_draft is softmax(x @ matrix.T + bias), and p_target is
-    softmax(teacher_x @ teacher_matrix.T + bias).
+    """The mean over n positions of KL(p_target || p_draft), where p_draft is softmax(x @ matrix.T + bias), and p_target
+    is softmax(teacher_x @ teacher_matrix.T + bias).
 
     x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D') and teacher_matrix (m,D') are constant, and so is bias
-    (m,), for a vocabulary of which some tokens stand for others. Products are computed in bfloat16. The gradient of the
-    logits, p_draft - p_target, is used while a few rows of them are in the caches, and (n,m) is never in memory.
+    (m,), for a vocabulary of which some tokens stand for others. Products are computed in bfloat16. The gradient
+    of the logits, p_draft - p_target, is used while a few rows of them are in the caches, so no tensor (n,m) is ever in
+    memory.
     """
     return KLDivergence.apply(x, matrix, teacher_x, teacher_matrix, bias)
 
@@ -90,7 +91,7 @@ class KLDivergence(torch.autograd.Function):
 
 
 def save_state(path: Path, state: dict):
-    """Write a dict of tensors and plain values so that a file which is there is complete, whenever we are stopped."""
+    """Write a dict of tensors and plain values. The file appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     torch.save(state, part)
@@ -143,7 +144,8 @@ class Trainer:
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         rates = {"lr": peak, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": True}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **rates)
-        self.step, self.steps, self.peak, self.path = 0, steps, peak, state
+        self.step, self.steps = 0, steps
+        self.peak, self.path = peak, state
         self.settings = settings | {"steps": steps, "peak": peak}
         self.resume()
 
@@ -171,7 +173,8 @@ class Trainer:
         report() says how good the draft is, in a few words. Ctrl-C and SIGTERM take effect after the current step, when
         the state file has been written.
         """
-        every, losses, saved = max(1, self.steps // REPORTS), [], time.monotonic()
+        every, saved = max(1, self.steps // REPORTS), time.monotonic()
+        losses = []
         with deferred_signals() as signals, progress_bar(self.steps, "training", " steps") as bar:
             bar.update(self.step)
             while self.step < self.steps and not signals:

@@ -139,7 +139,8 @@ class Distillation:
     """The loss of each step, and how good the draft is on sequences that it does not learn from."""
 
     def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
-        self.draft, self.head, self.text, self.seed = draft, head, text, seed
+        self.draft, self.head = draft, head
+        self.text, self.seed = text, seed
         self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
         self.likely = likely_tokens(text.answers, LIKELY, special)
         is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
@@ -174,7 +175,8 @@ class Distillation:
         at temperature 1, and how often both models have the same likeliest token."""
         V = self.draft.config.n_token or self.draft.config.vocab_size
         matrix, head = self.draft.embedding.weight[:V].to(torch.bfloat16), self.head[:V].to(torch.bfloat16)
-        accepted, agreed, n = 0.0, 0, 0
+        accepted = 0.0
+        agreed = n = 0
         for sequence in self.held_out[:CHECKED] if sequences is None else sequences:
             x, hidden = self.states(make_batch(self.text.tokens, [sequence]))
             p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)

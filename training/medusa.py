@@ -26,7 +26,7 @@ from cli import UserError, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_vectors
-from drafts.heads import block_input, save_heads
+from drafts.heads import HeadsFile, block_input, pack_heads, save_heads
 from load import load_model
 
 BATCH_TOKENS = 1024
@@ -48,7 +48,8 @@ class TrainedHeads(nn.Module):
         hidden = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
         first = torch.randn(2 * hidden, 2 * D, generator=torch.Generator().manual_seed(seed)) * (2 * D) ** -0.5
         self.gate_up, self.down = nn.Parameter(first), nn.Parameter(torch.zeros(D, hidden))
-        self.n, self.teacher, self.embedding, self.shift = n, teacher, embedding, shift
+        self.n, self.shift = n, shift
+        self.teacher, self.embedding = teacher, embedding
         self.matrix = matrix.to(torch.bfloat16)
 
     def states(self, places: Tensor):
@@ -130,8 +131,9 @@ def main():
     heads = TrainedHeads(args.heads, teacher, model.embedding, vectors, args.seed)
     state = args.out.with_suffix(".state")
     train(heads, args.epochs, args.seed, state)
-    weights = {"gate_up": heads.gate_up.detach(), "down": heads.down.detach()}
-    save_heads(args.out, weights, vocabulary, heads.n, len(heads.matrix), model, directory.name)
+    packed = pack_heads({"gate_up": heads.gate_up.detach(), "down": heads.down.detach()})
+    file = HeadsFile(packed, vocabulary, heads.n, len(heads.matrix))
+    save_heads(args.out, file, model, directory.name)
     state.unlink(missing_ok=True)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
     print_status(f"to use it: python generate.py --checkpoint_path {directory} --draft medusa:{args.out}")

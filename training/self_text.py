@@ -89,8 +89,8 @@ class Prompts:
     """Makes the request of each index. For every second index, there is a request for the question before it."""
 
     def __init__(self, directory: Path, seed: int, max_new_tokens: int):
-        self.tokenizer, self.texts, self.seed = Tokenizer(directory), PackageTexts(), seed
-        self.max_new_tokens = max_new_tokens
+        self.tokenizer, self.texts = Tokenizer(directory), PackageTexts()
+        self.seed, self.max_new_tokens = seed, max_new_tokens
         if not (directory / "chat_template.jinja").exists():
             raise UserError(f"{directory} has no chat template, and training text needs a model that answers")
         self.template = ChatTemplate(directory, self.tokenizer)
@@ -210,7 +210,9 @@ class SampleFile:
 def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
     """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
     file = SampleFile(path, engine.model)
-    done, index, openings, indices = {sample["index"] for sample in file.samples}, 0, {}, {}  # the latter by request
+    done = {sample["index"] for sample in file.samples}
+    index = 0
+    openings, indices = {}, {}  # by request
     with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
         prompts.check_samples(file.samples, path)
         bar.update(file.tokens)

@@ -17,7 +17,7 @@ from cli import UserError
 from model import Transformer
 from tokenizer import ChatTemplate, Tokenizer
 
-HELD_OUT = 50  # one sequence of so many is not trained on
+HELD_OUT = 50  # every fiftieth sequence is not trained on
 
 Sequence = tuple[int, int, int]  # start, first_new, end: the prompt, and from first_new on the new tokens
 
@@ -46,7 +46,7 @@ class TeacherText:
         return f"{len(self.tokens)} tokens with sum {self.tokens.sum()}"
 
     def batches(self, tokens: int, epochs: int, seed: int) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """All batches of a run, of at most so many tokens each, and the sequences that it does not learn from."""
+        """All batches of a run, of at most `tokens` tokens each, and the held-out sequences."""
         sequences, held_out = split_held_out(self.sequences)
         return make_batches(sequences, tokens, epochs, seed), held_out
 
@@ -56,7 +56,8 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
 
     The states are mapped from their file, not read.
     """
-    tokens, sequences, row, n = [], [], [], 0
+    tokens, row = [], []
+    sequences, n = [], 0
     for sample in read_samples(text):
         prompt, new = sample["prompt"], sample["new"]
         if len(sequences) > 1 and limit is not None and n + len(new) > limit:
@@ -104,7 +105,8 @@ def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequ
 
 
 def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
-    """All batches of a run: in each epoch every sequence once, in random order, as many as fit into so many tokens."""
+    """All batches of a run: in each epoch every sequence once, in random order, as many per batch as fit into this many
+    tokens."""
     batches = []
     for epoch in range(epochs):
         order = list(sequences)

@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
+from cli import print_status
 from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
 from kernels import (
     FUSED_FIELDS,
@@ -783,16 +784,19 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["S", "V", "W", "D", "b_stride", "s_stride"])
 def sample_kernel(
-    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
-    x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
+    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty,
+    presence_penalty, counts, x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
     first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
-    b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
+    b, s = tl.program_id(0) // S, tl.program_id(0) % S
+    lane = tl.arange(0, BLOCK)
     place, row = tl.load(position + b), tl.load(rows + b)
     logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
     x += tl.program_id(0).to(tl.int64) * V
-    repetition, frequency, presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    repetition = tl.load(repetition_penalty + row)
+    frequency = tl.load(frequency_penalty + row)
+    presence = tl.load(presence_penalty + row)
     temperature = tl.load(temperature + row)
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
@@ -818,7 +822,8 @@ def sample_kernel(
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                k, p, min_ratio = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                k, p = tl.load(top_k + row), tl.load(top_p + row)
+                min_ratio = tl.load(min_p + row)
                 chosen = draw(x, V, largest, temperature, k, p, min_ratio, tl.load(seed + row), place + s, BLOCK)
             token = chosen.to(tl.int64)
             logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
@@ -836,13 +841,17 @@ def sample(logits, rows, position, drafted, *settings):
     ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
     x = logits.new_empty(B, S, V, dtype=torch.float32)
     tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
-    sizes = (S, V, settings[-1].shape[1], drafted.shape[1], *logits.stride()[:2])
+    sizes = (S, V, sampling.Sampling(*settings).counts.shape[1], drafted.shape[1], *logits.stride()[:2])
     with torch.cuda.device_of(logits):
         sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
     return ids, logprobs
 
 
-LIBRARY.impl("sample", sample, "CUDA")
+# The first arguments of sample_kernel are those of the schema, in this order.
+if sample_kernel.arg_names[: len(sampling.ARGUMENTS)] == sampling.ARGUMENTS:
+    LIBRARY.impl("sample", sample, "CUDA")
+else:
+    print_status("sample_kernel in kernels_triton.py does not fit its schema, so the reference runs")
 LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing

@@ -925,7 +925,7 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     prompts = random_prompts((3, 17, 40), V=known)
     padding = hf_greedy(oracle, prompts[1], 12)
     assert max(padding) >= known, "transformers samples them"
-    for params in (SamplingParams(temperature=0.0), SamplingParams(1.3, temperature=2.0, seed=1)):
+    for params in (SamplingParams(temperature=0.0), SamplingParams(repetition_penalty=1.3, temperature=2.0, seed=1)):
         assert max(map(max, continued(ours, prompts, 20, params))) < known
 
 

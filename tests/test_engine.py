@@ -179,7 +179,8 @@ def cache_of(model, row: int, n: int) -> torch.Tensor:
 
 def test_penalties_count_generated_tokens(tiny, models):
     """The oracle is transformers' logits with penalties in plain Python."""
-    params = SamplingParams(2.1, 0.9, 0.6, temperature=0.0)  # repetition, frequency, presence
+    penalties = {"repetition_penalty": 2.1, "frequency_penalty": 0.9, "presence_penalty": 0.6}
+    params = SamplingParams(**penalties, temperature=0.0)
     oracle, prompt, said = tiny("llama-gqa-biased")[0], random_prompts([9])[0], []
     for _ in range(20):
         with torch.no_grad():

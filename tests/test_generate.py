@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, hf_greedy, random_prompts
+from programs import ids, main, run
 
 import generate as program
 from checkpoint import open_directory
@@ -28,23 +29,6 @@ GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
     weight_bytes_per_token weight_bytes_by_format kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s
     peak_memory_bytes mean_accepted_tokens recompiles graph_breaks device dtype torch threads other_programs_cpus"""
-
-
-def run(*args, **options):
-    command = [sys.executable, str(ROOT / "generate.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
-
-def main(capsys, monkeypatch, *args):
-    """Run main() in this process. Returns (the samples or stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
-    program.main()
-    out, err = capsys.readouterr()
-    return (json.loads(out) if "--json" in args else out), err
-
-
-def ids(prompt):
-    return ",".join(map(str, prompt))
 
 
 def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, write_gguf
-from test_generate import main
+from programs import main
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 import checkpoint

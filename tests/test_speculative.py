@@ -13,9 +13,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, random_prompts
+from programs import ids, main, run
 from random_heads import random_heads, some_tokens
 from test_engine import GREEDY, random_requests, run_randomly
-from test_generate import ids, main, run
 
 import speculative
 from cli import UserError

@@ -31,11 +31,11 @@ def test_every_token_but_the_first_is_scored_once(n, length, data):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-7-post", "mistral-window"])
-@pytest.mark.parametrize("path", ["prefill", "decode"])
-def test_losses_equal_transformers(tiny, tiny_model, name, path):
-    model, oracle = tiny_model(name, rows=3), tiny(name)[0]
-    batch = [Window(ids, first) for ids, first in zip(random_prompts((200, 33, 140)), (1, 20, 139))]
-    for window, found in zip(batch, scores([model], batch, path)):
+def test_losses_equal_transformers(tiny, tiny_model, name):
+    model, oracle = tiny_model(name, rows=1), tiny(name)[0]
+    for ids, first in zip(random_prompts((200, 33, 140)), (1, 20, 139)):
+        window = Window(ids, first)
+        found = scores([model], window)
         with torch.no_grad():
             logits = oracle(torch.tensor([window.ids])).logits[0]
         targets = torch.tensor(window.ids[window.first :])
@@ -50,7 +50,7 @@ def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     other.setup_caches(1, 256)
     [ids] = random_prompts((150,))
-    [found] = scores([model, other], [Window(ids, 4)], "prefill")
+    found = scores([model, other], Window(ids, 4))
     kl, same = found["kl"], found["top1"]
     position = torch.arange(150)[None]
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):
     ours, theirs = (numbers.log_softmax(-1) for numbers in logits)
     assert torch.allclose(kl.float(), F.kl_div(ours, theirs, log_target=True, reduction="none").sum(1), atol=1e-5)
     assert (kl > 0).all() and same.tolist() == (ours.argmax(1) == theirs.argmax(1)).tolist() and 0 < same.mean() < 1
-    [found] = scores([model, model], [Window(ids, 4)], "prefill")
+    found = scores([model, model], Window(ids, 4))
     assert not found["kl"].any() and found["top1"].all()
 
 
@@ -69,14 +69,14 @@ def test_kl_of_what_is_not_finite(tiny, tiny_model):
     broken.setup_caches(1, 64)
     head = broken.head
     broken.head = lambda x: head(x).index_fill(-1, torch.tensor([7]), -torch.inf)
-    window = [Window(ids, 4)]
-    [found] = scores([model, broken], window, "prefill")
+    window = Window(ids, 4)
+    found = scores([model, broken], window)
     assert found["kl"].isfinite().all() and (found["kl"] > 0).any()
-    [found] = scores([broken, model], window, "prefill")
+    found = scores([broken, model], window)
     assert found["kl"].isposinf().all(), "the model gives such a token probability 0"
     broken.head = lambda x: head(x) * torch.nan
     for pair in ([broken, model], [model, broken]):
-        [found] = scores(pair, window, "prefill")
+        found = scores(pair, window)
         assert found["kl"].isnan().all()
 
 

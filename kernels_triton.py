@@ -357,8 +357,8 @@ def linear_kernel(
     tiles = tl.cdiv(K, COLUMNS)
     each = tl.cdiv(tiles, SPLIT_K)
     ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
-    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
-    total_up, sum_x, square = total, total, tl.zeros((WIDTH, TILE_M), tl.float32)
+    total, square = tl.zeros((BLOCK_N, TILE_M), tl.float32), tl.zeros((WIDTH, TILE_M), tl.float32)
+    total_up, sum_x = total, total
     for t in range(split * each, tl.minimum(split * each + each, tiles)):
         words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
         words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
@@ -530,7 +530,7 @@ def default_tiles(bits: int, N: int, K: int, processors: int) -> dict:
 
 
 def tile_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
-    return f"{bits} bits, groups of {group}, {'2 x ' * gated}{N} x {K}"
+    return f"{bits} bits, groups of {group}, {'2 x ' if gated else ''}{N} x {K}"
 
 
 def choose_tiles(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
@@ -560,7 +560,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
-    group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
+    group, block = H // K, max(16, triton.next_power_of_2(E))
+    q, input_pos = q.contiguous(), input_pos.contiguous()
     places = (input_pos, rows, slopes)
     values = (S, T, H, E, scale * LOG2E.value, window or 0)
     settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
@@ -722,7 +723,8 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
     lowest = target * 0
     for i in range(16):
         shift = 30 - 2 * i
-        one, two, three = (tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64))
+        one = tl.zeros((BLOCK,), tl.int64)
+        two, three = one, one
         step = (lowest * 0 + 1) << shift
         for start in range(0, V, BLOCK):
             order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
@@ -900,8 +902,9 @@ class PackedLinear(nn.Module):
 
     def __init__(self, plain: QuantizedLinear):
         super().__init__()
-        self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-        self.bits, self.group = plain.format.bits, plain.scheme.groupsize  # 0: one scale a row
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bits, self.groupsize = plain.format.bits, plain.groupsize
+        self.group = plain.scheme.groupsize  # 0: one scale a row
         self.stored_as = plain.stored_as
         groups = 1024 // self.bits // self.group if self.group else 1
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
@@ -967,7 +970,8 @@ def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, row
 
 
 def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    attention, mlp, ops = block.attention, block.mlp, torch.ops.fastpath
+    attention, mlp = block.attention, block.mlp
+    ops = torch.ops.fastpath
     cos, sin = rope or (None, None)
     q_norm, k_norm = (norm and norm.weight for norm in (attention.q_norm, attention.k_norm))
     caches, config = (attention.cache.k, attention.cache.v), attention.config

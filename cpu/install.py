@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import sampling  # noqa: F401 (declares two of the operations)
 from cli import Stopwatch, print_status
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors

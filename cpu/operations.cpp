@@ -408,11 +408,12 @@ bool allow_amx(bool allowed) {
 
 }  // namespace
 
-// The names of an operation's arguments in its schema, separated by commas.
+// The names of an operation's arguments in its schema, separated by commas; none if it is not declared.
 std::string argument_names(const char* operation) {
   std::string names;
-  const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(operation, "").schema();
-  for (const auto& argument : schema.arguments()) names += (names.empty() ? "" : ", ") + argument.name();
+  const auto declared = c10::Dispatcher::singleton().findSchema({operation, ""});
+  if (!declared) return names;
+  for (const auto& argument : declared->schema().arguments()) names += (names.empty() ? "" : ", ") + argument.name();
   return names;
 }
 

@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import pickle
 import random
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCABULARY, hf_greedy, random_prompts
+from schedules import GREEDY, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
@@ -22,7 +24,6 @@ from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from speculative import Speculation
 
-GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 96
 
 
@@ -48,45 +49,6 @@ def tokens_of(model, request: Request, rows: int = 1, **options) -> list[int]:
     alone = Request(request.prompt, request.params, request.max_new_tokens, request.stop_ids)
     generate(Engine(model, rows, LENGTH, **options), [alone])
     return alone.new_tokens
-
-
-def random_params(chance: random.Random) -> SamplingParams:
-    if chance.random() < 0.3:
-        return GREEDY
-    return SamplingParams(
-        temperature=chance.choice([0.0, 0.6, 1.3]),
-        top_k=chance.choice([0, 0, 1, 17]),
-        top_p=chance.choice([1.0, 1.0, 0.8]),
-        min_p=chance.choice([0.0, 0.05]),
-        repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
-        frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
-        presence_penalty=chance.choice([0.0, 0.0, -0.4]),
-        seed=chance.randrange(1000),
-    )
-
-
-def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
-    chance = random.Random(seed)
-    shared = random_prompts([23], seed=seed + 1)[0]
-    requests = []
-    for prompt in random_prompts([chance.randrange(1, longest) for _ in range(n)], seed=seed):
-        if chance.random() < 0.4:  # some begin with the same tokens
-            prompt = shared[: chance.randrange(1, 23)] + prompt[: longest - 23]
-        requests.append(Request(prompt, random_params(chance), chance.randrange(1, 18)))
-    return requests
-
-
-def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
-    """Add the requests at random steps, and cancel some."""
-    chance, waiting = random.Random(seed), list(requests)
-    finished = []
-    while waiting or engine.active:
-        while waiting and chance.random() < 0.35:
-            engine.add(waiting.pop(0))
-        if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
-            engine.cancel(chance.choice(running))
-        finished += engine.step()
-    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
 
 
 # ---------------------------------------------------------------- the tokens
@@ -515,9 +477,14 @@ def test_a_follower_does_what_the_first_rank_does(models):
 
 
 @pytest.mark.slow
-def test_no_graph_is_compiled_again(models):
-    """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps."""
+def test_no_graph_is_compiled_again(models, monkeypatch):
+    """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps.
+
+    Dynamo alone decides when a graph is compiled, so Inductor, which takes longer, is left out: test_generate.py runs
+    what it compiles.
+    """
     torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model, options = models(), SimpleNamespace(compile=True, compile_prefill=False)
     engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)
     for drawn in (False, True):

@@ -92,38 +92,39 @@ def test_interval_of_independent_numbers_and_of_repeated_ones():
 # ---------------------------------------------------------------- the command
 
 
-def run(*args):
-    command = [sys.executable, str(ROOT / "evaluate.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch):
+def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 12 + "Ende: süß.\n", encoding="utf-8")
+
+    def run(*args) -> str:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "--text", *map(str, args)])
+        evaluate.main()
+        return capsys.readouterr().out
+
     same = ("--checkpoint_path", default_checkpoint, "--reference_checkpoint_path", default_checkpoint)
-    done = run("--text", text, *same, "--json", "--window", 50)
-    result = json.loads(done.stdout)
+    result = json.loads(run(text, *same, "--json", "--window", 50))
     assert set(result) >= {"perplexity", "bits_per_byte", "kl_nats", "kl_ci95", "top1_agreement", "top1_ci95", "tokens"}
     assert result["kl_nats"] == 0 and result["top1_agreement"] == 1 and 1 < result["perplexity"] < 20
     bits = math.log2(result["perplexity"]) * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(bits / (len(text.read_bytes()) - len("The")))
     assert result["kl_ci95"] is not None
     # The default model in its own bits: with kernels, activations are rounded to 8 bits; weights are not rounded again.
-    file = json.loads(run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json").stdout)
+    file = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json"))
     assert 0 <= file["kl_nats"] < 0.03 and file["top1_agreement"] > 0.9
-    one = run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9)
-    assert json.loads(one.stdout)["kl_ci95"] is None, "a single window has no interval"
+    one = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9))
+    assert one["kl_ci95"] is None, "a single window has no interval"
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--text", str(text), "--max_tokens", "9"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("perplexity ")
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for args, why in (
-        (["--text", tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
-        (["--text", tmp_path / "binary"], "cannot be read"),
-        (["--text", text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
-        (["--text", text, "--window", 1], "must be at least 2"),
-        (["--text", text, "--limit", 3], "need --tasks"),
-        (["--text", text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
+        ([tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
+        ([tmp_path / "binary"], "cannot be read"),
+        ([text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
+        ([text, "--window", 1], "must be at least 2"),
+        ([text, "--limit", 3], "need --tasks"),
+        ([text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
     ):
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
         with pytest.raises(UserError, match=why):
-            evaluate.main()
+            run(*args)

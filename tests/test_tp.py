@@ -60,7 +60,7 @@ CASES = {
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 
-DRAFTS = {  # the draft is the model itself, whole on every rank or split
+DRAFTS = {  # with drafts, one of which is the model itself, whole on every rank or split
     "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "4 qwen2, K split, int4": "split",
 }  # fmt: skip
 

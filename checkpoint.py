@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, print_status, progress_bar
+from cli import UserError, and_more, print_status, progress_bar
 from model import Config, KVCache, RopeScaling, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -286,7 +286,7 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     """
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
-        raise UserError(f"{directory} lacks tensor {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
+        raise UserError(f"{directory} lacks tensor {and_more(missing)}")
     if unknown := sorted(files.keys() - expected.keys()):
         raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which the model of config.json does not have")
     for path in dict.fromkeys(files.values()):

@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return line if len(line) <= 500 else line[:500] + " ..."
 
 
+def and_more(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 def check_is_file(path: Path):
     """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
     if path.exists() and not path.is_file():
@@ -155,7 +160,8 @@ class Stopwatch:
     """
 
     def __init__(self, what: str, hint: str = ""):
-        self.what, self.done, self.seconds = what, threading.Event(), 0.0
+        self.what, self.seconds = what, 0.0
+        self.done = threading.Event()
         self.line = f"{what} ({hint}) ..." if hint else f"{what} ..."
 
     def __enter__(self):

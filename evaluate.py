@@ -1,13 +1,9 @@
 """Measures how good a checkpoint is: perplexity on a text, KL divergence from a reference model, benchmark tasks.
 
-Read down: a Window is a piece of a text, of which some tokens are scored; `scores` runs the models over a batch of
-windows; `interval` is the confidence interval of a mean; `evaluate` puts them together; then the command. Benchmark
-tasks are run by EleutherAI's harness: HarnessCalls turns the three calls that it makes into requests to the engine.
-
-Windows do not depend on each other. --path says how they are run. The two ways may use different operations, which
-round differently:
-  prefill  each window in one pass
-  decode   one token per pass, with several windows as a batch
+Read down: a Window is a piece of a text, of which some tokens are scored; `scores` runs the models over a window in one
+pass; `interval` is the confidence interval of a mean; `evaluate` puts them together; then the command. Windows do not
+depend on each other. Benchmark tasks are run by EleutherAI's harness: HarnessCalls turns the three calls that it makes
+into requests to the engine.
 
 Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); confidence intervals for
 tokens that are not independent within a window: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
@@ -17,7 +13,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +24,12 @@ from checkpoint import DTYPES, Source, check_memory
 from cli import ArgumentParser, UserError, first_line, number, progress_bar, run_command
 from engine import Engine, Request
 from load import ModelOptions, choose_device, find_source, load_model
-from model import Transformer, pad_rows
+from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 MAX_NEW_TOKENS = 256  # per answer, if a task does not say
 POSITIONS = 128  # positions whose log-probabilities (POSITIONS,V) are in memory at the same time
-DECODED_WINDOWS = 8  # the batch size of --path decode
 
 # ---------------------------------------------------------------- windows of a text
 
@@ -64,39 +58,27 @@ def windows(ids: list[int], length: int, stride: int) -> list[Window]:
 
 
 @torch.no_grad()
-def hidden_states(model: Transformer, batch: list[Window], path: str) -> list[Tensor]:
-    """The last hidden state (S,D) of every position of each window."""
-    device = model.norm.weight.device
-    ids, position = pad_rows([window.ids for window in batch], [0] * len(batch))
-    ids, position = ids.to(device), position.to(device)
-    if path == "prefill":
-        states = model.hidden(ids, position)  # (B,S,D)
-    else:
-        states = torch.cat([model.hidden(ids[:, t : t + 1], position[:, t : t + 1]) for t in range(ids.shape[1])], 1)
-    return [states[row, : len(window.ids)] for row, window in enumerate(batch)]
-
-
-@torch.no_grad()
-def scores(models: list[Transformer], batch: list[Window], path: str) -> Iterator[dict[str, Tensor]]:
-    """Yield for each window the scores of its n scored tokens: tensors (n,) of float64 on CPU, by name.
+def scores(models: list[Transformer], window: Window) -> dict[str, Tensor]:
+    """The scores of the n scored tokens of a window: tensors (n,) of float64 on CPU, by name.
 
     "loss" is the first model's -log p(token), in nats. With a second model, the reference, there are also "kl", which
     is KL(reference || model) in nats, and "top1", whether both models have the same likeliest token.
     """
-    states = [hidden_states(model, batch, path) for model in models]
-    for i, window in enumerate(batch):
-        targets = torch.tensor(window.ids[window.first :], device=states[0][i].device)
-        parts = []
-        for at in range(0, len(targets), POSITIONS):
-            place = slice(window.first - 1 + at, min(window.first - 1 + at + POSITIONS, len(window.ids) - 1))
-            logprobs = [model.head(state[i][place]).float().log_softmax(-1) for model, state in zip(models, states)]
-            part = {"loss": -logprobs[0].gather(1, targets[at : at + POSITIONS, None])[:, 0]}
-            if len(models) == 2:
-                p = logprobs[1].exp()
-                part["kl"] = torch.where(p == 0, 0, p * (logprobs[1] - logprobs[0])).sum(1)  # 0 log 0 is 0
-                part["top1"] = logprobs[0].argmax(1) == logprobs[1].argmax(1)
-            parts.append({name: values.double().cpu() for name, values in part.items()})
-        yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    ids = torch.tensor(window.ids, device=models[0].device)
+    input_pos = torch.arange(len(ids), device=ids.device)
+    states = [model.hidden(ids[None], input_pos[None])[0] for model in models]  # (S,D) each
+    parts = []
+    for start in range(window.first, len(ids), POSITIONS):
+        targets = ids[start : start + POSITIONS]
+        before = slice(start - 1, start - 1 + len(targets))  # the positions whose logits predict them
+        logprobs = [model.head(x[before]).float().log_softmax(-1) for model, x in zip(models, states)]
+        part = {"loss": -logprobs[0].gather(1, targets[:, None])[:, 0]}
+        if len(models) == 2:
+            p = logprobs[1].exp()
+            part["kl"] = torch.where(p == 0, 0, p * (logprobs[1] - logprobs[0])).sum(1)  # 0 log 0 is 0
+            part["top1"] = logprobs[0].argmax(1) == logprobs[1].argmax(1)
+        parts.append({name: values.double().cpu() for name, values in part.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def interval(clusters: list[Tensor]) -> tuple[float, float]:
@@ -108,17 +90,15 @@ def interval(clusters: list[Tensor]) -> tuple[float, float]:
     return mean, 1.96 * math.sqrt(residuals * n / (n - 1)) / count if n > 1 else math.nan
 
 
-def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int, path: str):
+def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int) -> dict:
     """Score a text's token ids with models[0], against the reference models[1] if given. Returns fields of --json."""
-    all_windows, results = windows(ids, length, stride), []
-    rows = DECODED_WINDOWS if path == "decode" else 1
     for model in models:
-        model.setup_caches(rows, length)
+        model.setup_caches(1, length)
+    results = []
     with progress_bar(len(ids), "evaluating", " tokens", delay=2) as bar:
-        for start in range(0, len(all_windows), rows):
-            for window_scores in scores(models, all_windows[start : start + rows], path):
-                results.append(window_scores)
-                bar.update(len(window_scores["loss"]))
+        for window in windows(ids, length, stride):
+            results.append(scores(models, window))
+            bar.update(len(results[-1]["loss"]))
     total = float(sum(result["loss"].sum() for result in results))
     count = sum(len(result["loss"]) for result in results)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
@@ -128,7 +108,7 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     if len(models) == 2:
         fields["kl_nats"], fields["kl_ci95"] = interval([result["kl"] for result in results])
         fields["top1_agreement"], fields["top1_ci95"] = interval([result["top1"] for result in results])
-    return fields | {"path": path, "window": length, "stride": stride}
+    return fields | {"window": length, "stride": stride}
 
 
 # ---------------------------------------------------------------- tasks
@@ -189,7 +169,8 @@ class HarnessCalls:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, batch_size: int, template: ChatTemplate | None = None):
         super().__init__()
-        self.model, self.tokenizer, self.batch_size, self.template = model, tokenizer, batch_size, template
+        self.model, self.tokenizer = model, tokenizer
+        self.batch_size, self.template = batch_size, template
         self.max_length = model.config.max_seq_length
         if not tokenizer.eos_ids:
             raise UserError("--tasks needs a tokenizer with an EOS token, which this checkpoint does not have")
@@ -337,7 +318,6 @@ def parse_arguments():
     add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
     add("--window", type=at_least_2, default=1024, help="tokens per window (1024, at most the model's context)")
     add("--stride", type=count, help="tokens from the start of one window to the next (half a window)")
-    add("--path", choices=("prefill", "decode"), default="prefill", help="run a window in one pass, or token by token")
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
@@ -390,10 +370,9 @@ def evaluate_text(args, source: Source) -> dict:
         raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
     models = []
     for source, config in zip(sources, configs):
-        cache_tokens = (length + 8) * (DECODED_WINDOWS if args.path == "decode" else 1)
-        check_memory(config, args.device, args.model.dtype, cache_tokens, source.quantization)
+        check_memory(config, args.device, args.model.dtype, length + 8, source.quantization)
         models.append(load_model(source, args.model))
-    return evaluate(models, tokenizer, ids, length, stride, args.path)
+    return evaluate(models, tokenizer, ids, length, stride)
 
 
 def evaluate_tasks(args, source: Source) -> dict:
@@ -432,7 +411,7 @@ def main():
     if args.text:
         print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")
         print(f" ({result['tokens']} tokens in windows of {result['window']},", end="")
-        print(f" {result['stride']} apart, {args.path}, {args.dtype})")
+        print(f" {result['stride']} apart, {args.dtype})")
     if "kl_nats" in result:
         print(f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats", end="; ")
         print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")

@@ -189,7 +189,7 @@ def decode_q8_0(blocks: Tensor):
 
 def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and mins (...,8) of Q4_K and Q5_K: numbers of 6 bits in bytes 4 to 15, in units of two float16 numbers."""
-    a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    a, b, c = blocks[..., 4:16].split(4, -1)
     scales = torch.cat([a & 63, c & 15 | a >> 6 << 4], -1)
     mins = torch.cat([b & 63, c >> 4 | b >> 6 << 4], -1)
     return halves(blocks, 0).float() * scales, -halves(blocks, 2).float() * mins
@@ -419,8 +419,9 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, K: int, N: int, bias: bool, scheme: Scheme):
         super().__init__()
-        self.in_features, self.out_features, self.scheme = K, N, scheme
-        self.format, self.groupsize = FORMATS[scheme.format], scheme.groupsize or K
+        self.in_features, self.out_features = K, N
+        self.scheme, self.format = scheme, FORMATS[scheme.format]
+        self.groupsize = scheme.groupsize or K
         self.stored_as = scheme.format  # for report.py, as in the packed layers of the kernels
         for part in self.format.parts:
             self.register_buffer(part.name, torch.empty(N, part.width(K, self.groupsize), dtype=part.dtype))
@@ -468,8 +469,8 @@ class StackedLinear(nn.ModuleList):
 
 def piece_rows(config: Config, name: str) -> list[int]:
     """How many rows of a module's matrix belong to each of the matrices that it consists of."""
-    H, K, E, F = config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim
-    pieces = {"qkv": [H * E, K * E, K * E], "gate_up": [F, F]}
+    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    pieces = {"qkv": [q, kv, kv], "gate_up": [config.hidden_dim, config.hidden_dim]}
     return pieces.get(name.rpartition(".")[2], [])
 
 

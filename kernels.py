@@ -148,7 +148,7 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
         parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], *rest) for b in blocks]
         return torch.cat(parts, dim=1)
     newest = input_pos.amax(1)  # (B,)
-    oldest, last, all_visible = 0, k_cache.shape[2], False
+    oldest, all_visible = 0, False
     if eager_cpu:  # reading tensor values costs nothing here, and saves masking where every slot is visible
         oldest, last = max(int(input_pos.min()), 0), max(int(newest.max()), 0)
         all_visible = window is None and int(newest.min()) == last  # the newest token of every row sees all slots

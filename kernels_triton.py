@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
+from cli import print_status
 from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
 from kernels import (
     FUSED_FIELDS,
@@ -356,8 +357,8 @@ def linear_kernel(
     tiles = tl.cdiv(K, COLUMNS)
     each = tl.cdiv(tiles, SPLIT_K)
     ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
-    total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
-    total_up, sum_x, square = total, total, tl.zeros((WIDTH, TILE_M), tl.float32)
+    total, square = tl.zeros((BLOCK_N, TILE_M), tl.float32), tl.zeros((WIDTH, TILE_M), tl.float32)
+    total_up, sum_x = total, total
     for t in range(split * each, tl.minimum(split * each + each, tiles)):
         words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
         words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
@@ -529,7 +530,7 @@ def default_tiles(bits: int, N: int, K: int, processors: int) -> dict:
 
 
 def tile_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
-    return f"{bits} bits, groups of {group}, {'2 x ' * gated}{N} x {K}"
+    return f"{bits} bits, groups of {group}, {'2 x ' if gated else ''}{N} x {K}"
 
 
 def choose_tiles(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
@@ -559,7 +560,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
-    group, block, q, input_pos = H // K, max(16, triton.next_power_of_2(E)), q.contiguous(), input_pos.contiguous()
+    group, block = H // K, max(16, triton.next_power_of_2(E))
+    q, input_pos = q.contiguous(), input_pos.contiguous()
     places = (input_pos, rows, slopes)
     values = (S, T, H, E, scale * LOG2E.value, window or 0)
     settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
@@ -721,7 +723,8 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
     lowest = target * 0
     for i in range(16):
         shift = 30 - 2 * i
-        one, two, three = (tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64))
+        one = tl.zeros((BLOCK,), tl.int64)
+        two, three = one, one
         step = (lowest * 0 + 1) << shift
         for start in range(0, V, BLOCK):
             order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
@@ -783,16 +786,19 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["S", "V", "W", "D", "b_stride", "s_stride"])
 def sample_kernel(
-    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts,
-    x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
+    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty,
+    presence_penalty, counts, x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
     first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
-    b, s, lane = tl.program_id(0) // S, tl.program_id(0) % S, tl.arange(0, BLOCK)
+    b, s = tl.program_id(0) // S, tl.program_id(0) % S
+    lane = tl.arange(0, BLOCK)
     place, row = tl.load(position + b), tl.load(rows + b)
     logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
     x += tl.program_id(0).to(tl.int64) * V
-    repetition, frequency, presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    repetition = tl.load(repetition_penalty + row)
+    frequency = tl.load(frequency_penalty + row)
+    presence = tl.load(presence_penalty + row)
     temperature = tl.load(temperature + row)
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
@@ -818,7 +824,8 @@ def sample_kernel(
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                k, p, min_ratio = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                k, p = tl.load(top_k + row), tl.load(top_p + row)
+                min_ratio = tl.load(min_p + row)
                 chosen = draw(x, V, largest, temperature, k, p, min_ratio, tl.load(seed + row), place + s, BLOCK)
             token = chosen.to(tl.int64)
             logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
@@ -836,13 +843,17 @@ def sample(logits, rows, position, drafted, *settings):
     ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
     x = logits.new_empty(B, S, V, dtype=torch.float32)
     tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
-    sizes = (S, V, settings[-1].shape[1], drafted.shape[1], *logits.stride()[:2])
+    sizes = (S, V, sampling.Sampling(*settings).counts.shape[1], drafted.shape[1], *logits.stride()[:2])
     with torch.cuda.device_of(logits):
         sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
     return ids, logprobs
 
 
-LIBRARY.impl("sample", sample, "CUDA")
+# The first arguments of sample_kernel are those of the schema, in this order.
+if sample_kernel.arg_names[: len(sampling.ARGUMENTS)] == sampling.ARGUMENTS:
+    LIBRARY.impl("sample", sample, "CUDA")
+else:
+    print_status("sample_kernel in kernels_triton.py does not fit its schema, so the reference runs")
 LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing
@@ -891,8 +902,9 @@ class PackedLinear(nn.Module):
 
     def __init__(self, plain: QuantizedLinear):
         super().__init__()
-        self.in_features, self.out_features, self.groupsize = plain.in_features, plain.out_features, plain.groupsize
-        self.bits, self.group = plain.format.bits, plain.scheme.groupsize  # 0: one scale a row
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bits, self.groupsize = plain.format.bits, plain.groupsize
+        self.group = plain.scheme.groupsize  # 0: one scale a row
         self.stored_as = plain.stored_as
         groups = 1024 // self.bits // self.group if self.group else 1
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
@@ -958,7 +970,8 @@ def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, row
 
 
 def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    attention, mlp, ops = block.attention, block.mlp, torch.ops.fastpath
+    attention, mlp = block.attention, block.mlp
+    ops = torch.ops.fastpath
     cos, sin = rope or (None, None)
     q_norm, k_norm = (norm and norm.weight for norm in (attention.q_norm, attention.k_norm))
     caches, config = (attention.cache.k, attention.cache.v), attention.config

@@ -57,7 +57,8 @@ class RopeScaling:
         if self.kind not in ("linear", "llama3", "yarn", "factors"):
             raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: linear, llama3, yarn, factors")
         numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
-        numbers += ["original_max_seq_length"] * (self.kind in ("llama3", "yarn"))
+        if self.kind in ("llama3", "yarn"):
+            numbers.append("original_max_seq_length")
         check_positive({name: getattr(self, name) for name in numbers} | dict(enumerate(self.factors)))
         if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
             raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
@@ -285,7 +286,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.cache = config, KVCache(config)
         self.window, self.scale = config.window(layer), config.head_dim**-0.5
-        H, K, E = config.n_head, config.n_kv_head, config.head_dim
+        H, K = config.n_head, config.n_kv_head
+        E = config.head_dim
         self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
         self.q_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
@@ -293,7 +295,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         B, S, _ = x.shape
-        H, K, E = self.config.n_head, self.config.n_kv_head, self.config.head_dim
+        H, K = self.config.n_head, self.config.n_kv_head
+        E = self.config.head_dim
         qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
         if self.q_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])], dim=2)
@@ -343,7 +346,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        D, hidden, bias = config.dim, config.hidden_dim, config.mlp_bias
+        D, hidden = config.dim, config.hidden_dim
+        bias = config.mlp_bias
         self.gated = config.mlp == "swiglu"
         if self.gated:
             self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
@@ -403,7 +407,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.weight, self.bias, self.eps = empty_parameter(dim), empty_parameter(dim), eps
+        self.weight, self.bias = empty_parameter(dim), empty_parameter(dim)
+        self.eps = eps
 
     def forward(self, x: Tensor):
         return layer_norm(x, self.weight, self.bias, self.eps)

@@ -8,10 +8,11 @@ each column's error. The adjustment is computed from the layer's inputs on calib
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import checkpoint as ck
 from checkpoint import Source
@@ -19,6 +20,7 @@ from cli import ArgumentParser, UserError, print_status, progress_bar, run_comma
 from cpu.memory import release_freed_memory
 from engine import Engine, Request, generate
 from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
+from kernels import Backend
 from model import Linear, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -64,45 +66,49 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None], on_packed):
-    """Quantize the int4 matrices block by block. Each block's inputs come from the blocks already quantized.
+    """Quantize the int4 matrices block by block, in one pass of the model over all sequences: in the place of the fused
+    operations for its blocks it calls quantize_blocks. Each block's inputs come from the blocks already quantized.
 
     sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4 modules are quantized.
     Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
     """
+    int4 = {name: scheme.groupsize for name, scheme in schemes.items() if scheme and scheme.format == "int4"}
+
+    def quantize_blocks(blocks, x: Tensor, ropes: list, input_pos: Tensor, rows) -> Tensor:
+        for i, block in enumerate(blocks):
+            run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
+            linears = {f"blocks.{i}.{name}": module for name, module in block.named_modules()}
+            linears = {name: linears[name] for name in int4 if name in linears}
+            hessians = collect_hessians(linears, run)
+            for name, module in linears.items():
+                K = module.in_features
+                packed = pack_gptq(module.weight, hessians[name], int4[name])
+                module.weight.copy_(FORMATS["int4"].unpack(packed, int4[name] or K, K))
+                on_packed(name, packed)
+            x = run()
+        return x
+
     tokens = torch.tensor(sequences)  # (n,S)
     model.setup_caches(1, tokens.shape[1])
-    input_pos = torch.arange(tokens.shape[1])[None]
-    ropes = model.ropes(input_pos)
-    states = [model.embed(row[None]).to(model.norm.weight.dtype) for row in tokens]  # n of (1,S,D)
-    if model.embedding_norm is not None:
-        states = [model.embedding_norm(x) for x in states]
-    for i, block in enumerate(model.blocks):
-        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
-        own_schemes = {name: schemes[f"blocks.{i}.{name}"] for name in linears}
-        linears = {name: linears[name] for name, scheme in own_schemes.items() if scheme and scheme.format == "int4"}
-        hessians = collect_hessians(
-            linears, lambda block=block, xs=states: [block(x, ropes[block.rope_table], input_pos, None) for x in xs]
-        )
-        for name, module in linears.items():
-            groupsize, K = own_schemes[name].groupsize, module.in_features
-            packed = pack_gptq(module.weight, hessians[name], groupsize)
-            module.weight.copy_(FORMATS["int4"].unpack(packed, groupsize or K, K))
-            on_packed(f"blocks.{i}.{name}", packed)
-        states = [block(x, ropes[block.rope_table], input_pos, None) for x in states]
+    model.use(Backend(run_blocks=quantize_blocks, max_fused_tokens=tokens.shape[1]))
+    model.hidden(tokens, torch.arange(tokens.shape[1])[None])
+    model.use(Backend())
+
+
+def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
+    """A block's outputs (n,S,D) for n sequences, one after the other, because the cache has one row."""
+    return torch.cat([block(states[None], rope, input_pos, None) for states in x])
 
 
 def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
     """For each layer by name, the sum of x x^T over its inputs x during run(), (K,K) float32."""
     sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
 
-    def make_hook(name):
-        def hook(module, inputs):
-            x = inputs[0].flatten(0, -2).float()
-            sums[name].addmm_(x.T, x)
+    def add(name, module, inputs):
+        x = inputs[0].flatten(0, -2).float()
+        sums[name].addmm_(x.T, x)
 
-        return hook
-
-    hooks = [module.register_forward_pre_hook(make_hook(name)) for name, module in linears.items()]
+    hooks = [module.register_forward_pre_hook(partial(add, name)) for name, module in linears.items()]
     try:
         run()
     finally:

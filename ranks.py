@@ -30,7 +30,8 @@ from checkpoint import Source
 from cli import UserError, first_line, run_command
 from tp import Shard
 
-HEARTBEAT_S, TIMEOUT_S, BROKEN_TIMEOUT_S = 0.5, 20.0, 4.0
+HEARTBEAT_S = 0.5
+TIMEOUT_S, BROKEN_TIMEOUT_S = 20.0, 4.0
 MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs a second one
 START_S = 300.0  # time limit for the start of all ranks; importing torch from a cold disk is slow
 COLLECTIVE_TIMEOUT = timedelta(days=7)  # long, because a user may be idle; the watch thread notices a dead rank
@@ -223,7 +224,8 @@ class Ranks:
             threading.Event().wait()  # the other thread is about to exit
         if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
             name = f"{Path(sys.argv[0]).name}: error: "
-            text = name + f"rank {who}: " * (who != self.rank) + text.removeprefix(name)
+            prefix = "" if who == self.rank else f"rank {who}: "
+            text = name + prefix + text.removeprefix(name)
             print(text, file=sys.__stderr__, flush=True)  # sys.stderr is the null device, except on rank 0
         try:
             sys.stdout.flush()

@@ -65,7 +65,7 @@ def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, q
 
 def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     bandwidth, rows = table[0]["bandwidth_bytes_per_s"] / 1e9, table[0]["rows"]
-    lines = [f"{rows} row{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
+    lines = [f"{rows} {'row' if rows == 1 else 'rows'}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
     lines += ["context   GFLOPs/token   weights MB/token   KV MB/token   bound tokens/s"]
     for at in table:
         flops, bound = at["flops_per_token"] / 1e9, at["bound_tokens_per_s"]
@@ -140,8 +140,8 @@ def bytes_by_format(model: Transformer) -> dict[str, int]:
 def measurements(engine, profiled: bool) -> dict:
     """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation."""
     model, timing = engine.model, engine.timing
-    weight, tokens, steps = model.norm.weight, timing.decode_tokens, timing.decode_steps
-    peak = peak_memory(weight.device)  # before the bandwidth is measured
+    tokens, steps = timing.decode_tokens, timing.decode_steps
+    peak = peak_memory(model.device)  # before the bandwidth is measured
     weights = kv = rate = None  # bytes per token, tokens per second
     if tokens:
         weights = (weight_bytes(model, tokens / steps) * steps + timing.draft_bytes) / tokens
@@ -160,8 +160,8 @@ def measurements(engine, profiled: bool) -> dict:
         "threads": engine.threads.used(),
         "other_programs_cpus": None if model.shard else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.report replaces it
-        "device": str(weight.device),
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
     if model.shard is not None:  # all numbers of bytes are then those of one rank

@@ -23,7 +23,7 @@ from kernels import define, exponential_noise, float_to_sortable_int, has_kernel
 # ---------------------------------------------------------------- settings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
@@ -43,8 +43,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in RANGES:
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            low, high = RANGES[name]
             kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
             if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
                 raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
@@ -57,13 +57,24 @@ class SamplingParams:
 
 
 # Larger penalties would overflow float32 with ordinary logits.
-RANGES = [("repetition_penalty", 1e-3, 1e3), ("frequency_penalty", -1e3, 1e3), ("presence_penalty", -1e3, 1e3)]
-RANGES += [("temperature", 0, 1e30), ("top_k", 0, 2**31), ("top_p", 0, 1), ("min_p", 0, 1)]
-RANGES += [("seed", -(2**63), 2**63 - 1)]
+RANGES = {
+    "repetition_penalty": (1e-3, 1e3),
+    "frequency_penalty": (-1e3, 1e3),
+    "presence_penalty": (-1e3, 1e3),
+    "temperature": (0, 1e30),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
 
 
 class Sampling(NamedTuple):
-    """The settings of R cache rows: (R,) tensors, as in SamplingParams."""
+    """The settings of R cache rows: (R,) tensors by the names of SamplingParams, and the counts of tokens.
+
+    This is also the order of the arguments of the operations `sample` and `probabilities`. Kernels that do not take
+    exactly these arguments are not used.
+    """
 
     seed: Tensor  # int64
     temperature: Tensor  # float32, like all fields without a comment
@@ -78,15 +89,14 @@ class Sampling(NamedTuple):
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
         """Settings of R greedy rows without penalties or filters."""
-        values = [getattr(SamplingParams(temperature=0.0), name) for name in cls._fields[:-1]]
-        dtypes = {int: torch.int64, float: torch.float32}
-        fields = [torch.full((R,), value, dtype=dtypes[type(value)], device=device) for value in values]
-        return cls(*fields, torch.zeros(R, V, dtype=torch.int32, device=device))
+        neutral, dtypes = vars(SamplingParams(temperature=0.0)), {int: torch.int64, float: torch.float32}
+        settings = {n: torch.full((R,), x, dtype=dtypes[type(x)], device=device) for n, x in neutral.items()}
+        return cls(**settings, counts=torch.zeros(R, V, dtype=torch.int32, device=device))
 
     def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
         """Give a row the settings of a request with this prompt."""
-        for name in self._fields[:-1]:
-            values, value = getattr(self, name), getattr(params, name)
+        for name, value in vars(params).items():
+            values = getattr(self, name)
             # float(): torch assigns a Python integer as an int64, and 10**20 is a temperature, too
             values[row] = float(value) if values.is_floating_point() else value
         if params.penalizes:  # else the counts are not used
@@ -102,15 +112,16 @@ class Sampling(NamedTuple):
 
 # ---------------------------------------------------------------- sampling
 
-ARGUMENTS = ", ".join(f"Tensor {name}" for name in ("logits", "rows", "position", "drafted", *Sampling._fields))
+ARGUMENTS = ["logits", "rows", "position", "drafted", *Sampling._fields]
+SCHEMA = ", ".join(f"Tensor {name}" for name in ARGUMENTS)
 
 
-def fake_sample(logits, rows, position, drafted, seed, temperature, *rest):
-    return seed.new_empty(logits.shape[:2]), temperature.new_empty(logits.shape[:2])
+def fake_sample(logits, rows, *rest):
+    return rows.new_empty(logits.shape[:2]), logits.new_empty(logits.shape[:2], dtype=torch.float32)
 
 
-define(f"sample({ARGUMENTS}) -> (Tensor, Tensor)", fake_sample)
-define(f"probabilities({ARGUMENTS}) -> Tensor", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32))
+define(f"sample({SCHEMA}) -> (Tensor, Tensor)", fake_sample)
+define(f"probabilities({SCHEMA}) -> Tensor", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32))
 
 
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
@@ -188,7 +199,9 @@ def any_row(used: Tensor) -> bool:
 
 def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """Logits x (B,S,V) float32 after the penalties."""
-    repetition, frequency, presence = (penalty[rows, None, None] for penalty in settings[5:8])  # (B,1,1)
+    repetition = settings.repetition_penalty[rows, None, None]  # (B,1,1)
+    frequency = settings.frequency_penalty[rows, None, None]
+    presence = settings.presence_penalty[rows, None, None]
     if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
     counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
@@ -201,7 +214,10 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
     """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf for dropped tokens."""
-    temperature, top_k, top_p, min_p = (setting[rows, None, None] for setting in settings[1:5])  # (B,1,1)
+    temperature = settings.temperature[rows, None, None]  # (B,1,1)
+    top_k = settings.top_k[rows, None, None]
+    top_p = settings.top_p[rows, None, None]
+    min_p = settings.min_p[rows, None, None]
     order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
     x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # no inf: 0 * inf is NaN
     if any_row(top_k > 0):
@@ -211,4 +227,5 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
         mass = (x.exp() * 2.0**40).long()  # fixed point, so that sums are exact
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
-    return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0
+    x = x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0
+    return x

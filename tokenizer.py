@@ -69,7 +69,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UserError("the text is not valid UTF-8 (or not in this locale)") from None
-        return [self.bos_id] * (add_bos and self.add_bos) + self.vocabulary.encode(text)
+        ids = self.vocabulary.encode(text)
+        return [self.bos_id, *ids] if add_bos and self.add_bos else ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids without special tokens. Each invalid UTF-8 sequence becomes one U+FFFD."""
@@ -145,7 +146,8 @@ class ChatTemplate:
 
     def __init__(self, source: TokenizerFiles | Path, tokenizer: Tokenizer):
         files = source if isinstance(source, TokenizerFiles) else read_tokenizer_files(source)
-        self.path, self.tokenizer, self.source = files.path, tokenizer, files.template
+        self.path, self.source = files.path, files.template
+        self.tokenizer = tokenizer
         if self.source is None:
             raise UserError(f"{self.path} has no chat template; use the model without --chat and --system")
         try:

@@ -15,7 +15,8 @@ from engine import Engine, Request
 from load import load_model
 from sampling import SamplingParams
 
-ROWS, CHUNK, STEPS = 3, 8, 18
+ROWS, STEPS = 3, 18
+CHUNK = 8  # prompt tokens per step
 COLOURS = {"A": "#0072B2", "B": "#E69F00", "C": "#009E73", "D": "#CC79A7", "E": "#56B4E9"}  # of Okabe and Ito
 ARRIVALS = {  # name: (the step in which the request comes, tokens of its prompt, new tokens)
     "A": (0, 6, 12), "B": (1, 30, 7), "C": (3, 5, 5), "D": (4, 11, 8), "E": (6, 4, 5),

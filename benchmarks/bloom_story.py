@@ -18,7 +18,9 @@ from cpu.memory import keep_freed_memory
 from kernels import attention
 from model import alibi_slopes
 
-LAYERS, D, H, E, CONTEXT = 24, 1024, 16, 64, 1024
+LAYERS, CONTEXT = 24, 1024
+D, H = 1024, 16
+E = D // H
 REPEATS = 5  # calls of each function in a round
 
 

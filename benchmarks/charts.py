@@ -11,7 +11,8 @@ from measure import DECODE, PEERS, PREFILL, weight_bits
 from checkpoint import read_json
 from cli import ArgumentParser, run_command
 
-BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"  # of Okabe and Ito, for colour-blind readers, too
+BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito, for colour-blind readers, too
+GREY = "#999999"
 
 
 def colour_of(name: str) -> str:

@@ -108,7 +108,8 @@ def main():
     device = choose_device(None)
     keep_freed_memory()  # for transformers, as generate.py does
     models = [(args.checkpoint_path, args.formats, args.gguf), *((file, ["file"], [Path(file)]) for file in args.files)]
-    rows, ratios, bandwidths = [], [], []
+    rows, ratios = [], []
+    bandwidths = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # for generate.py
         for source, formats, ggufs in models:

@@ -140,8 +140,9 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
 
 def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.device):
     """Store the fastest tiles of SPACE for one row. The kernels use them for all numbers of rows up to 16."""
-    x, path, choose = randn(1, K, device=device), kt.tuning_file(device), kt.choose_tiles
-    times, space = [], SPACE if device.type == "cuda" else SPACE[::9]
+    x, path = randn(1, K, device=device), kt.tuning_file(device)
+    choose = kt.choose_tiles
+    times, space = [], SPACE if device.type == "cuda" else SPACE[::40]
     for tiles in space:
         kt.choose_tiles = lambda *shape, tiles=tiles: tiles
         try:
@@ -166,7 +167,8 @@ def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
     rest = (None, None, None, E**-0.5)  # rows, slopes, window, scale
     for length in sizes["decode"]:
         print_status(f"decode at {length}")
-        q, at, size = randn(1, 1, H, E, device=device), torch.tensor([[length - 1]], device=device), 4 * length * K * E
+        q, at = randn(1, 1, H, E, device=device), torch.tensor([[length - 1]], device=device)
+        size = 4 * length * K * E
         count = min(copies(size, device), 24)
         pairs = [[randn(1, K, sizes["cache"], E, device=device) for _ in range(2)] for _ in range(count)]
         row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}

@@ -43,7 +43,8 @@ from sampling import SamplingParams
 from sources.hub import default_gguf
 from start import compile_counts
 
-BF16, CPU, GREEDY = torch.bfloat16, torch.device("cpu"), SamplingParams(temperature=0.0)
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")
 WITH_FILE = (*FORMATS, "file")  # file: a GGUF file in its own bits
 RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
@@ -361,7 +362,7 @@ def print_table(rows: list[dict], columns: dict[str, str]):
 
     lines = [list(columns), *([cell(row.get(key), spec) for key, spec in columns.items()] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines)]
-    lines.insert(1, ["-" * width for width in widths])
+    lines.insert(1, ["".ljust(width, "-") for width in widths])
     for line in lines:
         print("|", " | ".join(text.ljust(width) for text, width in zip(line, widths)), "|")
 

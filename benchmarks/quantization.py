@@ -35,7 +35,7 @@ def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> di
     """Size and perplexity of the first checkpoint and, if there is a second one, how far it differs from that."""
     size = sum(path.stat().st_size for path in directories[0].glob("*.safetensors"))
     models = [load_model(directory, dtype=torch.float32) for directory in directories]
-    return {"bytes": size} | evaluate(models, tokenizer, ids, WINDOW, WINDOW // 2, "prefill")
+    return {"bytes": size} | evaluate(models, tokenizer, ids, WINDOW, WINDOW // 2)
 
 
 def main():

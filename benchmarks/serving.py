@@ -47,7 +47,8 @@ from measure import (
 from cli import UserError, run_command
 from load import choose_device, find_source
 
-STREAMS, ANSWER_S, ATTEMPTS = 8, 600.0, 5
+STREAMS, ATTEMPTS = 8, 5
+ANSWER_S = 600.0
 
 # ---------------------------------------------------------------- the client
 

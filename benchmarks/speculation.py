@@ -54,7 +54,8 @@ def copying_prompts() -> list[str]:
 
 def run_prompt(engine: Engine, speculation: Speculation | None, threads: Threads, prompts: Iterator, new_tokens: int):
     """Run the next of the prompts. threads: as in a server, the numbers of threads are tuned over all prompts."""
-    engine.speculation, engine.timing, engine.threads = speculation, Timing(), threads
+    engine.speculation, engine.threads = speculation, threads
+    engine.timing = Timing()
     engine.clear()
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])

@@ -34,7 +34,8 @@ from model import Transformer
 from report import weight_bytes
 from start import compiled_steps
 
-SHORT, ROWS, STEPS = 20, 8, 40  # tokens of a short context, rows, consecutive steps
+SHORT = 20  # tokens of a short context
+ROWS, STEPS = 8, 40  # consecutive steps
 
 # ---------------------------------------------------------------- products
 
@@ -92,7 +93,8 @@ def measure_steps(args, source: Source) -> dict:
     def engine(rows: int, positions: int) -> Engine:  # with its own model, whose caches the engine sets up
         return Engine(load_model(source), rows, positions, compiled_steps(not args.eager, False))
 
-    one, long, many = engine(1, 512), engine(1, args.cache), engine(ROWS, 512)
+    one, many = engine(1, 512), engine(ROWS, 512)
+    long = engine(1, args.cache)
     turns = {
         "short": partial(step_s, one, SHORT),
         "short, long cache": partial(step_s, long, SHORT),

@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import sampling  # noqa: F401 (declares two of the operations)
 from cli import Stopwatch, print_status
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
@@ -193,7 +194,8 @@ def linears_of(block: Block) -> list[nn.Module]:
 
 def prepare_block(block: Block) -> int:
     """Register a block's weights with the kernels; returns a handle to them."""
-    attention, mlp, config = block.attention, block.mlp, block.attention.config
+    attention, mlp = block.attention, block.mlp
+    config = attention.config
     norms = [tensor for norm in (block.attention_norm, block.mlp_norm) for tensor in (norm.weight, biases(norm))]
     norms += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
     layers = [PreparedLayer.of(layer) for layer in linears_of(block)]  # the block keeps them when these are released
@@ -246,16 +248,14 @@ class PackedLinear(nn.Module):
             return
         if is_quantized(plain):
             self.out_features, self.in_features = plain.out_features, plain.in_features
-            format, groupsize, weight = (
-                plain.scheme.format,
-                plain.groupsize,
-                empty((packed_bytes(plain),), dtype=torch.uint8),
-            )
+            format, groupsize = plain.scheme.format, plain.groupsize
+            weight = empty((packed_bytes(plain),), dtype=torch.uint8)
             parts = [part.contiguous() for part in plain.parts().values()]
             torch.ops.fastpath.pack_layer(format, parts, self.in_features, groupsize, weight)
         else:
             self.out_features, self.in_features = plain.weight.shape
-            format, groupsize, weight = "tiles", 0, plain.weight.detach().contiguous()
+            format, groupsize = "tiles", 0
+            weight = plain.weight.detach().contiguous()
             packed = pack_bfloat16(weight)
             weight = weight.view(packed.shape).copy_(packed)  # in place: two copies may not fit into memory
         self.register_buffer("weight", weight)

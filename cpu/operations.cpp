@@ -197,26 +197,43 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
-// The checked arguments of `sample` and `probabilities`; logits are (B,S,V). sampling.py describes them.
+// The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses their
+// names. register_kernels compares the names with those of the schema.
+#define SAMPLING_NAMES                                                                                      \
+  logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
+      frequency_penalty, presence_penalty, counts
+#define SAMPLING_ARGUMENTS                                                                                  \
+  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted,                  \
+      const Tensor &seed, const Tensor &temperature, const Tensor &top_k, const Tensor &top_p,              \
+      const Tensor &min_p, const Tensor &repetition_penalty, const Tensor &frequency_penalty,               \
+      const Tensor &presence_penalty, const Tensor &counts
+
+// These arguments after checks, and B, S and V of the logits (B,S,V).
 struct Sampling {
-  Tensor logits, rows, position, drafted;
-  at::TensorList settings;  // seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts
+  Tensor logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p;
+  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts;
   int64_t B, S, V;
 
-  Sampling(const Tensor& x, const Tensor& rows, const Tensor& position, const Tensor& drafted, at::TensorList settings)
-      : logits(x.stride(-1) == 1 ? x : x.contiguous()), rows(rows.contiguous()), position(position.contiguous()),
-        drafted(drafted.contiguous()), settings(settings) {
-    TORCH_CHECK(x.dim() == 3 && x.size(2) > 0 && x.size(2) < INT32_MAX, "logits (B,S,V) expected, got ", x.sizes());
-    B = x.size(0), S = x.size(1), V = x.size(2);
+  explicit Sampling(SAMPLING_ARGUMENTS)
+      : logits(logits.stride(-1) == 1 ? logits : logits.contiguous()), rows(rows.contiguous()),
+        position(position.contiguous()), drafted(drafted.contiguous()), seed(seed), temperature(temperature),
+        top_k(top_k), top_p(top_p), min_p(min_p), repetition_penalty(repetition_penalty),
+        frequency_penalty(frequency_penalty), presence_penalty(presence_penalty), counts(counts) {
+    const auto sizes = logits.sizes();
+    TORCH_CHECK(sizes.size() == 3 && sizes[2] > 0 && sizes[2] < INT32_MAX, "logits (B,S,V) expected, got ", sizes);
+    B = sizes[0], S = sizes[1], V = sizes[2];
     checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
     checked(this->drafted, "drafted", at::kLong, {B, -1});
     TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
-    const int64_t R = settings[0].numel();
-    const char* names[] = {"seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-                           "presence_penalty"};
-    for (int i = 0; i < 8; i++) checked(settings[i], names[i], i == 0 || i == 2 ? at::kLong : at::kFloat, {R});
-    checked(settings[8], "counts", at::kInt, {R, -1});
-    TORCH_CHECK(settings[8].size(1) >= V, "counts of ", settings[8].size(1), " tokens for logits of ", V);
+    const int64_t R = seed.numel();
+    checked(seed, "seed", at::kLong, {R}), checked(temperature, "temperature", at::kFloat, {R});
+    checked(top_k, "top_k", at::kLong, {R}), checked(top_p, "top_p", at::kFloat, {R});
+    checked(min_p, "min_p", at::kFloat, {R});
+    checked(repetition_penalty, "repetition_penalty", at::kFloat, {R});
+    checked(frequency_penalty, "frequency_penalty", at::kFloat, {R});
+    checked(presence_penalty, "presence_penalty", at::kFloat, {R});
+    checked(counts, "counts", at::kInt, {R, -1});
+    TORCH_CHECK(counts.size(1) >= V, "counts of ", counts.size(1), " tokens for logits of ", V);
     for (int64_t b = 0; b < B; b++) {
       const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
       TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
@@ -230,14 +247,18 @@ struct Sampling {
   bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
 
   RowSettings row_settings(int64_t b, int64_t place) const {
-    const int64_t row = rows.const_data_ptr<int64_t>()[b], at = position.const_data_ptr<int64_t>()[b] + place;
-    auto float_at = [&](int i) { return settings[i].const_data_ptr<float>()[row]; };
-    auto int_at = [&](int i) { return settings[i].const_data_ptr<int64_t>()[row]; };
-    const int32_t* counts = settings[8].const_data_ptr<int32_t>() + row * settings[8].size(1);
-    const int64_t n = drafted.size(1), before = std::max<int64_t>(0, n - S + 1 + place);
-    const int64_t* tokens = drafted.const_data_ptr<int64_t>() + b * n;
-    return {int_at(0),   int_at(2),   at,          float_at(1), float_at(3), float_at(4),
-            float_at(5), float_at(6), float_at(7), counts,      tokens,      before};
+    const int64_t row = rows.const_data_ptr<int64_t>()[b], n = drafted.size(1);
+    auto float_of = [&](const Tensor& setting) { return setting.const_data_ptr<float>()[row]; };
+    auto int_of = [&](const Tensor& setting) { return setting.const_data_ptr<int64_t>()[row]; };
+    RowSettings r;
+    r.seed = int_of(seed), r.top_k = int_of(top_k);
+    r.position = position.const_data_ptr<int64_t>()[b] + place;
+    r.temperature = float_of(temperature), r.top_p = float_of(top_p), r.min_p = float_of(min_p);
+    r.repetition = float_of(repetition_penalty), r.frequency = float_of(frequency_penalty);
+    r.presence = float_of(presence_penalty);
+    r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
+    r.drafted = drafted.const_data_ptr<int64_t>() + b * n, r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
+    return r;
   }
 
   // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.
@@ -267,15 +288,8 @@ struct Sampling {
   }
 };
 
-#define SAMPLING_ARGUMENTS                                                                                        \
-  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted, const Tensor &seed,    \
-      const Tensor &temperature, const Tensor &top_k, const Tensor &top_p, const Tensor &min_p,                   \
-      const Tensor &repetition, const Tensor &frequency, const Tensor &presence, const Tensor &counts
-#define SAMPLING_SETTINGS {seed, temperature, top_k, top_p, min_p, repetition, frequency, presence, counts}
-
 std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
-  const Tensor settings[] = SAMPLING_SETTINGS;
-  const Sampling all(logits, rows, position, drafted, settings);
+  const Sampling all(SAMPLING_NAMES);
   const Tensor ids = at::full({all.B, all.S}, -1, rows.options());
   const Tensor logprobs = at::full({all.B, all.S}, NAN, temperature.options());
   auto *id = ids.data_ptr<int64_t>();
@@ -287,8 +301,7 @@ std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
 }
 
 Tensor probabilities(SAMPLING_ARGUMENTS) {
-  const Tensor settings[] = SAMPLING_SETTINGS;
-  const Sampling all(logits, rows, position, drafted, settings);
+  const Sampling all(SAMPLING_NAMES);
   const Tensor probs = at::empty({all.B, all.S, all.V}, temperature.options());
   float* out = probs.data_ptr<float>();
   for (int64_t b = 0; b < all.B; b++)
@@ -395,19 +408,33 @@ bool allow_amx(bool allowed) {
 
 }  // namespace
 
+// The names of an operation's arguments in its schema, separated by commas; none if it is not declared.
+std::string argument_names(const char* operation) {
+  std::string names;
+  const auto declared = c10::Dispatcher::singleton().findSchema({operation, ""});
+  if (!declared) return names;
+  for (const auto& argument : declared->schema().arguments()) names += (names.empty() ? "" : ", ") + argument.name();
+  return names;
+}
+
+#define TEXT_OF(...) #__VA_ARGS__
+#define EXPANDED_TEXT_OF(...) TEXT_OF(__VA_ARGS__)
+
 // Registers the kernels under the schemas that kernels.py and sampling.py declare. Returns the names of those that do
-// not fit their schemas, separated by spaces: these are left out, so that their references run.
+// not fit their schemas, separated by spaces: these are left out, so that their references run. torch compares the
+// types of the arguments. All settings of sampling are tensors, so their names are compared, too.
 extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   static torch::Library cpu(torch::Library::IMPL, "fastpath", c10::DispatchKey::CPU, __FILE__, __LINE__);
   // These have no tensor whose device could be dispatched on.
   static torch::Library any(torch::Library::IMPL, "fastpath", c10::DispatchKey::CompositeImplicitAutograd, __FILE__,
                             __LINE__);
   static std::string misfits;
-  auto add = [](torch::Library& library, const char* name, auto* function) {
+  auto add_misfit = [](const char* name) { misfits += misfits.empty() ? name : std::string(" ") + name; };
+  auto add = [&](torch::Library& library, const char* name, auto* function) {
     try {
       library.impl(name, function);
     } catch (const std::exception&) {
-      misfits += misfits.empty() ? name : std::string(" ") + name;
+      add_misfit(name);
     }
   };
   add(cpu, "linear", &linear);
@@ -418,8 +445,13 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "rms_norm", &rms_norm);
   add(cpu, "layer_norm", &layer_norm);
   add(cpu, "attention", &attention);
-  add(cpu, "sample", &sample);
-  add(cpu, "probabilities", &probabilities);
+  if (argument_names("fastpath::sample") == EXPANDED_TEXT_OF(SAMPLING_NAMES)) {
+    add(cpu, "sample", &sample);
+    add(cpu, "probabilities", &probabilities);
+  } else {
+    add_misfit("sample");
+    add_misfit("probabilities");
+  }
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);

@@ -63,7 +63,8 @@ class ThreadCount:
     def choose(self, work: Hashable) -> int:
         """The number of threads for the next step."""
         if work != self.work:
-            self.work, self.average_s, self.trying = work, {}, None
+            self.work, self.trying = work, None
+            self.average_s = {}
             self._set_count(self.count)
         if self.trying is None and len(self.counts) > 1 and self._is_measured():
             self._consider_trial()
@@ -93,7 +94,8 @@ class ThreadCount:
         now, average = time.perf_counter(), self.average_s[self.count]
         if now < self.next_trial and average < 1.5 * self.baseline_s:
             return
-        index, self.next_trial, self.baseline_s = self.counts.index(self.count), now + PAUSE_S, average
+        self.next_trial, self.baseline_s = now + PAUSE_S, average
+        index = self.counts.index(self.count)
         self.upwards = index == 0 or (not self.upwards and index + 1 < len(self.counts))
         other = self.counts[index + 1 if self.upwards else index - 1]
         # Seconds that trials may still cost:
@@ -105,7 +107,8 @@ class ThreadCount:
         else:  # a step with half of the threads may take twice the time
             worthwhile = budget_s > (0.0 if free is False else average)
         if worthwhile:
-            self.trying, self.trial_s, self.considered = other, [], 0
+            self.trying, self.considered = other, 0
+            self.trial_s = []
 
     def _add_trial(self, seconds: float):
         """Record a step of a trial. The trial ends after a few steps, or at the first one that is clearly slower."""
@@ -118,14 +121,16 @@ class ThreadCount:
             return
         measured = self.trial_s[1:] or self.trial_s
         mean = sum(measured) / len(measured)
-        self.average_s[self.trying], other, self.trying = mean, self.trying, None
+        other, self.trying = self.trying, None
+        self.average_s[other] = mean
         if not slow and mean < 0.97 * average:
             self._set_count(other)
         else:
             self.next_trial = time.perf_counter() + FAILED_TRIAL_PAUSE_S
 
     def _set_count(self, count: int):
-        self.count, self.steps, self.baseline_s = count, 0, float("inf")
+        self.count, self.steps = count, 0
+        self.baseline_s = float("inf")
 
 
 class Threads:

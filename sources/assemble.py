@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from checkpoint import empty_model
-from cli import UserError
+from cli import UserError, and_more
 from formats import Packed, Quantization, matrices, piece_rows
 from model import Config
 from sources.families import Layout
@@ -83,8 +83,7 @@ def assemble(
             scheme = quantization.scheme(place.target.removesuffix(".weight")) if quantization else None
             yield from stacked(place.target, pieces, isinstance(scheme, list))
     if missing:
-        first, *others = missing
-        raise UserError(f"{path} lacks tensor {first}" + f" and {len(others)} more" * bool(others))
+        raise UserError(f"{path} lacks tensor {and_more(list(missing))}")
 
 
 def checked(path, name: str, tensor: torch.Tensor | Packed) -> torch.Tensor | Packed:

@@ -46,7 +46,8 @@ class Fields:
 
     def __init__(self, path: Path, fields: dict, defaults: dict):
         """defaults: the values of missing fields, where the family has others than its relatives."""
-        self.path, self.all, self.defaults, self.taken = path, fields, defaults, set()
+        self.path, self.all = path, fields
+        self.defaults, self.taken = defaults, set()
 
     def take(self, name: str, *default):
         """The value of a field, or the default. UserError if the field is missing and there is no default."""

@@ -244,7 +244,8 @@ class GgufFile:
             add_bos, files.model = True, sentencepiece_model(get)
         else:
             raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
-        tokens, kinds, bos = get("tokens"), get("token_type", []), get("bos_token_id", None)
+        tokens, kinds = get("tokens"), get("token_type", [])
+        bos = get("bos_token_id", None)
         if kinds and (len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds)):
             raise ValueError("token_type does not have a number for each token")
         eos_ids = end_tokens(get)
@@ -278,7 +279,8 @@ END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <
     </s> <eos> <EOT> <|eot|> <|end_of_role|>""".split()  # noqa: SIM905
 
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types, numbered as in sentencepiece
+NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
+CONTROL, USER_DEFINED = 3, 4
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -49,7 +49,8 @@ class Parser:
 
     def strings(self, count: int) -> list[str]:
         """An array of strings. A vocabulary has hundreds of thousands of them, so this loop calls nothing of ours."""
-        data, at, found, length_at = self.data, self.at, [], struct.Struct("<Q").unpack_from
+        data, at = self.data, self.at
+        found, length_at = [], struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = at + 8
             at = start + length_at(data, at)[0]

@@ -1,10 +1,11 @@
-"""Random arguments for the tests of kernels on CPUs and GPUs."""
+"""Random arguments for the tests of kernels on CPUs and GPUs, and models without kernels."""
 
 import random
 
 import torch
 
-from formats import FORMATS, QuantizedLinear, Scheme, pack
+from checkpoint import read_model
+from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
@@ -50,3 +51,13 @@ def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragg
     bias = torch.rand(K * group, generator=torch.Generator().manual_seed(seed)) if slopes else None
     q, scale = numbers(B, S, K * group, E, seed=seed).to(dtype), rng.choice([E**-0.5, 0.21])
     return q, k_cache, v_cache, input_pos, where, bias, window, scale
+
+
+def plain_twin(directory):
+    """A plain float32 model with the unpacked weights of a quantized checkpoint."""
+    model = read_model(directory, dtype=torch.float32)
+    for name, layer in list(model.named_modules()):
+        in_stack = isinstance(model.get_submodule(name.rpartition(".")[0]), StackedLinear)
+        if isinstance(layer, (QuantizedLinear, StackedLinear)) and not in_stack:
+            model.set_submodule(name, dense_layer(layer, torch.float32))
+    return model

@@ -12,6 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -78,8 +81,8 @@ MORE_LINEARS = {
 KINDS = {"input_pos": "i64", "rows": "i64", "slopes": "fp32", "parts": "fp32", "stats": "fp32", "squares": "fp32"}
 KINDS |= {"cos": "fp32", "sin": "fp32"}
 SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64") | {"counts": "i32"}
-SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), "fp32")
-SAMPLE_KINDS |= {"x": "fp32", "logprobs": "fp32"}
+SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs"), "fp32")
+SAMPLE_KINDS |= dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), "fp32")
 
 
 def linear_case(bits, group, N, K, gated, normed):
@@ -128,21 +131,28 @@ def cases(everything: bool):
         yield "norm LayerNorm", kt.norm_kernel, half, {"SUBTRACT_MEAN": True, "BLOCK_D": 16384}, KINDS, 16, 3
 
 
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+
+def compile_case(everything: bool, name: str, target: str) -> dict:
+    """Compile one of `cases` for one of TARGETS, and return what is known of the result."""
+    _, kernel, dtype, settings, kinds, warps, stages = next(case for case in cases(everything) if case[0] == name)
+    if target == "gfx942":
+        made = compile_kernel(kernel, GPUTarget("hip", target, 64), dtype, settings, kinds, warps, 2)
+        return {"bytes": len(made.asm["hsaco"])}
+    made = compile_kernel(kernel, GPUTarget("cuda", int(target[3:]), 32), dtype, settings, kinds, warps, stages)
+    return resources(made.asm["ptx"], "sm_90a" if target == "sm_90" else target) | {"shared": made.metadata.shared}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every configuration, and gfx942 too")
-    everything, found = parser.parse_args().all, {}
-    for name, kernel, dtype, settings, kinds, warps, stages in cases(everything):
-        for capability, architecture in ((80, "sm_80"), (90, "sm_90a")):
-            target = GPUTarget("cuda", capability, 32)
-            made = compile_kernel(kernel, target, dtype, settings, kinds, warps, stages)
-            found[f"sm_{capability} {name}"] = resources(made.asm["ptx"], architecture) | {
-                "shared": made.metadata.shared
-            }
-        if everything:
-            made = compile_kernel(kernel, GPUTarget("hip", "gfx942", 64), dtype, settings, kinds, warps, 2)
-            found[f"gfx942 {name}"] = {"bytes": len(made.asm["hsaco"])}
-    print(json.dumps(found))
+    everything = parser.parse_args().all
+    targets = TARGETS if everything else TARGETS[:2]
+    jobs = [(name, target) for name, *_ in cases(everything) for target in targets]
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        found = pool.map(partial(compile_case, everything), *zip(*jobs))
+    print(json.dumps({f"{target} {name}": what for (name, target), what in zip(jobs, found)}))
 
 
 if __name__ == "__main__":

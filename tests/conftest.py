@@ -27,7 +27,9 @@ with INTERPRET, suppress(ImportError):
 
 import hypothesis
 import transformers
-from tokenizers import pre_tokenizers
+from texts import strings
+from tokenizers import Tokenizer as TokenizersLibrary
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import kernels
 from convert_hf_checkpoint import convert, ensure_checkpoint
@@ -177,6 +179,45 @@ def default_oracle(gguf_oracle):
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
     return oracle
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory):
+    """A small byte-level BPE that adds a BOS token, like that of Llama 3."""
+    library = TokenizersLibrary(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(strings(n=100), trainer)
+    library.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    folder = tmp_path_factory.mktemp("byte-level")
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_folder(tmp_path_factory):
+    """A small sentencepiece BPE with byte fallback, like that of Llama 2."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "corpus.txt").write_text("\n".join(text.replace("\n", " ") for text in strings(n=150) if text.strip()))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+    )
+    return folder
 
 
 @contextmanager

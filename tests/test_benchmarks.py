@@ -14,7 +14,6 @@ from statistics import median
 import pytest
 from conftest import ROOT, random_prompts
 from test_serve import checkpoints  # noqa: F401 (a fixture)
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

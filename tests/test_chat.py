@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from test_generate import main
+from programs import main
 
 import chat
 from chat import Session

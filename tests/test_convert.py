@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cases import plain_twin
 from conftest import ROOT, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from safetensors.torch import load_file, save_file
-from test_tokenizer import byte_level, sentencepiece_folder, strings  # noqa: F401 (fixtures)
+from texts import strings
 
 import checkpoint
 import convert_hf_checkpoint
@@ -349,7 +350,7 @@ def test_a_pickle_that_would_run_code(hf, tmp_path, monkeypatch, zipped):
             convert(open_hf(hf), tmp_path / "out", torch.float32)
 
 
-def test_special_tokens_are_found_in_every_file(tmp_path, byte_level):  # noqa: F811
+def test_special_tokens_are_found_in_every_file(tmp_path, byte_level):
     """EOS tokens in generation_config.json and in the tokenizer; names in either of the tokenizer's two files."""
 
     def settings(config, tokenizer_config, generation=None, special_map=None):
@@ -390,7 +391,7 @@ def continued(directory, prompts, n, params):
     "name",
     ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased", "smollm3-tied"],
 )
-def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F811
+def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):
     """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""
     from tokenizers import Tokenizer as Library
 
@@ -405,7 +406,7 @@ def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):  # noqa: F8
     assert read_config(out) == read_config(expected)
 
 
-def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):  # noqa: F811
+def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):
     from tokenizers import Tokenizer as Library
 
     oracle, _, expected = tiny("llama-llama3")
@@ -423,7 +424,7 @@ Q = gguf.GGMLQuantizationType
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16, Q.BF16], ids=lambda kind: kind.name)
-def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):  # noqa: F811
+def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):
     from tokenizers import Tokenizer as Library
 
     config = transformers.LlamaConfig(
@@ -477,9 +478,8 @@ KEPT |= {
 
 @pytest.mark.parametrize("kinds, blocks, tables", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):  # noqa: F811
+def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):
     """For every mixture of types, the unpacked weights equal the dequantized ones bit for bit, and so do the tokens."""
-    from test_quantize import plain_twin
     from tokenizers import Tokenizer as Library
 
     kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
@@ -506,7 +506,7 @@ def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, bl
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1, Q.Q6_K])
-def test_gguf_with_nan_is_refused_by_name(tmp_path, byte_level, kind):  # noqa: F811
+def test_gguf_with_nan_is_refused_by_name(tmp_path, byte_level, kind):
     path = small_gguf(tmp_path / "x.gguf", byte_level, kind)
     info = GgufFile(path).infos["blk.0.ffn_down.weight"]
     raw, format = bytearray(path.read_bytes()), FORMATS[kind.name.lower()]
@@ -518,7 +518,7 @@ def test_gguf_with_nan_is_refused_by_name(tmp_path, byte_level, kind):  # noqa: 
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, capsys):  # noqa: F811
+def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, capsys):
     path = small_gguf(tmp_path / "x.gguf", byte_level, Q.TQ1_0)
     assert open_gguf(path).quantization is None
     assert re.search(r"TQ1_0 cannot be kept: dequantized, which takes \d+\.\d MB more", capsys.readouterr().err)
@@ -528,7 +528,7 @@ def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, ca
         convert_hf_checkpoint.main()
 
 
-def small_gguf(path, byte_level, kind):  # noqa: F811
+def small_gguf(path, byte_level, kind):
     from tokenizers import Tokenizer as Library
 
     config = transformers.LlamaConfig(
@@ -540,7 +540,7 @@ def small_gguf(path, byte_level, kind):  # noqa: F811
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
-def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F811
+def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):
     """The ids equal those of transformers' tokenizer for the same file. All files have the same vocabulary, and only
     split text differently. transformers does not know "smollm", which is tested on the default model."""
     from tokenizers import Tokenizer as Library
@@ -568,7 +568,7 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):  # noqa: F
             assert ours.vocabulary.encode(text) == ids, repr(text)
 
 
-def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):  # noqa: F811
+def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
     """The tokenizer.model made from the metadata gives the same ids as the one that the metadata came from."""
     import sentencepiece
 
@@ -595,7 +595,7 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):  # 
         ({}, {"blk.0.attn_k.weight": np.ones((61, 60), np.float32)}, r"blk.0.attn_k.weight is \(61, 60\)"),
     ],
 )
-def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):  # noqa: F811
+def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):
     from tokenizers import Tokenizer as Library
 
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2") | extra
@@ -617,7 +617,7 @@ def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):  # noqa: 
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-def test_gguf_damaged(tiny, tmp_path, byte_level):  # noqa: F811
+def test_gguf_damaged(tiny, tmp_path, byte_level):
     from tokenizers import Tokenizer as Library
 
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
@@ -925,7 +925,7 @@ def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
     prompts = random_prompts((3, 17, 40), V=known)
     padding = hf_greedy(oracle, prompts[1], 12)
     assert max(padding) >= known, "transformers samples them"
-    for params in (SamplingParams(temperature=0.0), SamplingParams(1.3, temperature=2.0, seed=1)):
+    for params in (SamplingParams(temperature=0.0), SamplingParams(repetition_penalty=1.3, temperature=2.0, seed=1)):
         assert max(map(max, continued(ours, prompts, 20, params))) < known
 
 

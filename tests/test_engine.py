@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 import torch
 from conftest import VOCABULARY, hf_greedy, random_prompts
+from schedules import GREEDY, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
@@ -23,7 +24,6 @@ from sampling import SamplingParams
 from speculative import Speculation
 from start import compile_counts, compiled_steps, warm_up
 
-GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 96
 
 
@@ -49,45 +49,6 @@ def tokens_of(model, request: Request, rows: int = 1, **options) -> list[int]:
     alone = Request(request.prompt, request.params, request.max_new_tokens, request.stop_ids)
     generate(Engine(model, rows, LENGTH, **options), [alone])
     return alone.new_tokens
-
-
-def random_params(chance: random.Random) -> SamplingParams:
-    if chance.random() < 0.3:
-        return GREEDY
-    return SamplingParams(
-        temperature=chance.choice([0.0, 0.6, 1.3]),
-        top_k=chance.choice([0, 0, 1, 17]),
-        top_p=chance.choice([1.0, 1.0, 0.8]),
-        min_p=chance.choice([0.0, 0.05]),
-        repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
-        frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
-        presence_penalty=chance.choice([0.0, 0.0, -0.4]),
-        seed=chance.randrange(1000),
-    )
-
-
-def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
-    chance = random.Random(seed)
-    shared = random_prompts([23], seed=seed + 1)[0]
-    requests = []
-    for prompt in random_prompts([chance.randrange(1, longest) for _ in range(n)], seed=seed):
-        if chance.random() < 0.4:  # some begin with the same tokens
-            prompt = shared[: chance.randrange(1, 23)] + prompt[: longest - 23]
-        requests.append(Request(prompt, random_params(chance), chance.randrange(1, 18)))
-    return requests
-
-
-def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
-    """Add the requests at random steps, and cancel some."""
-    chance, waiting = random.Random(seed), list(requests)
-    finished = []
-    while waiting or engine.active:
-        while waiting and chance.random() < 0.35:
-            engine.add(waiting.pop(0))
-        if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
-            engine.cancel(chance.choice(running))
-        finished += engine.step()
-    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
 
 
 # ---------------------------------------------------------------- the tokens
@@ -180,7 +141,8 @@ def cache_of(model, row: int, n: int) -> torch.Tensor:
 
 def test_penalties_count_generated_tokens(tiny, models):
     """The oracle is transformers' logits with penalties in plain Python."""
-    params = SamplingParams(2.1, 0.9, 0.6, temperature=0.0)  # repetition, frequency, presence
+    penalties = {"repetition_penalty": 2.1, "frequency_penalty": 0.9, "presence_penalty": 0.6}
+    params = SamplingParams(**penalties, temperature=0.0)
     oracle, prompt, said = tiny("llama-gqa-biased")[0], random_prompts([9])[0], []
     for _ in range(20):
         with torch.no_grad():
@@ -533,9 +495,14 @@ def test_another_number_of_threads_needs_no_new_graph_of_prefill(models, monkeyp
 
 
 @pytest.mark.slow
-def test_no_graph_is_compiled_again(models):
-    """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps."""
+def test_no_graph_is_compiled_again(models, monkeypatch):
+    """After warm-up, no settings, lengths or numbers of rows need a new graph. The tokens are those of eager steps.
+
+    Dynamo alone decides when a graph is compiled, so Inductor, which takes longer, is left out: test_generate.py runs
+    what it compiles.
+    """
     torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = models()
     engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)
     for drawn in (False, True):

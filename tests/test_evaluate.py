@@ -31,11 +31,11 @@ def test_every_token_but_the_first_is_scored_once(n, length, data):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-7-post", "mistral-window"])
-@pytest.mark.parametrize("path", ["prefill", "decode"])
-def test_losses_equal_transformers(tiny, tiny_model, name, path):
-    model, oracle = tiny_model(name, rows=3), tiny(name)[0]
-    batch = [Window(ids, first) for ids, first in zip(random_prompts((200, 33, 140)), (1, 20, 139))]
-    for window, found in zip(batch, scores([model], batch, path)):
+def test_losses_equal_transformers(tiny, tiny_model, name):
+    model, oracle = tiny_model(name, rows=1), tiny(name)[0]
+    for ids, first in zip(random_prompts((200, 33, 140)), (1, 20, 139)):
+        window = Window(ids, first)
+        found = scores([model], window)
         with torch.no_grad():
             logits = oracle(torch.tensor([window.ids])).logits[0]
         targets = torch.tensor(window.ids[window.first :])
@@ -50,7 +50,7 @@ def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     other.setup_caches(1, 256)
     [ids] = random_prompts((150,))
-    [found] = scores([model, other], [Window(ids, 4)], "prefill")
+    found = scores([model, other], Window(ids, 4))
     kl, same = found["kl"], found["top1"]
     position = torch.arange(150)[None]
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):
     ours, theirs = (numbers.log_softmax(-1) for numbers in logits)
     assert torch.allclose(kl.float(), F.kl_div(ours, theirs, log_target=True, reduction="none").sum(1), atol=1e-5)
     assert (kl > 0).all() and same.tolist() == (ours.argmax(1) == theirs.argmax(1)).tolist() and 0 < same.mean() < 1
-    [found] = scores([model, model], [Window(ids, 4)], "prefill")
+    found = scores([model, model], Window(ids, 4))
     assert not found["kl"].any() and found["top1"].all()
 
 
@@ -69,14 +69,14 @@ def test_kl_of_what_is_not_finite(tiny, tiny_model):
     broken.setup_caches(1, 64)
     head = broken.head
     broken.head = lambda x: head(x).index_fill(-1, torch.tensor([7]), -torch.inf)
-    window = [Window(ids, 4)]
-    [found] = scores([model, broken], window, "prefill")
+    window = Window(ids, 4)
+    found = scores([model, broken], window)
     assert found["kl"].isfinite().all() and (found["kl"] > 0).any()
-    [found] = scores([broken, model], window, "prefill")
+    found = scores([broken, model], window)
     assert found["kl"].isposinf().all(), "the model gives such a token probability 0"
     broken.head = lambda x: head(x) * torch.nan
     for pair in ([broken, model], [model, broken]):
-        [found] = scores(pair, window, "prefill")
+        found = scores(pair, window)
         assert found["kl"].isnan().all()
 
 
@@ -92,38 +92,39 @@ def test_interval_of_independent_numbers_and_of_repeated_ones():
 # ---------------------------------------------------------------- the command
 
 
-def run(*args):
-    command = [sys.executable, str(ROOT / "evaluate.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch):
+def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 12 + "Ende: süß.\n", encoding="utf-8")
+
+    def run(*args) -> str:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "--text", *map(str, args)])
+        evaluate.main()
+        return capsys.readouterr().out
+
     same = ("--checkpoint_path", default_checkpoint, "--reference_checkpoint_path", default_checkpoint)
-    done = run("--text", text, *same, "--json", "--window", 50)
-    result = json.loads(done.stdout)
+    result = json.loads(run(text, *same, "--json", "--window", 50))
     assert set(result) >= {"perplexity", "bits_per_byte", "kl_nats", "kl_ci95", "top1_agreement", "top1_ci95", "tokens"}
     assert result["kl_nats"] == 0 and result["top1_agreement"] == 1 and 1 < result["perplexity"] < 20
     bits = math.log2(result["perplexity"]) * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(bits / (len(text.read_bytes()) - len("The")))
     assert result["kl_ci95"] is not None
     # The default model in its own bits: with kernels, activations are rounded to 8 bits; weights are not rounded again.
-    file = json.loads(run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json").stdout)
+    file = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json"))
     assert 0 <= file["kl_nats"] < 0.03 and file["top1_agreement"] > 0.9
-    one = run("--text", text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9)
-    assert json.loads(one.stdout)["kl_ci95"] is None, "a single window has no interval"
+    one = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9))
+    assert one["kl_ci95"] is None, "a single window has no interval"
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--text", str(text), "--max_tokens", "9"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("perplexity ")
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for args, why in (
-        (["--text", tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
-        (["--text", tmp_path / "binary"], "cannot be read"),
-        (["--text", text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
-        (["--text", text, "--window", 1], "must be at least 2"),
-        (["--text", text, "--limit", 3], "need --tasks"),
-        (["--text", text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
+        ([tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
+        ([tmp_path / "binary"], "cannot be read"),
+        ([text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
+        ([text, "--window", 1], "must be at least 2"),
+        ([text, "--limit", 3], "need --tasks"),
+        ([text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
     ):
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
         with pytest.raises(UserError, match=why):
-            evaluate.main()
+            run(*args)

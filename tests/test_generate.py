@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, hf_greedy, random_prompts
+from programs import ids, main, run
 
 import generate as program
 from checkpoint import open_directory
@@ -29,23 +30,6 @@ GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
     weight_bytes_per_token weight_bytes_by_format kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s
     peak_memory_bytes mean_accepted_tokens recompiles graph_breaks device dtype torch threads other_programs_cpus"""
-
-
-def run(*args, **options):
-    command = [sys.executable, str(ROOT / "generate.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
-
-def main(capsys, monkeypatch, *args):
-    """Run main() in this process. Returns (the samples or stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
-    program.main()
-    out, err = capsys.readouterr()
-    return (json.loads(out) if "--json" in args else out), err
-
-
-def ids(prompt):
-    return ",".join(map(str, prompt))
 
 
 def test_prompt_ids_through_the_program_equal_transformers(tiny, capsys, monkeypatch):
@@ -84,20 +68,6 @@ def test_report_counts_what_it_says(tiny_model):
     assert tied.kv_bytes([7]) == 7 * 2 * tied.config.n_layer * tied.config.n_kv_head * tied.config.head_dim * 4
 
 
-def test_no_rates_under_the_profiler(tiny_model):
-    engine = Engine(tiny_model("llama-mha"), 1, 256)
-    generate(engine, [Request([5, 6, 7], GREEDY_PARAMS, 4)])
-    found = measurements(engine, profiled=True)
-    assert {name for name, value in found.items() if value is None} - {"other_programs_cpus"} == {
-        "time_to_first_token_s",
-        "prefill_tokens_per_s",
-        "decode_tokens_per_s",
-        "bandwidth_bytes_per_s",
-        "read_bandwidth_bytes_per_s",
-        "mean_accepted_tokens",
-    }
-
-
 def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
     """The same seed gives the same text, the next row or sample has the next seed, and rows are independent."""
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--dtype", "float32", "--json", "--max_new_tokens", 20]
@@ -111,24 +81,6 @@ def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
     assert batch == texts("--batch_size", 3, "--num_samples", 2, "--seed", 7)
     assert [texts("--seed", 7 + i)[0] for i in range(6)] == batch
     assert len(set(texts("--num_samples", 3, "--temperature", 0))) == 1
-
-
-def test_repetition_penalty_sees_prompt_and_output(tiny, tiny_model):
-    """Greedy tokens with the penalty equal those of transformers, which counts both."""
-    oracle, engine = tiny("llama-mha")[0], Engine(tiny_model("llama-mha"), 2, 256)
-    penalties = (1.4, 0.7)
-    params = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in penalties]
-    requests = [Request(prompt, how, 40) for prompt, how in zip(random_prompts((7, 33)), params)]
-    generate(engine, requests)
-    for request, penalty in zip(requests, penalties):
-        out = oracle.generate(
-            torch.tensor([request.prompt]),
-            max_new_tokens=40,
-            do_sample=False,
-            pad_token_id=0,
-            repetition_penalty=penalty,
-        )
-        assert request.new_tokens == out[0, len(request.prompt) :].tolist()
 
 
 def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
@@ -360,11 +312,13 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     assert len(capsys.readouterr().err.splitlines()) == (code == 2)
 
 
-def test_profile_writes_a_trace(tiny, tmp_path, capsys, monkeypatch):
+def test_profile_writes_a_trace_and_no_rates(tiny, tmp_path, capsys, monkeypatch):
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6", "--max_new_tokens", 4, "--json"]
     result, err = main(capsys, monkeypatch, *args, "--profile", tmp_path / "trace.json")
     assert "tokens/s" not in err
-    assert result["decode_tokens_per_s"] is None and result["prefill_tokens_per_s"] is None
+    rates = """time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s bandwidth_bytes_per_s
+        read_bandwidth_bytes_per_s mean_accepted_tokens"""
+    assert {name for name, value in result.items() if value is None} - {"other_programs_cpus"} == set(rates.split())
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {"aten::linear", "fastpath::linear", "fastpath::linear_packed"} & {
         str(event.get("name")) for event in trace["traceEvents"]

@@ -13,8 +13,7 @@ import torch
 import transformers
 from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, write_gguf
-from test_generate import main
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from programs import main
 
 import checkpoint
 import formats
@@ -38,7 +37,7 @@ def kinds_of_a_real_file(name):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory, byte_level):  # noqa: F811
+def file(tmp_path_factory, byte_level):
     """A small file whose layers have several formats, as in a Q4_K_M file."""
     from tokenizers import Tokenizer as Library
 

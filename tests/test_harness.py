@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
+import lm_eval.tasks
 import pytest
 import torch
 from conftest import ROOT, tiny_chat_llama
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
+from texts import TEMPLATE, strings
 
 from cli import UserError
 from convert_hf_checkpoint import convert
@@ -21,13 +23,10 @@ from sources.opening import open_hf
 from tokenizer import ChatTemplate, Tokenizer
 
 CONTEXT = 90  # tokens
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory, byte_level):  # noqa: F811
+def both(tmp_path_factory, byte_level):
     """(our model for the harness, the harness's own class, our directory) of a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("harness")
     oracle, library = tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=0)
@@ -155,6 +154,8 @@ def task_files(tmp_path_factory):
 @pytest.mark.parametrize("chat, few", [pytest.param(False, 0, marks=pytest.mark.full), (True, 2)])
 def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path, chat, few):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    # Without an index of the thousands of tasks that come with the harness, which takes seconds to make.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
     ours, theirs = (run_tasks(model, task_files, few, None, chat) for model in both[:2])
     assert ours.keys() == theirs.keys() == {"local_choice", "local_perplexity", "local_answer"}
     for task in ours:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from programs import main
 from random_heads import random_heads
 from safetensors.torch import load_file, save_file
-from test_engine import GREEDY
-from test_generate import main
-from test_speculative import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
+from schedules import GREEDY
+from table_model import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
 
 from cli import UserError
 from cpu import install as kernels_cpu

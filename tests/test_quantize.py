@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import random_blocks
+from cases import plain_twin, random_blocks
 from conftest import ROOT, default_gguf, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import Writer, empty_model, read_model, read_quantization
+from checkpoint import Writer, empty_model, read_quantization
 from cli import UserError
 from formats import (
     FORMATS,
@@ -26,8 +26,6 @@ from formats import (
     QuantizedEmbedding,
     QuantizedLinear,
     Scheme,
-    StackedLinear,
-    dense_layer,
     pack,
 )
 from load import load_model
@@ -173,16 +171,6 @@ def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
     whole = layer(x)
     monkeypatch.setattr("formats.UNPACK_BLOCK", 96 * 77)
     assert torch.allclose(layer(x), whole, atol=1e-5)
-
-
-def plain_twin(directory):
-    """A plain float32 model with the unpacked weights of a quantized checkpoint."""
-    model = read_model(directory, dtype=torch.float32)
-    for name, layer in list(model.named_modules()):
-        in_stack = isinstance(model.get_submodule(name.rpartition(".")[0]), StackedLinear)
-        if isinstance(layer, (QuantizedLinear, StackedLinear)) and not in_stack:
-            model.set_submodule(name, dense_layer(layer, torch.float32))
-    return model
 
 
 CASES = [

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_house import ORDER
 
 import convert_hf_checkpoint
 from generate import parse_arguments
@@ -53,13 +52,6 @@ def test_files_that_are_named_exist(page):
 
 def test_every_page_is_linked_from_the_readme():
     assert [page for page in PAGES if page.startswith("docs/") and f"]({page})" not in README] == []
-
-
-def test_the_readme_is_short_and_lists_all_files_in_the_order_of_imports():
-    assert len(README.splitlines()) < 200
-    first_cells = "".join(re.findall(r"^\| (`[^|]*) \|", README, re.M))
-    listed = re.findall(r"`(\w+)\.py`", first_cells)
-    assert listed == [name for name in ORDER if (ROOT / f"{name}.py").exists()]
 
 
 def test_families_are_those_of_the_converter():

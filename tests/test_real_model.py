@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from test_tokenizer import strings
+from texts import strings
 
 from formats import QuantizedLinear
 from load import Checkpoint, load_model

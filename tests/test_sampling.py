@@ -4,16 +4,20 @@ Each filter is tested against plain Python and transformers, and draws against t
 independent of their neighbours, and the kernels must draw the tokens that the reference draws.
 """
 
+import json
 import math
 import random
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import INTERPRET
+from conftest import INTERPRET, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import main
 
 import sampling
 from cpu import install as kernels_cpu
@@ -257,14 +261,16 @@ def random_case(seed, max_V=5000):
     B, S, R = choose([1, 2, 4]), choose([1, 1, 2, 5]), 6
     settings = Sampling.make(R, V + choose([0, 3]))
     for row in range(R):
-        penalties = [choose([1.0, 1.0, 1.3, 0.8]), choose([0, 0, 0.3]), choose([0.0, 0.0, 0.7, -1])]
-        filters = [
-            choose([0, 0, 1, 2, 50, 300, 4000, 10**6]),
-            choose([1.0, 0.9, 0.5, 1e-6, 0.999999]),
-            choose([0, 0.05]),
-        ]
-        temperature, seed = choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]), choose([-(2**63), -1, 0, 1234, 2**63 - 1])
-        params = SamplingParams(*penalties, temperature, *filters, seed)
+        params = SamplingParams(
+            repetition_penalty=choose([1.0, 1.0, 1.3, 0.8]),
+            frequency_penalty=choose([0, 0, 0.3]),
+            presence_penalty=choose([0.0, 0.0, 0.7, -1]),
+            top_k=choose([0, 0, 1, 2, 50, 300, 4000, 10**6]),
+            top_p=choose([1.0, 0.9, 0.5, 1e-6, 0.999999]),
+            min_p=choose([0, 0.05]),
+            temperature=choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]),
+            seed=choose([-(2**63), -1, 0, 1234, 2**63 - 1]),
+        )
         settings.set_row(row, params, torch.randint(0, V, (5,)).tolist())
     rows, tokens = torch.randint(0, R, (20,)), torch.randint(0, V, (20, 1))
     settings.count(list(zip(rows.tolist(), tokens.tolist())))
@@ -333,8 +339,12 @@ def test_compiled_draws_are_the_eager_ones(backend):
     position, drafted = torch.tensor([0, 3, 900, 2**40, 7]), torch.randint(0, 1021, (5, 1))
     for seed in range(8):
         choose = random.Random(seed).choice
-        filters = [(choose([0, 3, 50]), choose([1.0, 0.9]), choose([0.0, 0.02])) for _ in range(5)]
-        params = [SamplingParams(1.3, 0.1, 0.2, choose([0, 0.7, 1.5]), *each, seed) for each in filters]
+        penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.1, "presence_penalty": 0.2}
+        filters = {"temperature": [0, 0.7, 1.5], "top_k": [0, 3, 50], "top_p": [1.0, 0.9], "min_p": [0.0, 0.02]}
+        params = [
+            SamplingParams(**penalties, **{name: choose(values) for name, values in filters.items()}, seed=seed)
+            for _ in range(5)
+        ]
         args = arguments(logits, make(5, 1021, params, [1, 2, 3]), position, drafted)
         assert_same_draws(compiled(*args), sampling.sample_reference(*args))
 
@@ -374,7 +384,8 @@ def test_rows_are_independent_of_neighbours_and_order(implementation):
 def test_logprobs_are_of_the_raw_logits(implementation):
     torch.manual_seed(4)
     logits = torch.randn(6, 999) * 5
-    settings = make(6, 999, SamplingParams(1.5, 0.3, 0.2, 1.7, 30, 0.9), [1, 2, 3])
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+    settings = make(6, 999, SamplingParams(**penalties, temperature=1.7, top_k=30, top_p=0.9), [1, 2, 3])
     ids, logprobs = implementation.sample(*arguments(logits, settings))
     expected = logits.double().log_softmax(-1).gather(-1, ids)
     assert torch.allclose(logprobs.double(), expected, atol=ROUNDING, rtol=0)
@@ -402,7 +413,8 @@ def test_logits_without_a_distribution(implementation):
 def test_places_count_the_tokens_drafted_before_them(implementation, ids):
     """Each place gives what a row of its own gives, whose answer contains these tokens."""
     torch.manual_seed(8)
-    logits, params = torch.randn(1, 4, 9), SamplingParams(1.2, 0.5, 0.25)
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    logits, params = torch.randn(1, 4, 9), SamplingParams(**penalties)
     drafted = implementation.probabilities(*arguments(logits, make(1, 9, params, [2]), drafted=torch.tensor([ids])))
     for place in range(4):
         settings = make(1, 9, params, [2])
@@ -488,3 +500,54 @@ def test_counts_of_prompt_and_answer():
 def test_params_refuse_what_is_out_of_range(kwargs):
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         SamplingParams(**kwargs)
+
+
+# ---------------------------------------------------------------- a new setting
+
+TWICE = """if True:
+    import generate, sys
+    for more in (["--top_a", "0"], ["--top_a", "1"]):
+        sys.argv[1:] = sys.argv[1:] + more
+        generate.main()"""
+
+
+def apply_example(directory):
+    """Apply the change that CONTRIBUTING.md shows, hunk by hunk."""
+    _, _, page = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## A sampling method\n")
+    lines = [line[4:] for line in page.partition("\n## ")[0].splitlines() if line.startswith("    ")]
+    for file in "\n".join(lines).split("--- a/")[1:]:
+        header, *hunks = file.strip("\n").split("\n@@")
+        path = directory / header.splitlines()[0]
+        text = path.read_text()
+        for hunk in hunks:
+            marked = [(line[:1], line[1:]) for line in hunk.splitlines()[1:]]
+            old, new = ("\n".join(line for mark, line in marked if mark != other) for other in "+-")
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        path.write_text(text)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_new_setting(tiny, tmp_path, python, capsys, monkeypatch):
+    """With the change to Python alone, the setting works, and nothing changes where it is not used."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "cpu", tmp_path / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
+    apply_example(tmp_path)
+    options = [
+        "--checkpoint_path",
+        str(tiny("llama-mha")[2]),
+        "--prompt_ids",
+        "5,6,7",
+        "--json",
+        "--temperature",
+        "1.5",
+    ]
+    options += ["--repetition_penalty", "1.7", "--frequency_penalty", "0.4", "--presence_penalty", "0.3"]
+    options += ["--temperature", "1.5"]
+    done = subprocess.run([*python, "-c", TWICE, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    unused, used = (json.loads(line)["samples"][0]["token_ids"] for line in done.stdout.splitlines())
+    assert main(capsys, monkeypatch, *options)[0]["samples"][0]["token_ids"] == unused != used
+    if "C++" in IMPLEMENTATIONS:
+        assert done.stderr.splitlines()[0].endswith("so the references run: sample probabilities")

@@ -14,9 +14,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, random_prompts
+from programs import ids, main, run
 from random_heads import random_heads, some_tokens
-from test_engine import GREEDY, random_requests, run_randomly
-from test_generate import ids, main, run
+from schedules import GREEDY, random_requests, run_randomly
+from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, p_value, settings_of
 
 import speculative
 from cli import UserError
@@ -34,7 +35,7 @@ from load import (
     load_model,
 )
 from quantize import quantize_checkpoint
-from sampling import Sampling, SamplingParams, probabilities, sample
+from sampling import SamplingParams, sample
 from speculative import MAX_K, Proposal, Report, Speculation
 from start import compile_counts, compiled_steps, warm_up
 
@@ -282,50 +283,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
 # ---------------------------------------------------------------- drawn with a draft model: the same distribution
 
-V, ROWS = 11, 60_000
-SETTINGS = [
-    {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
-    {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
-    {"min_p": 0.15, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": -0.3},
-]  # fmt: skip
-
-
-class Table:
-    """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
-
-    config, shard = SimpleNamespace(n_token=None), None
-
-    def __init__(self, noise: float):
-        torch.manual_seed(3)
-        self.logits = 1.5 * torch.randn(V, V)
-        self.logits = self.logits + noise * torch.randn(V, V)
-
-    def hidden(self, tokens, input_pos, rows):
-        return tokens
-
-    def head(self, tokens):
-        return self.logits[tokens]
-
-    def __call__(self, tokens, input_pos, rows):
-        return self.logits[tokens[:, -1]]
-
-
-MODEL, DRAFT = Table(0.0), Table(1.2)
 OURS = SimpleNamespace(verify=speculative.verify, next_token=draft_model.next_token)
-
-
-def settings_of(rows: int, how: dict) -> Sampling:
-    """The same settings for all rows, with different seeds and the prompt [0]."""
-    settings = Sampling.make(rows, V)
-    for name, value in dataclasses.asdict(SamplingParams(**how)).items():
-        getattr(settings, name).fill_(value)
-    settings.seed.copy_(torch.arange(rows))
-    settings.counts[:, 0] = 1
-    return settings
-
-
-def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
-    settings.counts.index_put_((rows, tokens), settings.counts.new_full((1,), 2), accumulate=True)
 
 
 def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor:
@@ -357,36 +315,6 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             count(settings, rows[there], found[there, i])
         last[rows] += n
     return texts[:, 1:4]
-
-
-def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
-    """The model's distribution (N,V) after the prompt [0] and these answers (N,n)."""
-    N, n = answers.shape
-    settings, rows = settings_of(N, how), torch.arange(N)
-    for i in range(n):
-        count(settings, rows, answers[:, i])
-    last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
-    empty = torch.zeros(N, 0, dtype=torch.int64)
-    return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
-
-
-def p_value(tokens: torch.Tensor, how: dict) -> float:
-    """The p-value of a chi-square test of the joint distribution of three tokens against the exact one."""
-    answers = torch.zeros(1, 0, dtype=torch.int64)
-    expected = torch.ones(1, dtype=torch.float64)
-    for _ in range(3):
-        expected = (expected[:, None] * probabilities_after(answers, how)).flatten()
-        answers = torch.cat([answers.repeat_interleave(V, 0), torch.arange(V).repeat(len(answers))[:, None]], 1)
-    cells = tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2]
-    counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected
-    if (counts[expected == 0] > 0).any():
-        return 0.0
-    usual = expected >= 5  # cells with a small count are merged into one
-    counts = torch.cat([counts[usual], counts[~usual].sum()[None]])
-    expected = torch.cat([expected[usual], expected[~usual].sum()[None]])
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), chi2 / 2))
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)

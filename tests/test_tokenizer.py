@@ -4,46 +4,17 @@ import json
 import random
 import re
 
+import conftest
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import SPACES, strings
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from cli import UserError
 from tokenizer import TextStream, Tokenizer
-
-WORDS = [
-    "the", "quick", "brown", "Fox", "jumps", "over", "lazy", "dogs'", "don't", "I'LL", "we've", "it's",
-    "naïve", "façade", "Straße", "Ελληνικά", "русский", "язык", "עברית", "العربية", "हिन्दी", "ไทย",
-    "日本語のテキスト", "中文字符", "한국어", "éclair", "ﬁne", "½", "²", "٣٤", "Ⅷ", "😀",
-    '👩\u200d👩\u200d👧\u200d👦', "🇩🇪",
-    "☕️", '\u200b', '\ufeff', '\x00', '\x7f', "3.14159", "1234567890", "0x1F", "1e-9", "2024-01-31",
-    "$5,000.00", "100%", "#1", "C++", "a_b", "camelCase", "SCREAMING_CASE", "foo.bar()", '{"k":', "[1,",
-    "2]}", "<div", 'class="x">', "https://example.org/?q=1&r=%20", '\\n', "/*", "c", "*/", "//", "#", "'''",
-    '"""', "->", "=>", "!=", "<=", "&&", "||", "::", "...", "?!", "--", "—", "“quotes”", "•", "™",
-]  # fmt: skip
-SPACES = ["", " ", "  ", "    ", "\n", "\n\n", "\t", "\r\n", " \n ", "\n    ", "\t\t", "        ", "\u3000"]
-CODE = [
-    "def f(x):\n    return x + 1\n\n\nprint(f(10))\n",
-    "for (int i = 0; i < 10; ++i) {\n\tsum += a[i] * b[i];\n}\n",
-    "    indented\n        deeper\n\n   odd",
-    "SELECT * FROM t WHERE id = 42;",
-    "\\alpha + \\beta = \\frac{1}{2}",
-]
-
-
-def strings(special=(), n=200):
-    """Varied strings: words of many scripts with runs of whitespace, code, and special tokens."""
-    chance = random.Random(0)
-    out = ["", " ", "a", "\n", *SPACES, *CODE, *WORDS]
-    while len(out) < n + 60:
-        parts = [chance.choice(WORDS) + chance.choice(SPACES) for _ in range(chance.randint(1, 9))]
-        if special and chance.random() < 0.4:
-            parts.insert(chance.randrange(len(parts)), chance.choice(special))
-        out.append(chance.choice(SPACES) + "".join(parts))
-    return out
 
 
 def test_default_ids_equal_transformers(default_tokenizer, default_oracle):
@@ -65,45 +36,6 @@ def test_default_ids_without_digits_equal_plain_transformers(default_tokenizer, 
 def write_tokenizer_config(folder, **config):
     config = {"bos_token_id": None, "eos_token_ids": [], "add_bos_token": False} | config
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-@pytest.fixture(scope="session")
-def byte_level(tmp_path_factory):
-    """A small byte-level BPE that adds a BOS token, like that of Llama 3."""
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(strings(n=100), trainer)
-    library.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    folder = tmp_path_factory.mktemp("byte-level")
-    library.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def sentencepiece_folder(tmp_path_factory):
-    """A small sentencepiece BPE with byte fallback, like that of Llama 2."""
-    import sentencepiece
-
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    (folder / "corpus.txt").write_text("\n".join(text.replace("\n", " ") for text in strings(n=150) if text.strip()))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=600,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.98,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-    )
-    return folder
 
 
 def test_tokenizer_json_with_a_bos_token(byte_level, tmp_path):
@@ -308,3 +240,6 @@ def test_no_tokenizer_and_a_broken_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="tokenizer.json is not a readable tokenizer"):
         Tokenizer(tmp_path)
+
+
+byte_level = conftest.byte_level  # the tests of the server import it from here

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, tiny_chat_llama
-from test_harness import TEMPLATE
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from texts import TEMPLATE
 
 sys.path.append(str(ROOT / "training"))
 
@@ -51,7 +50,7 @@ SAME = 1e-4  # two orders of the same float32 sums
 
 
 @pytest.fixture(scope="module")
-def chat_checkpoint(tmp_path_factory, byte_level):  # noqa: F811
+def chat_checkpoint(tmp_path_factory, byte_level):
     folder = tmp_path_factory.mktemp("training")
     tiny_chat_llama(folder / "hf", byte_level, 1600, TEMPLATE, seed=1)
     return convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)

@@ -63,9 +63,9 @@ def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -
 
 
 def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
-    """Everything that is compared: greedy tokens alone and in a batch, with and without penalty, sampled tokens, tokens
-    with a draft model (whole or split) and with prompt lookup, and all logits of a prefill. Also the tokens that the
-    cache rows hold in the end, which must be the same on every rank."""
+    """Everything that is compared: greedy tokens alone and in a batch, with and without penalty, sampled tokens, the
+    logits of a prefill; with a draft (a model, whole or split) also tokens with it, with prompt lookup and with Medusa
+    heads. Also the tokens that the cache rows hold in the end, which must be the same on every rank."""
     steps = compiled_steps(compiled, False)
     found, kinds = {}, {"greedy": (GREEDY, NEW), "greedy, penalty": (PENALTY, FEW), "drawn, filtered": (FILTERED, FEW)}
     if not compiled:
@@ -82,7 +82,7 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
     if not compiled:
         note("alone", GREEDY, NEW, prompts=PROMPTS[:1])
     drafts = {"model": lambda: [ModelDraft(draft)]} if draft else {}
-    if draft or not compiled:
+    if draft:
         drafts["lookup"] = lambda: [RetrievalDraft()]
         drafts["lookup and heads"] = lambda: [RetrievalDraft(), MedusaDraft(random_heads(model))]
     for kind, make in drafts.items():

@@ -1,0 +1,49 @@
+"""Random requests, and an engine to which they come at random times."""
+
+import random
+
+from conftest import random_prompts
+
+from engine import Engine, Request
+from sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    if chance.random() < 0.3:
+        return GREEDY
+    return SamplingParams(
+        temperature=chance.choice([0.0, 0.6, 1.3]),
+        top_k=chance.choice([0, 0, 1, 17]),
+        top_p=chance.choice([1.0, 1.0, 0.8]),
+        min_p=chance.choice([0.0, 0.05]),
+        repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
+        frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
+        presence_penalty=chance.choice([0.0, 0.0, -0.4]),
+        seed=chance.randrange(1000),
+    )
+
+
+def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
+    chance = random.Random(seed)
+    shared = random_prompts([23], seed=seed + 1)[0]
+    requests = []
+    for prompt in random_prompts([chance.randrange(1, longest) for _ in range(n)], seed=seed):
+        if chance.random() < 0.4:  # some begin with the same tokens
+            prompt = shared[: chance.randrange(1, 23)] + prompt[: longest - 23]
+        requests.append(Request(prompt, random_params(chance), chance.randrange(1, 18)))
+    return requests
+
+
+def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
+    """Add the requests at random steps, and cancel some."""
+    chance, waiting = random.Random(seed), list(requests)
+    finished = []
+    while waiting or engine.active:
+        while waiting and chance.random() < 0.35:
+            engine.add(waiting.pop(0))
+        if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
+            engine.cancel(chance.choice(running))
+        finished += engine.step()
+    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"

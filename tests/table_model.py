@@ -1,0 +1,82 @@
+"""A model that is a table, so that the distribution of its texts is known exactly."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import torch
+
+from sampling import Sampling, SamplingParams, probabilities
+
+V, ROWS = 11, 60_000
+SETTINGS = [
+    {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
+    {"min_p": 0.15, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": -0.3},
+]  # fmt: skip
+
+
+class Table:
+    """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
+
+    config, shard = SimpleNamespace(n_token=None), None
+
+    def __init__(self, noise: float):
+        torch.manual_seed(3)
+        self.logits = 1.5 * torch.randn(V, V)
+        self.logits = self.logits + noise * torch.randn(V, V)
+
+    def hidden(self, tokens, input_pos, rows):
+        return tokens
+
+    def head(self, tokens):
+        return self.logits[tokens]
+
+    def __call__(self, tokens, input_pos, rows):
+        return self.logits[tokens[:, -1]]
+
+
+MODEL, DRAFT = Table(0.0), Table(1.2)
+
+
+def settings_of(rows: int, how: dict) -> Sampling:
+    """The same settings for all rows, with different seeds and the prompt [0]."""
+    settings = Sampling.make(rows, V)
+    for name, value in dataclasses.asdict(SamplingParams(**how)).items():
+        getattr(settings, name).fill_(value)
+    settings.seed.copy_(torch.arange(rows))
+    settings.counts[:, 0] = 1
+    return settings
+
+
+def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
+    settings.counts.index_put_((rows, tokens), settings.counts.new_full((1,), 2), accumulate=True)
+
+
+def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
+    """The model's distribution (N,V) after the prompt [0] and these answers (N,n)."""
+    N, n = answers.shape
+    settings, rows = settings_of(N, how), torch.arange(N)
+    for i in range(n):
+        count(settings, rows, answers[:, i])
+    last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
+    empty = torch.zeros(N, 0, dtype=torch.int64)
+    return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
+
+
+def p_value(tokens: torch.Tensor, how: dict) -> float:
+    """The p-value of a chi-square test of the joint distribution of three tokens against the exact one."""
+    answers = torch.zeros(1, 0, dtype=torch.int64)
+    expected = torch.ones(1, dtype=torch.float64)
+    for _ in range(3):
+        expected = (expected[:, None] * probabilities_after(answers, how)).flatten()
+        answers = torch.cat([answers.repeat_interleave(V, 0), torch.arange(V).repeat(len(answers))[:, None]], 1)
+    cells = tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2]
+    counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected
+    if (counts[expected == 0] > 0).any():
+        return 0.0
+    usual = expected >= 5  # cells with a small count are merged into one
+    counts = torch.cat([counts[usual], counts[~usual].sum()[None]])
+    expected = torch.cat([expected[usual], expected[~usual].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), chi2 / 2))

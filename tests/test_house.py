@@ -16,7 +16,7 @@ ORDER = """
     sources.assemble sources.opening convert_hf_checkpoint
     report drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads
     engine load chat generate
-    server.api server.metrics server.http_server serve
+    server.messages server.api server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

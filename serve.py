@@ -53,7 +53,7 @@ IDLE_S = 0.25  # between steps without a request: they tell the other ranks and 
 
 def parse_arguments(argv=None):
     count = number(int, "at least 1", lambda n: n >= 1)
-    parser = ArgumentParser(description="Serve a model over HTTP, as OpenAI's API.", formatter_class=HelpFormatter)
+    parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all interfaces")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any free port")
@@ -110,7 +110,7 @@ def main(ranks=None):
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(args, engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
-        warm_up_s = time.perf_counter() - before  # steps of real requests should not take much longer
+        warm_up_s = time.perf_counter() - before  # no step of a real request should take much longer
         if later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]

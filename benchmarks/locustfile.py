@@ -22,7 +22,8 @@ from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(Path(__file__).resolve().parents[1].glob("docs/*.md")))
 WORDS = TEXT.split()
-FIRST_TOKEN, LATER_TOKEN, NEW_TOKENS = "time to first token", "time per later token", "new tokens"
+FIRST_TOKEN, LATER_TOKEN = "time to first token", "time per later token"
+NEW_TOKENS = "new tokens"
 REFUSED, LONGEST_WAIT_S = "refused", 5.0
 TAIL = 10  # no length is more than this many times the median
 

@@ -310,8 +310,7 @@ class ServedModel:
     def check_model_name(self, fields: FieldReader):
         name = fields.read("model", str, self.name)
         if name != self.name:
-            text = f"the model {name!r} does not exist; this server has {self.name}"
-            raise ApiError(text, 404, "model", "model_not_found")
+            raise ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
         """How many tokens may follow a prompt: max_tokens, or if that is None as many as fit into the context.

@@ -184,7 +184,7 @@ class EngineClient:
         """connection: our end of the pipe; rows: requests that the engine runs at the same time."""
         self.connection = connection
         self.rows, self.capacity = rows, rows + max_queue
-        self.writer = ThreadPoolExecutor(1)  # sends: if the pipe is full, the event loop must go on and read updates
+        self.writer = ThreadPoolExecutor(1)  # sends: a full pipe must not block the event loop, which reads updates
         self.active: set[ActiveRequest] = set()
         self.receivers: dict[int, ActiveRequest] = {}  # request_id -> its HTTP request, until its last update
         self.parsing = 0  # HTTP requests that are being tokenized
@@ -195,7 +195,7 @@ class EngineClient:
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
 
     def start(self, on_end: Callable[[], None]):
-        """Begin to read updates. on_end() is called when the server has to end."""
+        """Begin to read updates. on_end() is called when the server must exit."""
         self.loop, self.on_end = asyncio.get_running_loop(), on_end
         self.loop.add_reader(self.connection.fileno(), self._read_status)
         self.watcher = self.loop.create_task(self._watch_engine())
@@ -220,7 +220,7 @@ class EngineClient:
         if self.state in ("draining", "ended"):
             raise ApiError("the server is shutting down", 503, code="draining", retry_after=1)
         if self.in_use >= self.capacity:
-            text = f"all {self.rows} rows are in use and all {self.capacity - self.rows} places of the queue are taken"
+            text = f"all {self.rows} rows are in use and the queue of {self.capacity - self.rows} requests is full"
             raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
 
     def retry_after(self) -> int:
@@ -276,9 +276,9 @@ class EngineClient:
                 active.put(update)
         if not self.receivers:  # idle time must not count in retry_after
             self.finish_times.clear()
-        # A draining server ends when all responses are sent, and one whose time is over when the engine has no request.
-        is_idle = not self.active and not self.parsing
-        if (self.state == "draining" and is_idle) or (self.state == "ended" and not self.in_use):
+        # While draining, the server exits when all responses are sent; later, as soon as the engine has no requests.
+        all_sent = not self.active and not self.parsing
+        if (self.state == "draining" and all_sent) or (self.state == "ended" and not self.in_use):
             self.on_end()
 
     async def _watch_engine(self):
@@ -299,8 +299,8 @@ class RequestAborted(ApiError):
 class ActiveRequest:
     """An HTTP request that the engine is working on: an asynchronous iterator over its updates, as (choice, update).
 
-    It ends when all choices are finished. If the client disconnects, the engine is told at once, and the iterator
-    raises ClientDisconnect.
+    It ends when all choices are finished. If the client disconnects, the engine's work is cancelled at once, and the
+    iterator raises ClientDisconnect.
     """
 
     def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
@@ -482,7 +482,7 @@ async def collect_body(request: HttpRequest) -> bytes:
     async for part in request.stream():
         size += len(part)
         data += part if size <= MAX_BODY_BYTES else b""
-        if size > 10 * MAX_BODY_BYTES:  # up to there all is received, because many clients read only after they sent
+        if size > 10 * MAX_BODY_BYTES:  # many clients read the response only after sending everything
             break
     if size > MAX_BODY_BYTES:
         raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")
@@ -586,7 +586,7 @@ class SameSite:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address always means the machine itself."""
+    """Whether a host name or an address is one of the loopback interface."""
     name = host.lower().rstrip(".")
     try:
         address = ipaddress.ip_address(name)

@@ -86,7 +86,7 @@ def test_the_queue_is_bounded(small):
     wait_for(lambda: is_full(small), "full places")
     status, headers, error = ask(small, [9], 5)
     assert status == 429 and error["error"]["code"] == "overloaded"
-    assert "1 rows are in use and all 2 places of the queue are taken" in error["error"]["message"]
+    assert "all 1 rows are in use and the queue of 2 requests is full" in error["error"]["message"]
     assert 1 <= int(headers["retry-after"]) <= 30 and headers["x-should-retry"] == "true"
     assert small.request("POST", "/v1/completions", b"{no JSON")[0] == 429
     with small.client() as client, pytest.raises(openai.RateLimitError):

@@ -482,7 +482,7 @@ async def collect_body(request: HttpRequest) -> bytes:
     async for part in request.stream():
         size += len(part)
         data += part if size <= MAX_BODY_BYTES else b""
-        if size > 10 * MAX_BODY_BYTES:  # many clients read the response only after sending everything
+        if size > 10 * MAX_BODY_BYTES:  # not sooner: many clients read the response only when all is sent
             break
     if size > MAX_BODY_BYTES:
         raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")

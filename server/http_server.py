@@ -61,7 +61,7 @@ LINGER_S = 2  # after an invalid request, input is read and dropped for so long,
 RESERVED_FILES = 40  # file descriptors that are not for connections
 ENGINE_TIMEOUT_S = 8  # an engine that sends nothing for so long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
-ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(.*)", re.IGNORECASE)  # not with a user name before the host
+ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
 
 # ---------------------------------------------------------------- the process
 

@@ -92,7 +92,7 @@ def test_the_queue_is_bounded(small):
     with small.client() as client, pytest.raises(openai.RateLimitError):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert small.request("POST", "/tokenize", {"prompt": "x"})[0] == 200
-    assert small.metric('requests_total{outcome="overloaded"}') >= 4
+    assert small.metric('requests_total{outcome="overloaded"}') >= 3
     others.leave(reset=False)
     wait_for(lambda: small.health() == (200, "ready"), "room")
     assert ask(small, [9], 5)[0] == 200

@@ -29,6 +29,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from test_harness import TEMPLATE
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
+import serve
+from cli import UserError
 from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
 from evaluate import harness_model
@@ -36,7 +38,6 @@ from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
-from serve import TextRequest
 from server.messages import Submit
 from sources.opening import open_hf
 from tokenizer import ChatTemplate, TextStream, Tokenizer
@@ -635,7 +636,7 @@ def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data)
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    job = TextRequest(tokenizer, Submit(3, request, stop))
+    job = serve.TextRequest(tokenizer, Submit(3, request, stop))
     sent, scored = "", []
     while request.finish_reason is None:
         for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
@@ -839,17 +840,23 @@ def test_without_web_libraries():
     assert done.stderr == "serve.py: error: starlette is not there: pip install -r requirements-serve.txt\n"
 
 
-@pytest.mark.slow
-def test_what_cannot_be_served(checkpoints, tmp_path):
+def test_what_cannot_be_served(checkpoints, monkeypatch):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         for arguments, line in (
             (["--port", str(port)], f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"),
             (["--api_key", ""], "--api_key is empty"),
             (["--port", "0", "--host", ""], "--host is empty"),
-            (["--port", "0", "--host", b"\xff"], "--host \\udcff --port 0 cannot be listened on"),
             (["--port", "0", "--max_seq_length", "99999"], f"more than the model's context of {CONTEXT}"),
         ):
-            command = [sys.executable, "serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-            assert done.returncode == 2 and line in done.stderr and len(done.stderr.splitlines()) == 1
+            monkeypatch.setattr(sys, "argv", ["serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments])
+            with pytest.raises(UserError, match=re.escape(line)):
+                serve.main()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_no_text():
+    command = [sys.executable, "serve.py", "--port", "0", "--host", b"\xff"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "--host \\udcff --port 0 cannot be listened on" in done.stderr

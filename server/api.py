@@ -427,7 +427,7 @@ class ResponseBuilder:
         self.header = {"id": completion.id, "object": kind, "created": completion.created, "model": model.name}
 
     def chunks(self, choice: Choice, update: Update) -> list[dict]:
-        """Add an update to its choice, and return the stream's chunks for it: none if it ended within a character."""
+        """Add an update to its choice, and return the stream's chunks for it: none without a complete character."""
         is_first = not choice.updates
         choice.updates.append(update)
         if not (update.text or update.logprobs or update.finish_reason or is_first):
@@ -467,7 +467,7 @@ class ResponseBuilder:
         return self.header | {"choices": choices, "usage": self.completion.usage()}
 
     def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
-        """Of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
+        """Of a choice of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
         text = choice.echo + update.text if is_first else update.text
         if choice.submit.request.logprobs is None:
             return {"text": text, "logprobs": None}

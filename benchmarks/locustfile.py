@@ -2,8 +2,8 @@
 
 Every user sends its next request as soon as the last one was answered. Append a class name to run only that class.
 
-  StoryUser     the mix of the BLOOM inference story (docs/bloom.md): /generate, prompts cut at random, 20 new tokens,
-                half of the requests greedy and half sampled with top-p 0.9, with seeds
+  StoryUser     the mix of the BLOOM inference story (docs/bloom.md): /v1/completions, prompts cut at random, 20 new
+                tokens, half of the requests greedy and half sampled with top-p 0.9, with seeds
   LongTailUser  streamed /v1/completions, also of other servers. The lengths of prompts and answers have a log-normal
                 distribution: most are short, few are ten times as long.
 
@@ -22,7 +22,8 @@ from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(Path(__file__).resolve().parents[1].glob("docs/*.md")))
 WORDS = TEXT.split()
-FIRST_TOKEN, LATER_TOKEN, NEW_TOKENS = "time to first token", "time per later token", "new tokens"
+FIRST_TOKEN, LATER_TOKEN = "time to first token", "time per later token"
+NEW_TOKENS = "new tokens"
 REFUSED, LONGEST_WAIT_S = "refused", 5.0
 TAIL = 10  # no length is more than this many times the median
 
@@ -66,13 +67,16 @@ class Client(FastHttpUser):
         response.request_meta["context"] |= found | {NEW_TOKENS: new}
 
 
+def greedy_or_sampled() -> dict:
+    return random.choice([{"temperature": 0}, {"temperature": 1, "top_p": 0.9, "seed": random.randrange(2**31)}])
+
+
 class StoryUser(Client):
     @task
-    def generate(self):
-        start, parameters = random.randrange(len(TEXT) - 200), {"max_new_tokens": 20, "seed": random.random()}
-        parameters |= random.choice([{}, {"do_sample": True, "top_p": 0.9}])
-        inputs = TEXT[start : start + random.randrange(1, 200)]
-        self.ask("/generate", {"inputs": inputs, "parameters": parameters})
+    def complete(self):
+        start = random.randrange(len(TEXT) - 200)
+        body = {"prompt": TEXT[start : start + random.randrange(1, 200)], "max_tokens": 20}
+        self.ask("/v1/completions", body | greedy_or_sampled())
 
 
 class LongTailUser(Client):
@@ -83,7 +87,7 @@ class LongTailUser(Client):
         words, new = self.length(self.prompt_words), self.length(self.new_tokens)
         start = random.randrange(len(WORDS) - words)
         body = {"prompt": " ".join(WORDS[start : start + words]), "max_tokens": new, "ignore_eos": True}
-        body |= random.choice([{"temperature": 0}, {"temperature": 1, "top_p": 0.9, "seed": random.randrange(2**31)}])
+        body |= greedy_or_sampled()
         self.ask("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
 
     def length(self, median: int) -> int:

@@ -1,71 +1,60 @@
-"""OpenAI's API as data: from the JSON of a request to requests to the engine, and from what comes of them to JSON.
+"""OpenAI's API as data: parses the JSON of requests, and builds the JSON of responses.
 
-Read down: Event, what a step brings; errors; what a request asks for: Fields, Wishes, ServedModel, which reads a body;
-then how the answers of each kind look, whole and in chunks. What is HTTP is in http_server.py.
+Read down: errors; reading the fields of a body; Choice and CompletionRequest, a parsed request with its results;
+ServedModel, which parses bodies; ResponseBuilder, which makes responses and the chunks of streams. The HTTP side is
+http_server.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
-/tokenize ...); Hugging Face's text-generation-inference (/generate, /generate_stream).
+/tokenize ...).
 """
 
+import itertools
 import json
 import secrets
 import time
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
 from cli import UserError, print_status
 from engine import Request, check_prompt
 from model import Config
 from sampling import SamplingParams
+from server.messages import Submit, Update
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-MAX_BODY, MAX_PROMPTS, MAX_LOGPROBS = 1 << 20, 128, 20
-MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 4, 1000, 128
-
-
-class Event(NamedTuple):
-    """What a step has brought a request: the text that it completes, and how far the request is."""
-
-    key: int
-    text: str
-    tokens: int  # new ones so far
-    cached: int  # tokens of the prompt that were not read again
-    # (id, log-probability, [(id, log-probability), ...], offset in the text) of each token of the text, and the same of
-    # the prompt without offsets, with the first event; empty where not asked for
-    logprobs: list[tuple]
-    prompt_logprobs: list[tuple]
-    reason: str | None  # "stop", "length", "cancelled" or "error"; None: it goes on
-    error: str | None
-
+MAX_BODY_BYTES = 1 << 20
+MAX_PROMPTS, MAX_LOGPROBS = 128, 20
+MAX_STOPS, MAX_STOP_LENGTH = 4, 1000
+MAX_STOP_IDS = 128
 
 # ---------------------------------------------------------------- errors
 
 
 class ApiError(Exception):
-    """An answer that is an OpenAI error object. retry_after: seconds, where the same may succeed later."""
+    """A response that is an OpenAI error object. retry_after: seconds after which the same request may succeed."""
 
     def __init__(self, message: str, status=400, param: str | None = None, code: str | None = None, retry_after=None):
         super().__init__(message[:500])
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        self.status, self.param = status, param
+        self.code, self.retry_after = code, retry_after
 
     def body(self) -> dict:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def encode(value) -> bytes:
-    """JSON; a lone surrogate, which a client may have sent and an error may name, becomes a question mark."""
+def encode_json(value) -> bytes:
+    """JSON as UTF-8. A lone surrogate, which a client may have sent and an error may quote, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
 
 
-# ---------------------------------------------------------------- what a request asks for
+# ---------------------------------------------------------------- the fields of a request
 
-KINDS = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
-KINDS |= {dict: "an object", (str, list): "a string or a list"}
+TYPE_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
+TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list"}
 
-# What we do not have, by the values with which it changes nothing. (null changes nothing anywhere.)
-NEUTRAL = {
+# Fields that are not supported, each with the values that change nothing. These are accepted, and so is null.
+NEUTRAL_VALUES = {
     "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}],
     "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
     "functions": [[]], "function_call": ["none", "auto"],
@@ -73,88 +62,14 @@ NEUTRAL = {
     "use_beam_search": [False], "length_penalty": [1], "typical_p": [1], "min_tokens": [0], "bad_words": [[]],
     "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],
     "prompt_logprobs": [], "truncate_prompt_tokens": [], "structured_outputs": [], "logits_processors": [[]],
-    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [],
+    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "grammar": [],
     "chat_template": [], "chat_template_kwargs": [{}], "documents": [[]],
     "add_generation_prompt": [True], "continue_final_message": [False],
-    "watermark": [False], "truncate": [], "grammar": [], "adapter_id": [], "top_n_tokens": [0],
 }  # fmt: skip
 
 
-class Fields:
-    """The fields of a request's JSON object, each read once."""
-
-    unknown: set[str] = set()  # names that have been logged
-
-    def __init__(self, body: dict):
-        self.body, self.left = body, dict(body)
-
-    def take(self, name: str, kind, default=None, low: int | None = None, high: int | None = None):
-        """The value of a field, `default` where it is not there or null; ApiError where it is of another kind."""
-        value = self.left.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ApiError(f"{name} must be {KINDS[kind]}", param=name)
-        if (low is not None and value < low) or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ApiError(f"{name} must be {bounds}", param=name)
-        return value
-
-    def done(self):
-        """Refuse what is left and would change the answer; log the rest once."""
-        for name, value in self.left.items():
-            if name in NEUTRAL:
-                if value is not None and not any(value == one and type(value) is type(one) for one in NEUTRAL[name]):
-                    raise ApiError(f"{name} is not supported here, other than with its neutral value", param=name)
-            elif name not in self.unknown and len(self.unknown) < 100:
-                self.unknown.add(name)
-                print_status(f"a request has the field {name[:60]!r}, which is ignored")
-
-
-@dataclass
-class Ask:
-    """A prompt that is to be continued."""
-
-    request: Request
-    stop: tuple[str, ...]
-    continues: bool
-    text: str = ""  # of the prompt, where it is to be echoed
-    # What has come of it:
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[tuple] = field(default_factory=list)
-    prompt_logprobs: list[tuple] = field(default_factory=list)
-    tokens: int = 0
-    cached: int = 0
-    reason: str | None = None
-
-    def note(self, event: Event):
-        self.pieces.append(event.text)
-        self.logprobs += event.logprobs
-        self.prompt_logprobs += event.prompt_logprobs
-        self.tokens, self.cached, self.reason = event.tokens, event.cached, event.reason
-
-
-@dataclass
-class Wishes:
-    """What an HTTP request asks for."""
-
-    asks: list[Ask]
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    details: bool = False  # of /generate
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def usage(self) -> dict:
-        read, written = sum(len(ask.request.prompt) for ask in self.asks), sum(ask.tokens for ask in self.asks)
-        cached = {"cached_tokens": sum(ask.cached for ask in self.asks)}
-        found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return found | {"prompt_tokens_details": cached}
-
-
 def parse_object(data: bytes) -> dict:
-    """The JSON object that a body is."""
+    """The JSON object in a request's body; ApiError if there is none."""
 
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
@@ -168,26 +83,158 @@ def parse_object(data: bytes) -> dict:
     return body
 
 
-class ServedModel:
-    """The served model as requests see it: its name, its texts, what fits into it."""
+class FieldReader:
+    """Reads the fields of a request's JSON object, each once, and then checks those that are left over."""
 
-    def __init__(self, config: Config, files: TokenizerFiles, name: str, length: int):
-        """length: positions of context."""
-        self.name, self.length = name, length
+    logged: set[str] = set()  # names of unknown fields; shared by all requests
+
+    def __init__(self, body: dict):
+        self.unread = dict(body)
+
+    def read(self, name: str, kind, default=None, low: int | None = None, high: int | None = None):
+        """The value of a field, or `default` if it is missing or null; ApiError if it has another type, or is out of
+        bounds."""
+        value = self.unread.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ApiError(f"{name} must be {TYPE_NAMES[kind]}", param=name)
+        if (low is not None and value < low) or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ApiError(f"{name} must be {bounds}", param=name)
+        return value
+
+    def check_unread(self):
+        """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and logged once."""
+        for name, value in self.unread.items():
+            if name in NEUTRAL_VALUES:
+                neutral = NEUTRAL_VALUES[name]
+                if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+                    raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
+            elif name not in self.logged and len(self.logged) < 100:
+                self.logged.add(name)
+                print_status(f"a request has the unknown field {name[:60]!r}, which is ignored")
+
+
+def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
+    """The value if it is a list of integers; else an ApiError that says the rule."""
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise ApiError(f"{param} must be {rule}", param=param)
+    return value
+
+
+def read_max_tokens(fields: FieldReader, default: int | None, low: int) -> int | None:
+    max_tokens = fields.read("max_tokens", int, default, low)
+    return fields.read("max_completion_tokens", int, max_tokens, low)  # OpenAI's newer name for it
+
+
+def read_sampling_params(fields: FieldReader) -> SamplingParams:
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    defaults |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    values = {name: fields.read(name, (int, float), default) for name, default in defaults.items()}
+    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, None)
+    seed = secrets.randbits(62) if seed is None else seed
+    try:
+        return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
+    except ValueError as error:
+        param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
+        raise ApiError(str(error), param=param) from None
+
+
+def read_stop_strings(fields: FieldReader) -> tuple[str, ...]:
+    stop = fields.read("stop", (str, list), [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
+        rule = f"a string or a list of up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LENGTH} characters"
+        raise ApiError(f"stop must be {rule}", param="stop")
+    return tuple(stop)
+
+
+def read_stop_ids(fields: FieldReader, eos_ids: frozenset[int]) -> frozenset[int]:
+    stop_ids = read_token_ids(fields.read("stop_token_ids", list, []), "stop_token_ids")
+    if len(stop_ids) > MAX_STOP_IDS:  # each prompt of a request has its own copy of them in the engine's process
+        raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
+    return frozenset(stop_ids) | (frozenset() if fields.read("ignore_eos", bool, False) else eos_ids)
+
+
+def read_stream_options(fields: FieldReader) -> dict[str, bool]:
+    """The fields of a CompletionRequest that are about streaming."""
+    stream, options = fields.read("stream", bool, False), fields.read("stream_options", dict)
+    if options is not None and not stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options")
+    options = FieldReader(options or {})
+    return {
+        "stream": stream,
+        "include_usage": options.read("include_usage", bool, False),
+        "continuous_usage": options.read("continuous_usage_stats", bool, False),
+    }
+
+
+# ---------------------------------------------------------------- a parsed request
+
+
+@dataclass
+class Choice:
+    """One prompt of a request, and its answer so far."""
+
+    index: int  # in the response's choices
+    submit: Submit  # the message to the engine
+    echo: str = ""  # the text of the prompt, if the answer begins with it
+    submitted_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    updates: list[Update] = field(default_factory=list)
+
+    def combined(self) -> Update:
+        """All updates as one."""
+        logprobs = [entry for update in self.updates for entry in update.logprobs]
+        prompt_logprobs = [entry for update in self.updates for entry in update.prompt_logprobs]
+        text = "".join(update.text for update in self.updates)
+        return replace(self.updates[-1], text=text, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+@dataclass
+class CompletionRequest:
+    """A parsed request to /v1/completions or /v1/chat/completions, with its answers so far."""
+
+    id: str  # of the response
+    choices: list[Choice]
+    is_chat: bool = False
+    stream: bool = False
+    include_usage: bool = False  # at the end of a stream
+    continuous_usage: bool = False  # in each chunk of a stream
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self) -> dict:
+        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in self.choices)
+        latest = [choice.updates[-1] for choice in self.choices if choice.updates]
+        completion_tokens = sum(update.completion_tokens for update in latest)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(update.cached_tokens for update in latest)},
+        }
+
+
+class ServedModel:
+    """The model as the API shows it: parses requests, and converts between text and tokens."""
+
+    def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int):
+        self.name, self.context_length = name, context_length
         self.config, self.tokenizer = config, Tokenizer(files)
-        self.template, self.no_template = None, ""
+        self.template, self.template_error = None, ""
         try:
             self.template = ChatTemplate(files, self.tokenizer)
         except UserError as error:
-            self.no_template = "the model has no chat template: use /v1/completions"
+            self.template_error = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):
-                print_status(f"no conversations: {error}")
+                print_status(f"chat completions are not available: {error}")
         vocabulary = self.tokenizer.vocabulary
         names = dict(enumerate(vocabulary.tokens())) if vocabulary else {}
-        self.special = {i: (names.get(i) or "").encode() for i in vocabulary.special_ids} if vocabulary else {}
-        self.ends = frozenset(self.tokenizer.eos_ids)
-        self.chat_ends = self.ends | (self.template.end_ids() if self.template else set())
-        self.created = int(time.time())
+        self.special_tokens = {i: (names.get(i) or "").encode() for i in vocabulary.special_ids} if vocabulary else {}
+        self.eos_ids = frozenset(self.tokenizer.eos_ids)
+        self.chat_eos_ids = self.eos_ids | (self.template.end_ids() if self.template else set())
+        self.created, self.request_ids = int(time.time()), itertools.count()
 
     # ------------------------------------------------------------ text and tokens
 
@@ -199,379 +246,276 @@ class ServedModel:
         except UserError as error:
             raise ApiError(str(error), param=param) from None
 
-    def ids(self, value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
-        if not isinstance(value, list) or not all(type(i) is int for i in value):
-            raise ApiError(f"{param} must be {rule}", param=param)
-        return value
-
-    def prompts(self, value) -> list[tuple[list[int], str | None]]:
-        """(ids, text) of each prompt of a completion; text is None where ids were sent."""
-        several = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
-        values = value if several else [value]
-        if len(values) > MAX_PROMPTS:
-            raise ApiError(f"there are {len(values)} prompts; {MAX_PROMPTS} can be sent at once", param="prompt")
-        texts = [one if isinstance(one, str) else None for one in values]
+    def encode_prompts(self, prompt) -> list[tuple[list[int], str | None]]:
+        """(ids, text) of each prompt in the field `prompt`; text is None if token ids were sent."""
+        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+        prompts = prompt if several else [prompt]
+        if len(prompts) > MAX_PROMPTS:
+            raise ApiError(f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
         rule = "text, a list of texts, token ids or a list of lists of them"
         return [
-            (self.ids(one, "prompt", rule) if text is None else self.encode(text, "prompt"), text)
-            for one, text in zip(values, texts)
+            (self.encode(one, "prompt"), one) if isinstance(one, str) else (read_token_ids(one, "prompt", rule), None)
+            for one in prompts
         ]
 
-    def conversation(self, messages) -> list[int]:
-        """The token ids of a chat's messages."""
+    def encode_messages(self, messages) -> list[int]:
+        """The token ids of a conversation."""
         if self.template is None:
-            raise ApiError(self.no_template, param="messages")
+            raise ApiError(self.template_error, param="messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError("messages must be a list with at least one message", param="messages")
-        turns = [self.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        checked = [self.check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
-            return self.template.encode(turns)
+            return self.template.encode(checked)
         except UserError as error:
-            line = str(error).replace(f"{self.template.path}: ", "")  # a path is nobody's business
+            line = str(error).replace(f"{self.template.path}: ", "")  # do not show file paths to clients
             raise ApiError(line, param="messages") from None
 
     @staticmethod
-    def message(message, name: str) -> dict:
+    def check_message(message, name: str) -> dict:
+        """The role and the text of a message; ApiError if it is malformed or has more than text."""
         roles = ("system", "developer", "user", "assistant")
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ApiError(f"{name} must be an object with a role, one of {', '.join(roles)}", param=f"{name}.role")
         content, role = message.get("content"), message["role"]
         if message.get("tool_calls") or message.get("function_call"):
-            raise ApiError(f"{name}: tools are not supported here", param=f"{name}.tool_calls")
+            raise ApiError(f"{name}: tools are not supported", param=f"{name}.tool_calls")
         if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
-            if not all(kind == "text" and isinstance(text, str) for kind, text in zip(kinds, parts)):
+            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            types = [part.get("type") if isinstance(part, dict) else None for part in content]
+            if not all(kind == "text" and isinstance(text, str) for kind, text in zip(types, texts)):
                 raise ApiError(f"{name}.content: only parts of type text are supported", param=f"{name}.content")
-            content = "".join(parts)
+            content = "".join(texts)
         if not isinstance(content, str):
             raise ApiError(f"{name}.content must be a string or a list of text parts", param=f"{name}.content")
         return {"role": "system" if role == "developer" else role, "content": content}
 
     def token_bytes(self, token: int) -> bytes:
-        """A token by itself, as logprobs show it; special tokens, too."""
+        """The bytes of a single token, as logprobs show it, including special tokens."""
         if self.tokenizer.vocabulary is None:
             return b"<%d>" % token
-        return self.special[token] if token in self.special else self.tokenizer.vocabulary.token_bytes(token)
+        if token in self.special_tokens:
+            return self.special_tokens[token]
+        return self.tokenizer.vocabulary.token_bytes(token)
 
     def token_text(self, token: int) -> str:
         data = self.token_bytes(token)
         try:
             return data.decode()
-        except UnicodeDecodeError:  # part of a character
+        except UnicodeDecodeError:  # a part of a character
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    # ------------------------------------------------------------ what is asked for
+    # ------------------------------------------------------------ requests for completions
 
-    def check_name(self, fields: Fields):
-        name = fields.take("model", str, self.name)
+    def check_model_name(self, fields: FieldReader):
+        name = fields.read("model", str, self.name)
         if name != self.name:
-            raise ApiError(f"the model {name!r} does not exist; here is {self.name}", 404, "model", "model_not_found")
+            raise ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
 
-    def params(self, fields: Fields, temperature: float = 1.0) -> SamplingParams:
-        numbers = {"temperature": temperature, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        numbers |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-        values = {name: fields.take(name, (int, float), default) for name, default in numbers.items()}
-        top_k = fields.take("top_k", int, 0)
-        seed = fields.take("seed", int, None)
-        seed = secrets.randbits(62) if seed is None else seed
-        try:
-            return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
-        except ValueError as error:
-            param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
-            raise ApiError(str(error), param=param) from None
+    def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
+        """How many tokens may follow a prompt: max_tokens, or if that is None as many as fit into the context.
 
-    def stops(self, fields: Fields, name: str = "stop") -> tuple[str, ...]:
-        stop = fields.take(name, (str, list), [])
-        stop = [stop] if isinstance(stop, str) else stop
-        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
-            rule = f"a text or up to {MAX_STOPS}, each of 1 to {MAX_STOP_LENGTH} characters"
-            raise ApiError(f"{name} must be {rule}", param=name)
-        return tuple(stop)
-
-    def ends_of(self, fields: Fields, ends: frozenset[int]) -> frozenset[int]:
-        more = self.ids(fields.take("stop_token_ids", list, []), "stop_token_ids")
-        if len(more) > MAX_STOP_IDS:  # each prompt of a request has its own copy of them
-            raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
-        return frozenset(more) | (frozenset() if fields.take("ignore_eos", bool, False) else ends)
-
-    def check_length(self, prompt: list[int], new: int | None, param: str, low=1, limit="max_tokens") -> int:
-        """How many tokens may follow a prompt; ApiError where it does not fit into the context.
-
-        param, limit: the parameters that the prompt and `new` come from.
+        ApiError if the prompt and max_tokens do not fit. param: the field of the prompt; low: the fewest new tokens.
         """
         try:
-            check_prompt(prompt, self.config, self.length)
+            check_prompt(prompt, self.config, self.context_length)
         except UserError as error:
-            code = "context_length_exceeded" if len(prompt) > self.length else None
+            code = "context_length_exceeded" if len(prompt) > self.context_length else None
             raise ApiError(str(error), param=param, code=code) from None
-        room = self.length - len(prompt)
-        wanted = room if new is None else new
-        if wanted > room or wanted < low:
-            text = f"the context has {self.length} tokens; the prompt has {len(prompt)} and {wanted} more are wanted"
-            raise ApiError(text, param=param if room < low else limit, code="context_length_exceeded")
-        return wanted
+        room = self.context_length - len(prompt)
+        new = room if max_tokens is None else max_tokens
+        if new > room or new < low:
+            counts = f"{self.context_length} tokens; the prompt has {len(prompt)} and {new} more were requested"
+            param = param if room < low else "max_tokens"
+            raise ApiError(f"the context has {counts}", param=param, code="context_length_exceeded")
+        return new
 
-    def stream_options(self, fields: Fields) -> dict:
-        stream, given = fields.take("stream", bool, False), fields.take("stream_options", dict)
-        if given is not None and not stream:
-            raise ApiError("stream_options needs stream: true", param="stream_options")
-        options = Fields(given or {})
-        found = {"include_usage": options.take("include_usage", bool, False)}
-        found["continuous_usage"] = options.take("continuous_usage_stats", bool, False)
-        return found | {"stream": stream}
+    def parse_completion(self, body: dict) -> CompletionRequest:
+        """Parse a body of /v1/completions."""
+        fields = FieldReader(body)
+        self.check_model_name(fields)
+        prompts = self.encode_prompts(fields.unread.pop("prompt", None))
+        max_tokens = read_max_tokens(fields, 16, 0)
+        logprobs, echo = fields.read("logprobs", int, None, 0, MAX_LOGPROBS), fields.read("echo", bool, False)
+        params, stop = read_sampling_params(fields), read_stop_strings(fields)
+        stop_ids, options = read_stop_ids(fields, self.eos_ids), read_stream_options(fields)
+        fields.check_unread()
+        choices = []
+        for i, (ids, text) in enumerate(prompts):
+            self.check_length(ids, max_tokens, "prompt", 0)
+            text = self.tokenizer.decode(ids) if echo and text is None else text
+            request = Request(ids, params, max_tokens, stop_ids, logprobs=logprobs)
+            request.prompt_logprobs = logprobs if echo else None
+            submit = Submit(next(self.request_ids), request, stop, can_time_out=i == 0)
+            choices.append(Choice(i, submit, text if echo else ""))
+        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, **options)
 
-    def completion(self, body: dict) -> Wishes:
-        """What the body of /v1/completions asks for."""
-        fields = Fields(body)
-        self.check_name(fields)
-        prompts = self.prompts(fields.left.pop("prompt", None))
-        new = fields.take("max_tokens", int, 16, 0)
-        new = fields.take("max_completion_tokens", int, new, 0)
-        n = fields.take("logprobs", int, None, 0, MAX_LOGPROBS)
-        echo, params, stop = fields.take("echo", bool, False), self.params(fields), self.stops(fields)
-        ends, options = self.ends_of(fields, self.ends), self.stream_options(fields)
-        fields.done()
-        asks = []
-        for ids, text in prompts:
-            self.check_length(ids, new, "prompt", 0)
-            shown = "" if not echo else self.tokenizer.decode(ids) if text is None else text
-            request = Request(ids, params, new, ends, logprobs=n, prompt_logprobs=n if echo else None)
-            asks.append(Ask(request, stop, True, shown))
-        return Wishes(asks, id=f"cmpl-{secrets.token_hex(12)}", **options)
-
-    def chat(self, body: dict) -> Wishes:
-        """What the body of /v1/chat/completions asks for."""
-        fields = Fields(body)
-        self.check_name(fields)
-        ids = self.conversation(fields.left.pop("messages", None))
-        new = fields.take("max_tokens", int, None, 1)
-        new = fields.take("max_completion_tokens", int, new, 1)
-        wanted = fields.take("logprobs", bool, False)
-        n = fields.take("top_logprobs", int, None, 0, MAX_LOGPROBS)
-        if n is not None and not wanted:
+    def parse_chat(self, body: dict) -> CompletionRequest:
+        """Parse a body of /v1/chat/completions."""
+        fields = FieldReader(body)
+        self.check_model_name(fields)
+        ids = self.encode_messages(fields.unread.pop("messages", None))
+        max_tokens = read_max_tokens(fields, None, 1)
+        wants_logprobs = fields.read("logprobs", bool, False)
+        top_logprobs = fields.read("top_logprobs", int, None, 0, MAX_LOGPROBS)
+        if top_logprobs is not None and not wants_logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        params, stop, ends = self.params(fields), self.stops(fields), self.ends_of(fields, self.chat_ends)
-        options = self.stream_options(fields)
-        fields.done()
-        new = self.check_length(ids, new, "messages")
-        request = Request(ids, params, new, ends, logprobs=(n or 0) if wanted else None)
-        return Wishes([Ask(request, stop, False)], id=f"chatcmpl-{secrets.token_hex(12)}", **options)
+        params, stop = read_sampling_params(fields), read_stop_strings(fields)
+        stop_ids, options = read_stop_ids(fields, self.chat_eos_ids), read_stream_options(fields)
+        fields.check_unread()
+        max_tokens = self.check_length(ids, max_tokens, "messages", 1)
+        request = Request(ids, params, max_tokens, stop_ids, logprobs=(top_logprobs or 0) if wants_logprobs else None)
+        submit = Submit(next(self.request_ids), request, stop, continues_prompt=False)
+        return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", [Choice(0, submit)], is_chat=True, **options)
 
-    def tgi(self, body: dict, stream: bool) -> Wishes:
-        """What the body of /generate or /generate_stream asks for, as text-generation-inference understands it."""
-        outer = Fields(body)
-        text, stream = outer.take("inputs", str), outer.take("stream", bool, stream)
-        fields = Fields(outer.take("parameters", dict, {}))
-        outer.done()
-        if text is None:
-            raise ApiError("inputs must be a string", param="inputs")
-        new, seed = fields.take("max_new_tokens", int, 100, 1), fields.take("seed", (int, float))
-        if isinstance(seed, float):  # which the load test of the BLOOM story sends
-            seed = int.from_bytes(str(seed).encode()[-7:], "little")
-        sampled = fields.take("do_sample", bool, False)
-        sampled |= any(fields.body.get(name) is not None for name in ("temperature", "top_k", "top_p", "typical_p"))
-        fields.left["seed"] = seed
-        params = self.params(fields, 1.0 if sampled else 0.0)
-        stop = self.stops(fields) or self.stops(fields, "stop_sequences")
-        echo, details = fields.take("return_full_text", bool, False), fields.take("details", bool, False)
-        fields.take("decoder_input_details", bool)
-        fields.done()
-        ids = self.encode(text, "inputs")
-        self.check_length(ids, new, "inputs", limit="max_new_tokens")
-        request = Request(ids, params, new, self.ends, logprobs=0)
-        return Wishes([Ask(request, stop, True, text if echo else "")], stream, details=details)
+    # ------------------------------------------------------------ responses without the engine
 
     def tokenize(self, body: dict) -> dict:
-        """The answer of /tokenize: the ids of a text, or of a conversation."""
-        fields = Fields(body)
-        self.check_name(fields)
-        add_bos = fields.take("add_special_tokens", bool, True)
-        if "messages" in fields.left:
-            ids = self.conversation(fields.left.pop("messages"))
+        """The response of /tokenize: the ids of a text or of a conversation."""
+        fields = FieldReader(body)
+        self.check_model_name(fields)
+        add_bos = fields.read("add_special_tokens", bool, True)
+        if "messages" in fields.unread:
+            ids = self.encode_messages(fields.unread.pop("messages"))
         else:
-            text = fields.take("prompt", str)
+            text = fields.read("prompt", str)
             if text is None:
                 raise ApiError("prompt must be a string", param="prompt")
             ids = self.encode(text, "prompt", add_bos)
-        found = {"count": len(ids), "max_model_len": self.length, "tokens": ids}
-        if fields.take("return_token_strs", bool, False):
-            found["token_strs"] = [self.token_text(i) for i in ids]
-        fields.done()
-        return found
+        response = {"count": len(ids), "max_model_len": self.context_length, "tokens": ids}
+        if fields.read("return_token_strs", bool, False):
+            response["token_strs"] = [self.token_text(i) for i in ids]
+        fields.check_unread()
+        return response
 
     def detokenize(self, body: dict) -> dict:
-        fields = Fields(body)
-        self.check_name(fields)
-        ids, V = self.ids(fields.left.pop("tokens", None), "tokens"), self.config.vocab_size
-        fields.done()
+        fields = FieldReader(body)
+        self.check_model_name(fields)
+        ids, V = read_token_ids(fields.unread.pop("tokens", None), "tokens"), self.config.vocab_size
+        fields.check_unread()
         if outside := [i for i in ids if not 0 <= i < V]:
             raise ApiError(f"token id {outside[0]} is outside the vocabulary of {V} (0 to {V - 1})", param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
 
     def tokenizer_info(self) -> dict:
-        """As clients that tokenize by this server want it (lm-eval)."""
+        """The response of /tokenizer_info, for clients that tokenize with the server's tokenizer (lm-eval)."""
         template = self.template.source if self.template else None
-        return self.tokenizer.named_tokens | {"chat_template": template, "model_max_length": self.length}
+        return self.tokenizer.named_tokens | {"chat_template": template, "model_max_length": self.context_length}
 
-    def named_card(self, name: str) -> dict:
-        self.check_name(Fields({"model": name}))
-        return self.card()
-
-    def card(self) -> dict:
+    def model_card(self) -> dict:
         """The model in /v1/models."""
-        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "fastpath"}
-        return about | {"max_model_len": self.length}
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "fastpath"}
+        return card | {"max_model_len": self.context_length}
+
+    def find_model(self, name: str) -> dict:
+        """The response of /v1/models/NAME."""
+        self.check_model_name(FieldReader({"model": name}))
+        return self.model_card()
 
 
-# ---------------------------------------------------------------- how answers look
+# ---------------------------------------------------------------- responses
 
 
-class OpenAIAnswer:
-    """The answer of /v1/completions, or of /v1/chat/completions, whole or in chunks."""
+class ResponseBuilder:
+    """Builds the response of /v1/completions or /v1/chat/completions, as a whole or in chunks."""
 
-    end = b"data: [DONE]\n\n"  # of a stream
+    def __init__(self, model: ServedModel, completion: CompletionRequest):
+        self.model, self.completion = model, completion
+        kind = "text_completion"
+        if completion.is_chat:
+            kind = "chat.completion.chunk" if completion.stream else "chat.completion"
+        self.header = {"id": completion.id, "object": kind, "created": completion.created, "model": model.name}
 
-    def __init__(self, model: ServedModel, wishes: Wishes):
-        self.model, self.wishes, self.chat = model, wishes, wishes.id.startswith("chat")
-        kind = "chat.completion" + ".chunk" * wishes.stream if self.chat else "text_completion"
-        self.head = {"id": wishes.id, "object": kind, "created": wishes.created, "model": model.name}
-
-    def chunks(self, i: int, event: Event) -> list[dict]:
-        """What a step has brought the i-th prompt, for the stream; nothing where it ended within a character."""
-        ask = self.wishes.asks[i]
-        first = not ask.pieces
-        ask.note(event)
-        if not (event.text or event.logprobs or event.reason or first):
+    def chunks(self, choice: Choice, update: Update) -> list[dict]:
+        """Add an update to its choice, and return the stream's chunks for it: none without a complete character."""
+        is_first = not choice.updates
+        choice.updates.append(update)
+        if not (update.text or update.logprobs or update.finish_reason or is_first):
             return []
-        if self.chat:
-            delta = {"role": "assistant"} if first else {}
-            delta |= {"content": event.text} if first or event.text else {}
-            logprobs = chat_logprobs(self.model, event.logprobs) if event.logprobs else None
-            choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": event.reason}
+        if self.completion.is_chat:
+            delta = {"role": "assistant"} if is_first else {}
+            delta |= {"content": update.text} if is_first or update.text else {}
+            answer = {"delta": delta, "logprobs": chat_logprobs(self.model, update.logprobs or None)}
         else:
-            choice = self.completion_choice(i, event.text, event.logprobs, event.reason, first)
-        return [self.head | {"choices": [choice]} | self.usage_so_far()]
+            answer = self.text_and_logprobs(choice, update, is_first)
+        part = {"index": choice.index, **answer, "finish_reason": update.finish_reason}
+        return [self.header | {"choices": [part]} | self.usage_so_far()]
 
     def usage_so_far(self) -> dict:
-        if self.wishes.continuous_usage:
-            return {"usage": self.wishes.usage()}
-        return {"usage": None} if self.wishes.include_usage else {}
+        if self.completion.continuous_usage:
+            return {"usage": self.completion.usage()}
+        return {"usage": None} if self.completion.include_usage else {}
 
-    def last(self) -> list[dict]:
-        """The chunks after all Events."""
-        return [self.head | {"choices": [], "usage": self.wishes.usage()}] if self.wishes.include_usage else []
+    def last_chunks(self) -> list[dict]:
+        """The chunks after those of all updates."""
+        if not self.completion.include_usage:
+            return []
+        return [self.header | {"choices": [], "usage": self.completion.usage()}]
 
     def whole(self) -> dict:
-        """The answer at once, when all Events have been noted."""
+        """The response that is not streamed, after all updates."""
         choices = []
-        for i, ask in enumerate(self.wishes.asks):
-            text = "".join(ask.pieces)
-            if self.chat:
-                logprobs = None if ask.request.logprobs is None else chat_logprobs(self.model, ask.logprobs)
-                message = {"role": "assistant", "content": text, "refusal": None}
-                choices.append({"index": i, "message": message, "logprobs": logprobs, "finish_reason": ask.reason})
+        for choice in self.completion.choices:
+            update = choice.combined()
+            if self.completion.is_chat:
+                logprobs = None if choice.submit.request.logprobs is None else update.logprobs
+                message = {"role": "assistant", "content": update.text, "refusal": None}
+                answer = {"message": message, "logprobs": chat_logprobs(self.model, logprobs)}
             else:
-                choices.append(self.completion_choice(i, text, ask.logprobs, ask.reason, True))
-        return self.head | {"choices": choices, "usage": self.wishes.usage()}
+                answer = self.text_and_logprobs(choice, update, True)
+            choices.append({"index": choice.index, **answer, "finish_reason": update.finish_reason})
+        return self.header | {"choices": choices, "usage": self.completion.usage()}
 
-    def completion_choice(self, i: int, text: str, logprobs: list[tuple], reason: str | None, first: bool) -> dict:
-        """first: this is where an echoed prompt belongs."""
-        ask, scores = self.wishes.asks[i], None
-        if ask.request.logprobs is not None:
-            entries = prompt_entries(self.model, ask) if first else []
-            entries += [(*scored, offset + len(ask.text)) for *scored, offset in logprobs]
-            scores = legacy_logprobs(self.model, entries)
-        return {"index": i, "text": ask.text * first + text, "logprobs": scores, "finish_reason": reason}
+    def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
+        """Of a choice of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
+        text = choice.echo + update.text if is_first else update.text
+        if choice.submit.request.logprobs is None:
+            return {"text": text, "logprobs": None}
+        entries = prompt_entries(self.model, choice.submit.request, update) if is_first else []
+        entries += [(*scored, offset + len(choice.echo)) for *scored, offset in update.logprobs]
+        return {"text": text, "logprobs": completion_logprobs(self.model, entries)}
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """A log-probability for JSON, which has no infinity."""
     return max(logprob, -9999.0)
 
 
-def prompt_entries(model: ServedModel, ask: Ask) -> list[tuple]:
-    """Of an echoed prompt's tokens what Event.logprobs has of new ones; the first has no probability."""
-    if ask.request.prompt_logprobs is None:
+def prompt_entries(model: ServedModel, request: Request, update: Update) -> list[tuple]:
+    """The log-probabilities of an echoed prompt's tokens, as in Update.logprobs. The first token has none."""
+    if request.prompt_logprobs is None:
         return []
-    stream, at, entries = TextStream(model.tokenizer), 0, []
-    for token, scored in zip(ask.request.prompt, [(None, None), *ask.prompt_logprobs]):
-        entries.append((token, *scored, at))
-        at += len(stream.add([token]))
+    stream, entries = TextStream(model.tokenizer), []
+    offset = 0
+    for token, scored in zip(request.prompt, [(None, None), *update.prompt_logprobs]):
+        entries.append((token, *scored, offset))
+        offset += len(stream.add([token]))
     return entries
 
 
-def legacy_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
-    """As completions have them. Of tokens with the same text the likeliest counts."""
-    tops = []
+def completion_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
+    """Log-probabilities as /v1/completions has them. Of several tokens with the same text, the likeliest counts."""
+    top_logprobs = []
     for token, own, best, _ in entries:
-        tops.append(None if best is None else {})
+        top_logprobs.append(None if best is None else {})
         for i, logprob in [*best, (token, own)] if best is not None else ():
-            tops[-1].setdefault(model.token_text(i), finite(logprob))
+            top_logprobs[-1].setdefault(model.token_text(i), finite(logprob))
     return {
         "tokens": [model.token_text(token) for token, *_ in entries],
         "token_logprobs": [None if own is None else finite(own) for _, own, *_ in entries],
-        "top_logprobs": tops,
+        "top_logprobs": top_logprobs,
         "text_offset": [offset for *_, offset in entries],
     }
 
 
-def chat_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
-    """As chats have them."""
+def chat_logprobs(model: ServedModel, entries: list[tuple] | None) -> dict | None:
+    """Log-probabilities as /v1/chat/completions has them."""
+    if entries is None:
+        return None
 
-    def scored(token: int, logprob: float) -> dict:
+    def entry(token: int, logprob: float) -> dict:
         data = list(model.token_bytes(token))
         return {"token": model.token_text(token), "logprob": finite(logprob), "bytes": data}
 
-    found = [scored(token, own) | {"top_logprobs": [scored(*one) for one in best]} for token, own, best, _ in entries]
-    return {"content": found, "refusal": None}
-
-
-class TgiAnswer:
-    """The answer of text-generation-inference's /generate and /generate_stream."""
-
-    end = b""
-
-    def __init__(self, model: ServedModel, wishes: Wishes):
-        self.model, self.wishes, self.ask, self.count = model, wishes, wishes.asks[0], 0
-
-    def tokens(self, text: str, entries: list[tuple], start: int) -> list[dict]:
-        """The tokens of a text that begins at `start`, each with its part of it."""
-        places = [offset - start for *_, offset in entries] + [len(text)]
-        special = self.ask.request.stop_ids
-        return [
-            {"id": token, "text": text[max(0, a) : b], "logprob": finite(own), "special": token in special}
-            for (token, own, *_), a, b in zip(entries, places, places[1:])
-        ]
-
-    def chunks(self, i: int, event: Event) -> list[dict]:
-        start = sum(map(len, self.ask.pieces))
-        self.ask.note(event)
-        found = self.tokens(event.text, event.logprobs, start)
-        if event.reason and not found:  # a stop string, whose tokens are not told
-            found = [{"id": 0, "text": event.text, "logprob": 0.0, "special": True}]
-        chunks = []
-        for token in found:
-            self.count += 1
-            chunks.append({"index": self.count, "token": token, "generated_text": None, "details": None})
-        if event.reason:
-            chunks[-1] |= {"generated_text": self.text(), "details": self.details()}
-        return chunks
-
-    def last(self) -> list[dict]:
-        return []
-
-    def text(self) -> str:
-        return self.ask.text + "".join(self.ask.pieces)
-
-    def details(self) -> dict:
-        ended = bool(self.ask.logprobs) and self.ask.logprobs[-1][0] in self.ask.request.stop_ids
-        reason = "length" if self.ask.reason == "length" else "eos_token" if ended else "stop_sequence"
-        seed = self.ask.request.params.seed
-        return {"finish_reason": reason, "generated_tokens": self.ask.tokens, "seed": seed, "prefill": []}
-
-    def whole(self) -> dict:
-        if not self.wishes.details:
-            return {"generated_text": self.text()}
-        tokens = self.tokens("".join(self.ask.pieces), self.ask.logprobs, 0)
-        return {"generated_text": self.text(), "details": self.details() | {"tokens": tokens}}
+    content = [entry(token, own) | {"top_logprobs": [entry(*one) for one in best]} for token, own, best, _ in entries]
+    return {"content": content, "refusal": None}

@@ -1,9 +1,10 @@
-"""The server's HTTP process: paths, streams and errors over HTTP, and a pipe to the engine's process (serve.py).
+"""The HTTP process: sockets, paths, streams and errors, and a pipe to the engine's process (serve.py).
 
-Read down: `run_http`, which is called in the new process; connections and their limits; EngineClient, what this process
-knows of the engine; Call, a request that is running; the paths; streams; who may ask; errors.
+Read down: `run_http`, which serve.py calls in a new process; connections and their limits; EngineClient, the other end
+of the pipe; ActiveRequest, a request that the engine is working on; the paths; responses; who may use the server;
+errors.
 
-What requests and answers look like is in api.py. The libraries are Starlette and uvicorn.
+What requests and responses look like is in api.py. The libraries are Starlette and uvicorn.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import base64
 import hashlib
 import hmac
 import ipaddress
-import itertools
 import math
 import os
 import re
@@ -23,81 +23,47 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from checkpoint import TokenizerFiles
+import h11
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from cli import open_closed_streams, print_status
-from model import Config
 from server.api import (
-    MAX_BODY,
+    MAX_BODY_BYTES,
     ApiError,
-    Ask,
-    Event,
-    OpenAIAnswer,
+    Choice,
+    CompletionRequest,
+    ResponseBuilder,
     ServedModel,
-    TgiAnswer,
-    Wishes,
-    encode,
+    encode_json,
     parse_object,
 )
-
-try:
-    import h11
-    import uvicorn
-    from prometheus_client import CONTENT_TYPE_LATEST
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
-    from starlette.requests import ClientDisconnect
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
-    from starlette.routing import Route
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    from server.metrics import Metrics, Running
-except ImportError as error:
-    print(f"serve.py: error: {error.name} is not there: pip install -r requirements-serve.txt", file=sys.stderr)
-    sys.exit(2)
+from server.messages import Cancel, EngineStatus, Settings, Update
+from server.metrics import Metrics
 
 VERSION = "0.1.0"  # of the API, for /version
-BODY_SECONDS = 30  # in which a request's body has to arrive
-HEAD_BYTES = 1 << 14  # of a request; up to READ_BYTES more where they come at once
-HEAD_SECONDS = 60  # in which a connection has to send the next request's head
-MAX_PIPELINED = 1 << 16  # bytes of later requests that are read while one is running
-READ_BYTES = 1 << 13  # from a connection at once: tiny chunks take h11 40 ms, and it sees that a head is too long
-LINGER_SECONDS = 2  # in which the rest of what is no HTTP is read and dropped, so that its client reads the answer
-SPARE_FILES = 40  # descriptors that are no connections
-SILENT_SECONDS = 8  # an engine that says nothing for so long is reported as broken
-MAX_UNSENT = 1 << 20  # bytes of a stream that its client has not read
+BODY_TIMEOUT_S = 30  # for a request's body to arrive
+MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers; up to READ_BYTES more if they arrive together
+HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
+MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
+READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
+LINGER_S = 2  # after an invalid request, input is read and dropped for so long, so that the client gets the response
+RESERVED_FILES = 40  # file descriptors that are not for connections
+ENGINE_TIMEOUT_S = 8  # an engine that sends nothing for so long is reported as broken
+MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
+ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
 
 # ---------------------------------------------------------------- the process
-
-
-@dataclass
-class Settings:
-    """What the HTTP process has to know."""
-
-    config: Config
-    tokenizer_files: TokenizerFiles
-    name: str  # of the model
-    length: int  # positions of context
-    rows: int  # requests that run at the same time
-    max_queue: int  # requests that may wait for a row
-    api_key: str | None
-
-
-class News(NamedTuple):
-    """What the engine's process tells after a step."""
-
-    state: str  # as EngineClient.state
-    events: list[Event]
-    step_s: float  # seconds; 0 where the engine had nothing to do. The first News has the time of warming up.
-    waiting: int = 0  # requests
-    active: int = 0  # rows that have a request
-    prefill_tokens: int = 0  # prompt tokens that were read so far
-    drafts: dict = {}  # with speculation: the counts of each draft so far, as in speculative.Report
 
 
 def run_http(settings: Settings, listener: socket.socket, connection):
@@ -110,17 +76,17 @@ def run_http(settings: Settings, listener: socket.socket, connection):
 
 
 async def serve_http(settings: Settings, listener: socket.socket, connection):
-    client = EngineClient(connection, settings.rows, settings.max_queue)
+    engine = EngineClient(connection, settings.max_batch_size, settings.max_queue)
     config = uvicorn.Config(
-        make_app(settings, client, listener.getsockname()[0]),
-        http=Connection,
+        make_app(settings, engine, listener.getsockname()[0]),
+        http=HttpConnection,
         log_level="error",
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=HEAD_SECONDS,
-        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=HEAD_TIMEOUT_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=2,
         backlog=16,  # connections that are accepted at once
     )
@@ -129,14 +95,14 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     def stop():
         server.should_exit = True
 
-    client.start(stop)
+    engine.start(stop)
     await server.serve(sockets=[listener])
 
 
 class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self):
-        yield  # without handlers of uvicorn
+        yield  # uvicorn's signal handlers are not installed: the engine's process handles signals
 
     async def startup(self, sockets=None):
         await super().startup(sockets)
@@ -144,313 +110,346 @@ class HttpServer(uvicorn.Server):
             listener.listen(1024)  # connections that wait to be accepted
 
 
-class Connection(H11Protocol):
-    """A client's connection. uvicorn's, but a request's head must arrive in time, and errors are as all others."""
+class RequestParser(h11.Connection):
+    """h11's parser, which also refuses ambiguous lengths, and accepts the absolute targets that proxies send."""
+
+    def next_event(self):
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        names = [name for name, _ in event.headers]
+        if b"content-length" in names and b"transfer-encoding" in names:  # a way to smuggle requests past a proxy
+            raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
+        absolute = ABSOLUTE_TARGET.fullmatch(event.target)
+        if absolute is None:
+            return event
+        # The host of the target replaces Host (RFC 9112, section 3.2.2), so SameSite checks the right one.
+        headers = [(b"host", absolute[1]), *((name, value) for name, value in event.headers if name != b"host")]
+        target = b"/" + absolute[2].removeprefix(b"/")
+        return h11.Request(method=event.method, target=target, headers=headers, http_version=event.http_version)
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's connection of a client, with a timeout for a request's head, and errors as error objects."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
+        self.is_invalid = False  # a request could not be parsed, so the rest of the input means nothing
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES:
             return transport.abort()
         transport.max_size = READ_BYTES
-        self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # which would keep a connection that was reset in memory until then
+        self._unset_keepalive_if_required()  # the timer would keep a connection that was reset in memory
 
     def data_received(self, data: bytes):
-        if self.conn.their_state is h11.ERROR:
+        if self.is_invalid:
             return
         self.conn.receive_data(data)
-        self.handle_events()  # which ends the timeout when the head of a request is complete
-        if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED:
-            self.flow.resume_reading()  # a client that sends its next request early may leave, too
+        self.handle_events()  # which stops the timer when the head of a request is complete
+        if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()  # so that a client that has sent its next request is seen to disconnect, too
 
     def send_400_response(self, msg: str):
-        failure = sys.exc_info()[1]  # h11's, whose hint is 431 for a head that is too long
-        error = ApiError(f"this is not HTTP: {failure}", getattr(failure, "error_status_hint", 400))
-        body = encode(error.body())
+        self.is_invalid = True
+        failure = sys.exc_info()[1]  # h11's; its status hint is 431 for a head that is too long
+        error = ApiError(f"invalid HTTP request: {failure}", getattr(failure, "error_status_hint", 400))
+        body = encode_json(error.body())
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        with suppress(h11.LocalProtocolError):  # an answer has begun already
+        with suppress(h11.LocalProtocolError):  # raised if a response has begun already
             response = h11.Response(status_code=error.status, headers=headers)
             self.transport.write(b"".join(map(self.conn.send, (response, h11.Data(data=body), h11.EndOfMessage()))))
             self.transport.write_eof()
-            self.loop.call_later(LINGER_SECONDS, self.transport.close)
-            if self.cycle is not None:  # the request whose body is wrong; its own answer would be a second one
+            self.loop.call_later(LINGER_S, self.transport.close)
+            if self.cycle is not None:  # the request with the invalid body must not send a second response
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             return
         self.transport.close()
 
 
-# ---------------------------------------------------------------- the engine, as this process sees it
+# ---------------------------------------------------------------- the engine, as the HTTP process sees it
 
 
 class EngineClient:
-    """The engine's process, as the HTTP process sees it."""
+    """The engine's process, as the HTTP process sees it: sends it requests, and passes its updates on to them."""
 
     def __init__(self, connection, rows: int, max_queue: int):
-        self.connection, self.rows, self.places = connection, rows, rows + max_queue
-        self.metrics, self.keys = Metrics(), itertools.count()
-        self.writer = ThreadPoolExecutor(1)  # a full pipe must not stop the event loop, which empties the other one
-        self.calls: set[Call] = set()  # HTTP requests that have been let in
-        self.running: dict[int, Running] = {}
-        self.metrics.show("requests_unfinished", "Requests that wait or run", lambda: len(self.running))
-        # "starting", "ready", "draining" (no new requests), "ended" (whose time is over) or "broken"
-        self.state = "starting"
-        self.heard = self.slowest_step = 0.0  # when the engine has spoken last; seconds
-        self.finished: deque[float] = deque(maxlen=32)  # when the last requests were
+        """connection: our end of the pipe; rows: requests that the engine runs at the same time."""
+        self.connection = connection
+        self.rows, self.capacity = rows, rows + max_queue
+        self.writer = ThreadPoolExecutor(1)  # sends: a full pipe must not block the event loop, which reads updates
+        self.active: set[ActiveRequest] = set()
+        self.receivers: dict[int, ActiveRequest] = {}  # request_id -> its HTTP request, until its last update
+        self.parsing = 0  # HTTP requests that are being tokenized
+        self.metrics = Metrics()
+        self.metrics.add_gauge("requests_unfinished", "Requests that wait or run", lambda: len(self.receivers))
+        self.state = "starting"  # then that of EngineStatus, or "broken"
+        self.last_heard = self.slowest_step_s = 0.0
+        self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
 
     def start(self, on_end: Callable[[], None]):
-        """Listen to the engine; on_end() is called when it has gone."""
+        """Begin to read updates. on_end() is called when the server must exit."""
         self.loop, self.on_end = asyncio.get_running_loop(), on_end
-        self.loop.add_reader(self.connection.fileno(), self._read)
-        self.watcher = self.loop.create_task(self._watch())
+        self.loop.add_reader(self.connection.fileno(), self._read_status)
+        self.watcher = self.loop.create_task(self._watch_engine())
 
     @property
-    def taken(self) -> int:
+    def in_use(self) -> int:
         """Prompts that run, wait or are being tokenized."""
-        return len(self.running) + sum(call.watcher is None for call in self.calls)
+        return len(self.receivers) + self.parsing
 
     def health(self) -> str:
-        silent = time.monotonic() - self.heard > max(SILENT_SECONDS, 3 * self.slowest_step)
+        silent = time.monotonic() - self.last_heard > max(ENGINE_TIMEOUT_S, 3 * self.slowest_step_s)
         if silent and self.state != "starting":
             return "broken"
-        if self.state == "ready" and self.taken >= self.places:
+        if self.state == "ready" and self.in_use >= self.capacity:
             return "overloaded"
         return "draining" if self.state == "ended" else self.state
 
     def check_room(self):
-        """Raise ApiError where no request can be taken now."""
+        """Raise ApiError if no new request can be accepted."""
         if self.health() == "broken":
             raise ApiError("the engine has stopped", 503)
         if self.state in ("draining", "ended"):
-            raise ApiError("the server is ending", 503, code="draining", retry_after=1)
-        if self.taken >= self.places:
-            text = f"all {self.rows} rows are in use and all {self.places - self.rows} places of the queue are taken"
+            raise ApiError("the server is shutting down", 503, code="draining", retry_after=1)
+        if self.in_use >= self.capacity:
+            text = f"all {self.rows} rows are in use and the queue of {self.capacity - self.rows} requests is full"
             raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
 
     def retry_after(self) -> int:
-        """Seconds after which half of the requests that wait now will have a row, as fast as they ended lately."""
-        if len(self.finished) < 2:
+        """Seconds until half of the requests that are waiting will have a row, at the recent completion rate."""
+        if len(self.finish_times) < 2:
             return 1
-        interval = (self.finished[-1] - self.finished[0]) / (len(self.finished) - 1)
-        return min(30, max(1, math.ceil(interval * max(1, self.taken - self.rows) / 2)))
+        interval = (self.finish_times[-1] - self.finish_times[0]) / (len(self.finish_times) - 1)
+        return min(30, max(1, math.ceil(interval * max(1, self.in_use - self.rows) / 2)))
 
-    def add(self, ask: Ask, call: "Call", first: bool) -> int:
-        key = next(self.keys)
-        self.running[key] = Running(call)
-        self.writer.submit(self.connection.send, (key, ask.request, ask.stop, ask.continues, first))
-        return key
-
-    def cancel(self, key: int):
-        """End a request, whose events nobody hears any more."""
-        if self.running.pop(key, None) is not None:
-            self.metrics.requests.labels("cancelled").inc()
-            self.writer.submit(self.connection.send, (key,))
-
-    def _read(self):
+    @contextmanager
+    def reserve(self):
+        """A place for a request while it is parsed."""
+        self.check_room()
+        self.parsing += 1
         try:
-            news = self.connection.recv()
+            yield
+        finally:
+            self.parsing -= 1
+
+    def submit(self, completion: CompletionRequest, receive: Callable) -> "ActiveRequest":
+        """Send the prompts of a parsed request to the engine. receive: of ASGI, tells when the client disconnects."""
+        active = ActiveRequest(self, completion, receive)
+        self.active.add(active)
+        for choice in completion.choices:
+            self.receivers[choice.submit.request_id] = active
+            self.writer.submit(self.connection.send, choice.submit)
+        return active
+
+    def cancel(self, request_id: int):
+        """End a request whose client has disconnected or does not read."""
+        if self.receivers.pop(request_id, None) is not None:
+            self.metrics.requests.labels("cancelled").inc()
+            self.writer.submit(self.connection.send, Cancel(request_id))
+
+    def _read_status(self):
+        try:
+            status: EngineStatus = self.connection.recv()
         except (EOFError, OSError):
             self.state = "broken"
             self.loop.remove_reader(self.connection.fileno())
-            self._fail_calls()
+            self._fail_all()
             return self.on_end()
-        self.heard, self.slowest_step = time.monotonic(), max(self.slowest_step, news.step_s)
+        self.last_heard, self.slowest_step_s = time.monotonic(), max(self.slowest_step_s, status.step_s)
         if self.state != "starting":
-            self.metrics.note_step(news.step_s, news.waiting, news.active, news.prefill_tokens)
-            self.metrics.note_drafts(news.drafts)
-        self.state = news.state
-        for event in news.events:
-            if running := self.running.get(event.key):
-                if event.reason is not None:
-                    self.finished.append(self.heard)
-                    del self.running[event.key]
-                self.metrics.note_event(running, event)
-                running.call.put(event)
-        if not self.running:  # so that idle time counts for nothing in retry_after
-            self.finished.clear()
-        # Answers have their time to be sent. After it, nothing of the engine is missing, and no client is waited for.
-        if (self.state == "draining" and not self.calls) or (self.state == "ended" and not self.taken):
+            self.metrics.record_step(status)
+        self.state = status.state
+        for update in status.updates:
+            if active := self.receivers.get(update.request_id):
+                if update.finish_reason is not None:
+                    self.finish_times.append(self.last_heard)
+                    del self.receivers[update.request_id]
+                self.metrics.record_update(active.unfinished[update.request_id], update)
+                active.put(update)
+        if not self.receivers:  # idle time must not count in retry_after
+            self.finish_times.clear()
+        # While draining, the server exits when all responses are sent; later, as soon as the engine has no requests.
+        all_sent = not self.active and not self.parsing
+        if (self.state == "draining" and all_sent) or (self.state == "ended" and not self.in_use):
             self.on_end()
 
-    async def _watch(self):
+    async def _watch_engine(self):
         while True:
             await asyncio.sleep(1)
-            if self.health() == "broken":  # it may hang in a step for ever, or go on later
-                self._fail_calls()
+            if self.health() == "broken":  # the engine may hang in a step forever, or go on later
+                self._fail_all()
 
-    def _fail_calls(self):
-        for call in self.calls:
-            call.put(ApiError("the engine has stopped", 503))
-
-
-class Unfinished(ApiError):
-    """The engine has ended a request before its answer; the metrics know of it already."""
+    def _fail_all(self):
+        for active in self.active:
+            active.fail(ApiError("the engine has stopped", 503))
 
 
-class ClientGone(Exception):
-    """The client has closed its connection, and nobody waits for an answer any more."""
+class RequestAborted(ApiError):
+    """The engine ended a request before its answer was complete. The metrics have counted it already."""
 
 
-class Call:
-    """An HTTP request to the engine, which has a place from here on until it is closed. ApiError where none is free.
+class ActiveRequest:
+    """An HTTP request that the engine is working on: an asynchronous iterator over its updates, as (choice, update).
 
-    After `begin`, it is an asynchronous iterator of (index of the prompt, Event), until all have ended; ClientGone when
-    the client leaves meanwhile, in which moment the engine is told.
+    It ends when all choices are finished. If the client disconnects, the engine's work is cancelled at once, and the
+    iterator raises ClientDisconnect.
     """
 
-    def __init__(self, client: EngineClient):
-        client.check_room()
-        self.client, self.queue, self.gone, self.unsent = client, asyncio.Queue(), False, 0
-        self.running, self.watcher = {}, None
-        client.calls.add(self)
+    def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
+        self.engine, self.queue = engine, asyncio.Queue()
+        self.unfinished = {choice.submit.request_id: choice for choice in completion.choices}
+        self.disconnected, self.unsent_bytes = False, 0
+        self.watcher = asyncio.create_task(self._watch_client(receive))
 
-    def begin(self, asks: list[Ask], receive: Callable):
-        self.running = {self.client.add(ask, self, i == 0): i for i, ask in enumerate(asks)}
-        self.watcher = asyncio.create_task(self._watch(receive))
-
-    async def _watch(self, receive: Callable):
+    async def _watch_client(self, receive: Callable):
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
+        self.disconnected = True
         self._cancel()
         self.queue.put_nowait(None)
 
     def _cancel(self):
-        for key in self.running:
-            self.client.cancel(key)
-        self.running = {}
+        for request_id in self.unfinished:
+            self.engine.cancel(request_id)
+        self.unfinished = {}
 
     def close(self):
-        if self.watcher is not None:
-            self.watcher.cancel()
+        self.watcher.cancel()
         self._cancel()
-        self.client.calls.discard(self)
+        self.engine.active.discard(self)
 
-    def put(self, event: Event | ApiError):
-        """Hear of an event, or of an error that ends all."""
-        too_much, self.unsent = self.unsent > MAX_UNSENT, self.unsent + size_of(event)
-        if too_much:  # the client reads too slowly, or not at all
+    def put(self, update: Update):
+        """Queue an update for the response. If the client reads too slowly, the request fails instead."""
+        if self.unsent_bytes > MAX_UNSENT_BYTES:
             self._cancel()
             while not self.queue.empty():
                 self.queue.get_nowait()
-            event = ApiError("the answer is not being read", 503)
-        self.queue.put_nowait(event)
+            return self.fail(ApiError("the client does not read the response", 503))
+        self.unsent_bytes += estimate_bytes(update)
+        self.queue.put_nowait(update)
+
+    def fail(self, error: ApiError):
+        self.queue.put_nowait(error)
 
     def __aiter__(self):
         return self
 
-    async def __anext__(self) -> tuple[int, Event]:
-        if not self.running and not self.gone and self.queue.empty():
+    async def __anext__(self) -> tuple[Choice, Update]:
+        if not self.unfinished and not self.disconnected and self.queue.empty():
             raise StopAsyncIteration
-        event = await self.queue.get()
-        if self.gone:
-            raise ClientGone
-        if isinstance(event, Exception):
-            raise event
-        self.unsent -= size_of(event)
-        if event.reason == "error":
-            print_status(f"a request failed: {event.error}")
-            raise Unfinished("the model could not go on with this request", 500)
-        if event.reason == "cancelled":  # by the engine
-            if self.client.state != "ready":
-                raise Unfinished("the server has ended before the answer", 503, code="draining", retry_after=1)
-            retry_after = self.client.retry_after()
-            raise Unfinished("the request has waited for too long", 503, code="queue_timeout", retry_after=retry_after)
-        index = self.running[event.key]
-        if event.reason is not None:
-            del self.running[event.key]
-        return index, event
+        update = await self.queue.get()
+        if self.disconnected:
+            raise ClientDisconnect
+        if isinstance(update, ApiError):
+            raise update
+        self.unsent_bytes -= estimate_bytes(update)
+        if update.finish_reason in ("error", "cancelled"):
+            raise self._aborted(update)
+        choice = self.unfinished[update.request_id]
+        if update.finish_reason is not None:
+            del self.unfinished[update.request_id]
+        return choice, update
+
+    def _aborted(self, update: Update) -> RequestAborted:
+        if update.finish_reason == "error":
+            print_status(f"a request failed: {update.error}")
+            return RequestAborted("generation failed for this request", 500)
+        if self.engine.state != "ready":
+            return RequestAborted("the server shut down before the response was complete", 503, None, "draining", 1)
+        retry_after = self.engine.retry_after()
+        return RequestAborted("the request waited too long in the queue", 503, None, "queue_timeout", retry_after)
 
 
-def size_of(event) -> int:
-    """Bytes that an event takes in an answer, about."""
-    if isinstance(event, Exception):
-        return 0
-    scored = [best for _, _, best, *_ in event.logprobs] + [best for _, best in event.prompt_logprobs]
-    return 200 + len(event.text) + sum(100 * (1 + len(best)) for best in scored)
+def estimate_bytes(update: Update) -> int:
+    """The size of an update in a response, roughly."""
+    likeliest = [best for _, _, best, *_ in update.logprobs] + [best for _, best in update.prompt_logprobs]
+    return 200 + len(update.text) + sum(100 * (1 + len(best)) for best in likeliest)
 
 
 # ---------------------------------------------------------------- the paths
 
 
-def engine_endpoint(client: EngineClient, read: Callable[[dict], Wishes], shape: Callable):
-    """An endpoint that asks the engine: `read` makes wishes of the request's body, `shape` the answer's JSON."""
+def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlette:
+    """address: the one that the server listens on."""
+    model = ServedModel(settings.config, settings.tokenizer_files, settings.model_name, settings.context_length)
+
+    async def health(request: HttpRequest):
+        state = engine.health()
+        return json_response({"status": state}, 200 if state in ("ready", "overloaded") else 503)
+
+    async def metrics(request: HttpRequest):
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    routes = [
+        Route("/v1/completions", completion_endpoint(engine, model, model.parse_completion), methods=["POST"]),
+        Route("/v1/chat/completions", completion_endpoint(engine, model, model.parse_chat), methods=["POST"]),
+        Route("/tokenize", post_endpoint(model.tokenize), methods=["POST"]),
+        Route("/detokenize", post_endpoint(model.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", get_endpoint(model.tokenizer_info)),
+        Route("/v1/models", get_endpoint(lambda: {"object": "list", "data": [model.model_card()]})),
+        Route("/v1/models/{name:path}", get_endpoint(model.find_model)),
+        Route("/version", get_endpoint(lambda: {"version": VERSION})),
+        Route("/health", health),
+        Route("/metrics", metrics),
+        *page_routes(),
+    ]
+    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error)
+    key = settings.api_key
+    middleware = [Middleware(ApiKey, key=key) if key else Middleware(SameSite, local=is_loopback(address))]
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+    app.router.redirect_slashes = False
+    app.state.metrics = engine.metrics
+    return app
+
+
+def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable[[dict], CompletionRequest]):
+    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object."""
 
     async def endpoint(request: HttpRequest):
-        client.check_room()  # the body may come slowly, so it is asked again when the body is here
+        engine.check_room()  # now, because the body may come slowly; reserve() checks again
         body = await read_body(request)
-        call = Call(client)
+        with engine.reserve():
+            completion = await asyncio.to_thread(lambda: parse(parse_object(body)))  # tokenizing may take long
+        active = engine.submit(completion, request.receive)
         try:
-            wishes = await asyncio.to_thread(lambda: read(parse_object(body)))  # a long text takes long to tokenize
-            call.begin(wishes.asks, request.receive)
-            return await answer(call, wishes, shape(wishes))
+            return await respond(active, ResponseBuilder(model, completion))
         except BaseException:
-            call.close()
+            active.close()
             raise
 
     return endpoint
 
 
-def make_app(settings: Settings, client: EngineClient, address: str) -> Starlette:
-    """address: the one that is listened on."""
-    model = ServedModel(settings.config, settings.tokenizer_files, settings.name, settings.length)
+def post_endpoint(work: Callable[[dict], dict]):
+    """An endpoint whose JSON response depends on the body alone."""
 
-    def asking(read: Callable[[dict], Wishes], shape: Callable):
-        return engine_endpoint(client, read, lambda wishes: shape(model, wishes))
+    async def endpoint(request: HttpRequest):
+        body = await read_body(request)
+        return json_response(await asyncio.to_thread(lambda: work(parse_object(body))))
 
-    def reading(work: Callable[[dict], dict]):
-        async def endpoint(request: HttpRequest):
-            body = await read_body(request)
-            return answer_json(await asyncio.to_thread(lambda: work(parse_object(body))))
+    return endpoint
 
-        return endpoint
 
-    def showing(work: Callable[[HttpRequest], dict]):
-        async def endpoint(request: HttpRequest):
-            return answer_json(work(request))
+def get_endpoint(work: Callable[..., dict]):
+    """An endpoint without a body. `work` gets the parameters of the path."""
 
-        return endpoint
+    async def endpoint(request: HttpRequest):
+        return json_response(work(**request.path_params))
 
-    async def health(request: HttpRequest):
-        state = client.health()
-        return answer_json({"status": state}, 200 if state in ("ready", "overloaded") else 503)
-
-    async def metrics(request: HttpRequest):
-        return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    def post(path: str, endpoint) -> Route:
-        return Route(path, endpoint, methods=["POST"])
-
-    routes = [
-        post("/v1/completions", asking(model.completion, OpenAIAnswer)),
-        post("/v1/chat/completions", asking(model.chat, OpenAIAnswer)),
-        post("/generate", asking(lambda body: model.tgi(body, False), TgiAnswer)),
-        post("/generate_stream", asking(lambda body: model.tgi(body, True), TgiAnswer)),
-        post("/tokenize", reading(model.tokenize)),
-        post("/detokenize", reading(model.detokenize)),
-        Route("/tokenizer_info", showing(lambda request: model.tokenizer_info())),
-        Route("/v1/models", showing(lambda request: {"object": "list", "data": [model.card()]})),
-        Route("/v1/models/{name:path}", showing(lambda request: model.named_card(request.path_params["name"]))),
-        Route("/version", showing(lambda request: {"version": VERSION})),
-        Route("/health", health),
-        Route("/metrics", metrics),
-        *page_routes(),
-    ]
-    handlers = dict.fromkeys((ApiError, HTTPException, ClientGone, ClientDisconnect, Exception), on_error)
-    key = settings.api_key
-    middleware = [Middleware(ApiKey, key=key) if key else Middleware(SameSite, local=is_local(address))]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-    app.router.redirect_slashes = False
-    app.state.client = client
-    return app
+    return endpoint
 
 
 def page_routes() -> list[Route]:
-    """The page at /, under a policy that lets nothing run but the page's own script and nothing load from elsewhere;
-    no route where page.html is not there."""
+    """The page at /, with a Content-Security-Policy that allows only the page's own script and style, and requests to
+    this server. No route if page.html is missing."""
     try:
         html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -469,54 +468,12 @@ def page_routes() -> list[Route]:
     return [Route("/", page)]
 
 
-async def answer(call: Call, wishes: Wishes, shape):
-    """The HTTP answer to a call; an ASGI application. A stream begins when its first token is there, so that what goes
-    wrong before still has its status code."""
-    if wishes.stream:
-        return EventStream(call, shape, await anext(call))
-    async for i, event in call:
-        wishes.asks[i].note(event)
-    call.close()
-    return await asyncio.to_thread(lambda: answer_json(shape.whole()))  # many log-probabilities take a second
-
-
-class EventStream:
-    """Server-sent events, an ASGI application."""
-
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-    def __init__(self, call: Call, answer, first: tuple[int, Event]):
-        self.call, self.answer, self.first = call, answer, first
-
-    async def __call__(self, scope, receive, send):
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-            async for chunks in self._chunks():
-                data = b"".join(b"data: %b\n\n" % encode(chunk) for chunk in chunks)
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": self.answer.end})
-        except (ClientGone, asyncio.CancelledError):  # the latter where the server ends, and nobody reads
-            pass
-        finally:
-            self.call.close()
-
-    async def _chunks(self) -> AsyncIterator[list[dict]]:
-        yield self.answer.chunks(*self.first)
-        try:
-            async for i, event in self.call:
-                yield self.answer.chunks(i, event)
-            yield self.answer.last()
-        except ApiError as error:
-            yield [error.body()]
-
-
 async def read_body(request: HttpRequest) -> bytes:
     try:
-        return await asyncio.wait_for(collect_body(request), BODY_SECONDS)
+        return await asyncio.wait_for(collect_body(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise ApiError(f"the body has not arrived within {BODY_SECONDS} s", 408, code="timeout") from None
-    except asyncio.CancelledError:  # uvicorn ends and does not wait for the rest
+        raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S} s", 408, code="timeout") from None
+    except asyncio.CancelledError:  # uvicorn shuts down and does not wait for the rest
         raise ApiError("the engine has stopped", 503) from None
 
 
@@ -524,38 +481,89 @@ async def collect_body(request: HttpRequest) -> bytes:
     data, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)
-        data += part if size <= MAX_BODY else b""
-        if size > 10 * MAX_BODY:  # up to there the client is heard out, so that it reads the answer
+        data += part if size <= MAX_BODY_BYTES else b""
+        if size > 10 * MAX_BODY_BYTES:  # not sooner: many clients read the response only when all is sent
             break
-    if size > MAX_BODY:
-        raise ApiError(f"the body has more than {MAX_BODY} bytes", 413, code="request_too_large")
+    if size > MAX_BODY_BYTES:
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")
     return bytes(data)
 
 
-# ---------------------------------------------------------------- who may ask; errors
+# ---------------------------------------------------------------- responses
+
+
+async def respond(active: ActiveRequest, builder: ResponseBuilder):
+    """The response to a request, as an ASGI application. A stream begins after its first update, so that earlier errors
+    have a status code of their own."""
+    if builder.completion.stream:
+        return EventStream(active, builder, await anext(active))
+    async for choice, update in active:
+        choice.updates.append(update)
+    active.close()
+    return await asyncio.to_thread(lambda: json_response(builder.whole()))  # many log-probabilities take a second
+
+
+class EventStream:
+    """Server-sent events, as an ASGI application."""
+
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+    def __init__(self, active: ActiveRequest, builder: ResponseBuilder, first: tuple[Choice, Update]):
+        self.active, self.builder = active, builder
+        self.first = first
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+            async for chunks in self._chunks():
+                data = b"".join(b"data: %b\n\n" % encode_json(chunk) for chunk in chunks)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except (ClientDisconnect, asyncio.CancelledError):  # the latter if uvicorn shuts down meanwhile
+            pass
+        finally:
+            self.active.close()
+
+    async def _chunks(self) -> AsyncIterator[list[dict]]:
+        yield self.builder.chunks(*self.first)
+        try:
+            async for choice, update in self.active:
+                yield self.builder.chunks(choice, update)
+            yield self.builder.last_chunks()
+        except ApiError as error:
+            yield [error.body()]
+
+
+def json_response(value, status: int = 200, headers: dict | None = None) -> Response:
+    return Response(encode_json(value), status, headers, "application/json")
+
+
+# ---------------------------------------------------------------- who may use the server
 
 
 class ApiKey:
-    """Lets requests pass that send the key, and those for /health and the page. An ASGI middleware."""
+    """An ASGI middleware: requests must have the key, except those for /health and the page."""
 
     def __init__(self, app, key: str):
-        self.app, self.expected = app, os.fsencode(key)  # the bytes of the command line
+        self.app, self.key = app, os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app
         if scope["type"] == "http" and scope["path"] not in ("/health", "/"):
-            scheme, _, sent = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(sent.strip(), self.expected):
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
                 error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")
-                app = answer_json(error.body(), 401, {"WWW-Authenticate": "Bearer"})
+                app = json_response(error.body(), 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
 
 
 class SameSite:
-    """Keeps web pages of other sites from talking to a server without a key behind its user's back. An ASGI middleware.
+    """An ASGI middleware: web pages of other sites cannot use a server without a key through its user's browser.
 
-    A browser names the site of a page in Origin; it must be our own. A page whose domain has been made to point to our
-    address (DNS rebinding) is at home here, so where only this machine can reach us, Host may be no domain.
+    A browser names the site of a page in Origin, which must be this server. DNS rebinding gets around that: a page's
+    own domain is made to point to this address, so that Origin and Host agree. So a server that only this machine can
+    reach accepts no domain in Host except localhost.
     """
 
     def __init__(self, app, local: bool):
@@ -566,19 +574,19 @@ class SameSite:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
         name = re.sub(r":\d*$", "", host).strip("[]")
-        if self.local and ("." in name.rstrip(".") or ":" in name) and not is_local(name):
-            error = f"Host {host[:100]!r} is not this machine (a server with --api_key can have any name)"
+        if self.local and ("." in name.rstrip(".") or ":" in name) and not is_loopback(name):
+            error = f"Host {host[:100]!r} is not this machine (with --api_key, any Host is accepted)"
         elif origin is not None and origin.partition("://")[2].lower() != host.lower():
-            error = f"pages of {origin[:100]} may not use this server (with --api_key, those that know the key may)"
+            error = f"pages of {origin[:100]} may not use this server (with --api_key, pages that send the key may)"
         else:
             error = None
         if error:
-            app = answer_json(ApiError(error, 403, None, "forbidden").body(), 403)
+            app = json_response(ApiError(error, 403, None, "forbidden").body(), 403)
         await app(scope, receive, send)
 
 
-def is_local(host: str) -> bool:
-    """Whether a host's name or address means the machine that asks."""
+def is_loopback(host: str) -> bool:
+    """Whether a host name or an address is one of the loopback interface."""
     name = host.lower().rstrip(".")
     try:
         address = ipaddress.ip_address(name)
@@ -587,26 +595,25 @@ def is_local(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def answer_json(value, status: int = 200, headers: dict | None = None) -> Response:
-    return Response(encode(value), status, headers, "application/json")
+# ---------------------------------------------------------------- errors
 
 
-async def on_error(request: HttpRequest, error: Exception) -> Response:
-    """The answer to any exception. What the server did wrong itself goes to stderr (by Starlette) and not to others."""
+async def handle_error(request: HttpRequest, error: Exception) -> Response:
+    """The response to any exception. Starlette prints internal errors to stderr; clients do not see their messages."""
     headers = None
-    if isinstance(error, (ClientGone, ClientDisconnect)):
-        return Response(status_code=499)  # which nobody reads
-    if isinstance(error, HTTPException):  # no such path, or another method
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # the client has gone, so this is not sent
+    if isinstance(error, HTTPException):  # an unknown path, or a method that it does not have
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = error.headers
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code, None, code)
     elif not isinstance(error, ApiError):
-        error = ApiError("the server made a mistake", 500)
+        error = ApiError("internal server error", 500)
     if error.retry_after is not None:
         headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
     elif error.status == 408:
         headers = {"Connection": "close"}
-    if not isinstance(error, Unfinished):
+    if not isinstance(error, RequestAborted):
         outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
-        request.app.state.client.metrics.requests.labels(outcome).inc()
-    return answer_json(error.body(), error.status, headers)
+        request.app.state.metrics.requests.labels(outcome).inc()
+    return json_response(error.body(), error.status, headers)

@@ -1,31 +1,20 @@
-"""What the server measures, for /metrics, in Prometheus's format."""
+"""The server's metrics, which /metrics shows in Prometheus's format."""
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from server.api import Event
-
-
-@dataclass
-class Running:
-    """A request that the engine has, for the HTTP process."""
-
-    call: object  # the http_server.Call that hears of it
-    added: float = field(default_factory=time.perf_counter)
-    first: float | None = None  # when its first token came
+from server.api import Choice
+from server.messages import EngineStatus, Update
 
 
 class Metrics:
-    """What /metrics tells, in Prometheus's format."""
-
     def __init__(self):
         self.registry = registry = CollectorRegistry()
-        steps = [0.001 * 2**n for n in range(15)]  # 1 ms to 16 s
-        waits = [0.01 * 2**n for n in range(14)]  # 10 ms to 82 s
+        step_buckets = [0.001 * 2**n for n in range(15)]  # 1 ms to 16 s
+        wait_buckets = [0.01 * 2**n for n in range(14)]  # 10 ms to 82 s
 
         def counter(name, text, *labels):
             return Counter(f"fastpath_{name}", text, labels, registry=registry)
@@ -34,52 +23,49 @@ class Metrics:
             return Histogram(f"fastpath_{name}_seconds", text, registry=registry, buckets=buckets)
 
         self.requests = counter("requests", "Requests by outcome", "outcome")
-        self.read = counter("prompt_tokens_read", "Tokens of prompts that were read")
-        self.reused = counter("prompt_tokens_reused", "Tokens of prompts that a cache row held already")
-        self.written = counter("tokens_written", "New tokens")
+        self.prompt_tokens = counter("prompt_tokens_read", "Prompt tokens that were read")
+        self.cached_tokens = counter("prompt_tokens_reused", "Prompt tokens that were in the cache already")
+        self.completion_tokens = counter("tokens_written", "New tokens")
         self.waiting = Gauge("fastpath_requests_waiting", "Requests that wait for a row", registry=registry)
         self.active = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
-        self.show("tasks", "Asynchronous tasks of the HTTP process", lambda: len(asyncio.all_tasks()))
-        self.first_token = histogram("time_to_first_token", "From the request to its first token", waits)
-        self.per_token = histogram("time_per_token", "Of a request's later tokens, on average", steps)
-        self.step = histogram("step", "A step of the engine", steps)
-        self.prefilled = 0
-        texts = {"steps": "Steps that verified its proposals", "proposed_tokens": "Tokens that it proposed"}
-        texts |= {"accepted_tokens": "Its tokens that were accepted", "seconds": "The time in which it proposed"}
-        self.of_drafts = {key: counter(f"draft_{key}", text, "draft") for key, text in texts.items()}
-        self.drafts = {}
+        self.add_gauge("tasks", "Asynchronous tasks of the HTTP process", lambda: len(asyncio.all_tasks()))
+        self.first_token = histogram("time_to_first_token", "From the request to its first token", wait_buckets)
+        self.per_token = histogram("time_per_token", "Mean time per token of a request after the first", step_buckets)
+        self.step = histogram("step", "A step of the engine", step_buckets)
+        self.total_prefill_tokens = 0
+        texts = {"steps": "Steps that verified the draft's proposals", "proposed_tokens": "Tokens that it proposed"}
+        texts |= {"accepted_tokens": "Proposed tokens that were accepted", "seconds": "Time that it took to propose"}
+        self.draft_counters = {key: counter(f"draft_{key}", text, "draft") for key, text in texts.items()}
+        self.total_draft_counts = {}
 
-    def show(self, name: str, text: str, value: Callable[[], float]):
-        """A number that is looked up when somebody asks."""
+    def add_gauge(self, name: str, text: str, value: Callable[[], float]):
+        """A number that is computed when /metrics is requested."""
         Gauge(f"fastpath_{name}", text, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    def note_step(self, seconds: float, waiting: int, active: int, prefilled: int):
-        if seconds:
-            self.step.observe(seconds)
-        self.waiting.set(waiting)
-        self.active.set(active)
-        self.read.inc(max(0, prefilled - self.prefilled))
-        self.prefilled = prefilled
-
-    def note_drafts(self, drafts: dict[str, dict[str, float]]):
-        """drafts: speculative.Report.drafts so far."""
-        for name, counts in drafts.items():
-            label, before = name.encode(errors="replace").decode(), self.drafts.get(name, {})
-            for key, metric in self.of_drafts.items():
+    def record_step(self, status: EngineStatus):
+        if status.step_s:
+            self.step.observe(status.step_s)
+        self.waiting.set(status.waiting)
+        self.active.set(status.active)
+        self.prompt_tokens.inc(max(0, status.prefill_tokens - self.total_prefill_tokens))
+        self.total_prefill_tokens = status.prefill_tokens
+        for name, counts in status.drafts.items():
+            label, before = name.encode(errors="replace").decode(), self.total_draft_counts.get(name, {})
+            for key, metric in self.draft_counters.items():
                 metric.labels(label).inc(counts.get(key, 0) - before.get(key, 0))
-        self.drafts = drafts
+        self.total_draft_counts = status.drafts
 
-    def note_event(self, running: Running, event: Event):
+    def record_update(self, choice: Choice, update: Update):
         now = time.perf_counter()
-        if running.first is None and event.tokens:
-            running.first = now
-            self.first_token.observe(now - running.added)
-            self.reused.inc(event.cached)
-        if event.reason is not None:
-            self.requests.labels(event.reason).inc()
-            self.written.inc(event.tokens)
-            if event.tokens > 1:
-                self.per_token.observe((now - running.first) / (event.tokens - 1))
+        if choice.first_token_at is None and update.completion_tokens:
+            choice.first_token_at = now
+            self.first_token.observe(now - choice.submitted_at)
+            self.cached_tokens.inc(update.cached_tokens)
+        if update.finish_reason is not None:
+            self.requests.labels(update.finish_reason).inc()
+            self.completion_tokens.inc(update.completion_tokens)
+            if update.completion_tokens > 1:
+                self.per_token.observe((now - choice.first_token_at) / (update.completion_tokens - 1))

@@ -178,7 +178,6 @@ REQUESTS = {
     "chat": (CHAT, MESSAGES | {"temperature": 0, "max_tokens": 30}),
     "chat, logprobs": (CHAT, MESSAGES | {"seed": 8, "max_tokens": 20, "logprobs": True, "top_logprobs": 2}),
     "chat, streamed": (CHAT, MESSAGES | {"seed": 9, "max_tokens": 30, "stream": True, "temperature": 0.8}),
-    "generate": ("/generate", {"inputs": "the one", "parameters": {"max_new_tokens": 9, "details": True, "seed": 3}}),
 }
 AT_ONCE = 10  # requests, each with its own seed and length
 

@@ -10,13 +10,19 @@ from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 from checkpoint import read_config, read_tokenizer_files
-from server.api import ApiError, Event, OpenAIAnswer, ServedModel, encode, parse_object
+from engine import Request
+from server.api import ApiError, CompletionRequest, ResponseBuilder, ServedModel, encode_json, parse_object
+from server.messages import EngineStatus, Update
 from server.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
 def model(checkpoints):  # noqa: F811
     return ServedModel(read_config(checkpoints[None]), read_tokenizer_files(checkpoints[None]), "tiny", CONTEXT)
+
+
+def engine_request(completion: CompletionRequest) -> Request:
+    return completion.choices[0].submit.request
 
 
 def say(content, **more):
@@ -72,17 +78,17 @@ CHATS = [
 @pytest.mark.parametrize("fields, param", BOTH + COMPLETIONS)
 def test_completions_that_are_refused(model, fields, param):
     with pytest.raises(ApiError) as caught:
-        model.completion({"prompt": [5, 6]} | fields)
+        model.parse_completion({"prompt": [5, 6]} | fields)
     assert (caught.value.status, caught.value.param) == (400, param) and len(str(caught.value)) < 600
-    json.loads(encode(caught.value.body()))
+    json.loads(encode_json(caught.value.body()))
 
 
 @pytest.mark.parametrize("fields, param", BOTH + CHATS)
 def test_chats_that_are_refused(model, fields, param):
     with pytest.raises(ApiError) as caught:
-        model.chat({"messages": MESSAGES} | fields)
+        model.parse_chat({"messages": MESSAGES} | fields)
     assert (caught.value.status, caught.value.param) == (400, param) and len(str(caught.value)) < 600
-    json.loads(encode(caught.value.body()))
+    json.loads(encode_json(caught.value.body()))
 
 
 NOTHING = {
@@ -94,8 +100,8 @@ NOTHING = {
 
 def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsys):
     for _ in range(2):
-        one = model.completion({"prompt": [5, 6]} | NOTHING).asks[0].request
-        two = model.chat({"messages": MESSAGES} | NOTHING).asks[0].request
+        one = engine_request(model.parse_completion({"prompt": [5, 6]} | NOTHING))
+        two = engine_request(model.parse_chat({"messages": MESSAGES} | NOTHING))
     assert (one.max_new_tokens, two.max_new_tokens) == (16, CONTEXT - len(two.prompt))
     assert one.params.temperature == two.params.temperature == 1 and one.params.top_k == 0
     assert one.params.seed != two.params.seed and one.logprobs is None
@@ -103,17 +109,18 @@ def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsy
 
 
 def test_a_context_that_is_exactly_full(model):
-    assert model.completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 1000}).asks[0].request.max_new_tokens == 600
-    model.completion({"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
+    fits = model.parse_completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 1000})
+    assert engine_request(fits).max_new_tokens == CONTEXT - 1000
+    model.parse_completion({"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
     with pytest.raises(ApiError, match=f"the context has {CONTEXT} tokens; the prompt has 1000 and 601 more"):
-        model.completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 999})
+        model.parse_completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 999})
 
 
 def test_ids_that_are_refused_by_their_own_parameter(model):
-    integers = "must be a list of token ids (integers)"
+    complete, integers = model.parse_completion, "must be a list of token ids (integers)"
     for answer, body, param, why in (
-        (model.completion, {"prompt": "a", "stop_token_ids": ["1"]}, "stop_token_ids", f"stop_token_ids {integers}"),
-        (model.completion, {"prompt": [1.5]}, "prompt", "prompt must be text, a list of texts, token ids or"),
+        (complete, {"prompt": "a", "stop_token_ids": ["1"]}, "stop_token_ids", f"stop_token_ids {integers}"),
+        (complete, {"prompt": [1.5]}, "prompt", "prompt must be text, a list of texts, token ids or"),
         (model.detokenize, {}, "tokens", f"tokens {integers}"),
         (model.detokenize, {"tokens": ["a"]}, "tokens", f"tokens {integers}"),
         (model.detokenize, {"tokens": [5, 700]}, "tokens", "token id 700 is outside the vocabulary of 700 (0 to 699)"),
@@ -125,37 +132,30 @@ def test_ids_that_are_refused_by_their_own_parameter(model):
     assert model.detokenize({"tokens": model.tokenize({"prompt": "ab"})["tokens"]})["prompt"] == "ab"
 
 
-def test_generate_names_its_own_parameters(model):
-    asks = [("max_new_tokens", "a", {"max_new_tokens": CONTEXT}), ("inputs", "a " * CONTEXT, {})]
-    for param, inputs, parameters in asks:
-        with pytest.raises(ApiError) as caught:
-            model.tgi({"inputs": inputs, "parameters": parameters}, stream=False)
-        assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
-
-
 def test_end_tokens(model):
-    assert model.completion({"prompt": "a"}).asks[0].request.stop_ids == {1}
+    assert engine_request(model.parse_completion({"prompt": "a"})).stop_ids == {1}
     more = {"prompt": "a", "stop_token_ids": [5, 7]}
-    assert model.completion(more).asks[0].request.stop_ids == {1, 5, 7}
-    assert model.completion(more | {"ignore_eos": True}).asks[0].request.stop_ids == {5, 7}
+    assert engine_request(model.parse_completion(more)).stop_ids == {1, 5, 7}
+    assert engine_request(model.parse_completion(more | {"ignore_eos": True})).stop_ids == {5, 7}
 
 
 def test_a_developer_is_the_system(model):
-    asked = [model.chat({"messages": [{"role": role, "content": "x"}]}) for role in ("system", "developer")]
-    assert asked[0].asks[0].request.prompt == asked[1].asks[0].request.prompt
+    asked = [model.parse_chat({"messages": [{"role": role, "content": "x"}]}) for role in ("system", "developer")]
+    assert engine_request(asked[0]).prompt == engine_request(asked[1]).prompt
 
 
 def test_what_json_cannot_hold(model):
     """Infinite log-probabilities, lone surrogates in what is quoted, tokens with the same text."""
-    wishes = model.completion({"prompt": [5, 6], "max_tokens": 1, "logprobs": 2})
-    answer = OpenAIAnswer(model, wishes)
+    completion = model.parse_completion({"prompt": [5, 6], "max_tokens": 1, "logprobs": 2})
     byte, other = [i for i in range(2, 700) if model.token_text(i).startswith("bytes:")][:2]
     best = [(byte, -0.5), (other, -1.0)]
-    wishes.asks[0].note(Event(0, "\ufffd", 1, 0, [(9, -math.inf, best, 0)], [], "length", None))
-    found = json.loads(encode(answer.whole()))["choices"][0]["logprobs"]
+    update = Update(0, "\ufffd", 1, logprobs=[(9, -math.inf, best, 0)], finish_reason="length")
+    completion.choices[0].updates.append(update)
+    response = json.loads(encode_json(ResponseBuilder(model, completion).whole()))
+    found = response["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-9999.0] and max(found["top_logprobs"][0].values()) == -0.5
     assert list(found["top_logprobs"][0]) == [model.token_text(i) for i in (byte, other, 9)]
-    assert encode({"message": "\ud800"}) == b'{"message": "?"}'
+    assert encode_json({"message": "\ud800"}) == b'{"message": "?"}'
     with pytest.raises(ApiError):
         parse_object(b'{"a": Infinity}')
 
@@ -165,14 +165,14 @@ def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):  # noq
     (tmp_path / "config.json").write_text((checkpoints[None] / "config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token_id": null}')
     bare = ServedModel(read_config(tmp_path), read_tokenizer_files(tmp_path), "bare", 50)
-    assert bare.completion({"prompt": [5, 6], "max_tokens": 3}).asks[0].request.prompt == [5, 6]
-    for work, body in ((bare.completion, {"prompt": "text"}), (bare.chat, {"messages": MESSAGES})):
+    assert engine_request(bare.parse_completion({"prompt": [5, 6], "max_tokens": 3})).prompt == [5, 6]
+    for work, body in ((bare.parse_completion, {"prompt": "text"}), (bare.parse_chat, {"messages": MESSAGES})):
         with pytest.raises(ApiError) as caught:
             work(body)
         assert caught.value.status == 400 and str(tmp_path) not in str(caught.value)
     monkeypatch.setattr(model.template, "template", None)  # which then fails
     with pytest.raises(ApiError) as caught:
-        model.chat({"messages": MESSAGES})
+        model.parse_chat({"messages": MESSAGES})
     assert str(checkpoints[None]) not in str(caught.value) and "template fails" in str(caught.value)
 
 
@@ -180,7 +180,7 @@ def test_metrics_count_each_draft():
     """They get the sums so far, and count what is new. A file name that is not UTF-8 is shown with question marks."""
     metrics, name = Metrics(), "lookup:\udcff.txt"
     for sums in ({"seconds": 0.25}, {"seconds": 0.5, "steps": 2, "proposed_tokens": 9, "accepted_tokens": 4}):
-        metrics.note_drafts({"medusa": sums, name: {}})
+        metrics.record_step(EngineStatus("ready", [], 0.0, drafts={"medusa": sums, name: {}}))
 
     async def shown() -> str:
         return metrics.text().decode()  # counts the tasks of the event loop, too

@@ -318,12 +318,12 @@ class SometimesRefuses(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body))
+        self.server.asked.append(body)
         refuses, status, headers = len(self.server.asked) % 3 == 0, 200, {}
         data = json.dumps({"generated_text": "a"})
         if refuses:
             status, headers, data = 429, {"Retry-After": "1"}, json.dumps({"error": {}})
-            self.server.refused += 1
+            self.server.refused.append(body)
         elif "stream" in body:
             events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
             data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
@@ -346,23 +346,23 @@ def locust(port, *arguments):
 @pytest.mark.full
 def test_refusals_are_no_failures():
     with ThreadingHTTPServer(("127.0.0.1", 0), SometimesRefuses) as server:
-        server.asked, server.refused = [], 0
+        server.asked, server.refused = [], []
         threading.Thread(target=server.serve_forever).start()
         try:
             rows = locust(server.server_port)
         finally:
             server.shutdown()
     counts = {name: row["num_requests"] for (_, name), row in rows.items()}
-    paths = [path for path, _ in server.asked]
     assert all(row["num_failures"] == 0 for row in rows.values())
-    assert counts["refused"] == server.refused
-    assert counts["/generate"] + counts["/v1/completions"] == len(paths) - server.refused
-    assert counts["time to first token"] == counts["time per later token"] == counts["/v1/completions"]
-    assert server.refused <= 4 * 4  # each of 4 users can be refused once a second
-    bodies = {path: [body for asked, body in server.asked if asked == path] for path in set(paths)}
-    assert {len(body["parameters"]) for body in bodies["/generate"]} == {2, 4}  # greedy, and with top-p
-    assert {body["parameters"]["max_new_tokens"] for body in bodies["/generate"]} == {20}
-    lengths = [body["max_tokens"] for body in bodies["/v1/completions"]]
+    assert counts["refused"] == len(server.refused)
+    assert counts["/v1/completions"] == len(server.asked) - len(server.refused)
+    streamed = [body for body in server.asked if "stream" in body]
+    answered = len(streamed) - sum("stream" in body for body in server.refused)
+    assert counts["time to first token"] == counts["time per later token"] == answered
+    assert len(server.refused) <= 4 * 4  # each of 4 users can be refused once a second
+    story = [body for body in server.asked if "stream" not in body]
+    assert {body.get("top_p") for body in story} == {None, 0.9} and {body["max_tokens"] for body in story} == {20}
+    lengths = [body["max_tokens"] for body in streamed]
     assert min(lengths) >= 2 and max(lengths) <= 200 and len(set(lengths)) > 3
 
 
@@ -373,7 +373,7 @@ def test_the_users_of_the_story(tmp_path, checkpoints):  # noqa: F811
     command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", checkpoints[None]]
     with measure.server(command, tmp_path / "log", port):
         [row] = locust(port, "StoryUser").values()
-    assert row["name"] == "/generate" and row["num_requests"] > 0 and row["num_failures"] == 0
+    assert row["name"] == "/v1/completions" and row["num_requests"] > 0 and row["num_failures"] == 0
 
 
 def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):

@@ -18,7 +18,7 @@ ORDER = """
     report engine load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
-    server.api server.metrics server.http_server serve
+    server.messages server.api server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

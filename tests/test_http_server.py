@@ -32,7 +32,7 @@ from test_serve import (  # noqa: F401
 )
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
-from server.http_server import is_local
+from server.http_server import is_loopback
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +86,13 @@ def test_the_queue_is_bounded(small):
     wait_for(lambda: is_full(small), "full places")
     status, headers, error = ask(small, [9], 5)
     assert status == 429 and error["error"]["code"] == "overloaded"
-    assert "1 rows are in use and all 2 places of the queue are taken" in error["error"]["message"]
+    assert "all 1 rows are in use and the queue of 2 requests is full" in error["error"]["message"]
     assert 1 <= int(headers["retry-after"]) <= 30 and headers["x-should-retry"] == "true"
     assert small.request("POST", "/v1/completions", b"{no JSON")[0] == 429
-    assert small.request("POST", "/generate", {"inputs": "x"})[0] == 429
     with small.client() as client, pytest.raises(openai.RateLimitError):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert small.request("POST", "/tokenize", {"prompt": "x"})[0] == 200
-    assert small.metric('requests_total{outcome="overloaded"}') >= 4
+    assert small.metric('requests_total{outcome="overloaded"}') >= 3
     others.leave(reset=False)
     wait_for(lambda: small.health() == (200, "ready"), "room")
     assert ask(small, [9], 5)[0] == 200
@@ -113,11 +112,11 @@ def test_a_flood(small, oracle):
         async with openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{small.port}/v1", api_key="x", max_retries=50
         ) as client:
-            wishes = [
+            answers = [
                 client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
                 for prompt in prompts[:12]
             ]
-            return [answer.choices[0].text for answer in await asyncio.gather(*wishes)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
 
     assert asyncio.run(patient()) == [oracle.text(prompt, 8) for prompt in prompts[:12]]
 
@@ -187,14 +186,14 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle): 
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
         http_side = server.processes()[1]
         with ThreadPoolExecutor(3) as pool:
-            wishes = [pool.submit(ask, server, [5, 6, 7 + i], 1300, ignore_eos=True) for i in range(3)]
+            answers = [pool.submit(ask, server, [5, 6, 7 + i], 1300, ignore_eos=True) for i in range(3)]
             wait_for(lambda: is_full(server), "full places")
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
             status, headers, error = ask(server, [9], 5)
             assert status == 503 and error["error"]["code"] == "draining" and "retry-after" in headers
-            for i, wish in enumerate(wishes):
-                status, _, answer = wish.result()
+            for i, pending in enumerate(answers):
+                status, _, answer = pending.result()
                 assert status == 200 and answer["usage"]["completion_tokens"] == 1300
                 assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
         assert server.process.wait(PATIENCE_S) == 0
@@ -211,7 +210,7 @@ def test_an_end_that_waits_no_longer(checkpoints, tmp_path):  # noqa: F811
         wait_for(lambda: server.metric("requests_waiting") == 1, "a request to wait")
         assert server.stop() == 0
         with stream.socket.makefile("rb") as rest:
-            assert '{"error": {"message": "the server has ended before the answer"' in rest.read().decode()
+            assert '{"error": {"message": "the server shut down before the response' in rest.read().decode()
         assert answer_of(whole)[0] == 503
         stream.socket.close()
 
@@ -318,7 +317,7 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):  # noqa: F81
             beside = pool.submit(greedy_text, server, other, 1000)
             for prompt in ([5, 13], [5, 6, 13], spoils):
                 status, _, error = ask(server, prompt, 5)
-                assert status == 500 and error["error"]["message"] == "the model could not go on with this request"
+                assert status == 500 and error["error"]["message"] == "generation failed for this request"
             assert beside.result() == oracle.text(other, 1000)
         assert server.metric("rows_active") == 0
     lines = (tmp_path / "log").read_text()
@@ -405,7 +404,7 @@ def test_pages_of_other_sites(small, host, origin, status):
 def test_names_of_this_machine():
     assert all(
         map(
-            is_local,
+            is_loopback,
             (
                 "127.0.0.1",
                 "127.255.1.2",
@@ -418,23 +417,5 @@ def test_names_of_this_machine():
             ),
         )
     )
-    assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")))
-
-
-@pytest.mark.parametrize(
-    "sent, status",
-    [
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: %b\r\n\r\n" % (b"x" * 100_000), 431),
-        (b"no HTTP\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\n\r\n", 400),  # Host is missing
-        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
-        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n", 400),
-    ],
-)
-def test_errors_of_http_are_error_objects(small, sent, status):
-    with closing(socket.create_connection(("127.0.0.1", small.port), timeout=PATIENCE_S)) as client:
-        client.sendall(sent)
-        with client.makefile("rb") as answer:
-            head, _, body = answer.read().partition(b"\r\n\r\n")
-    assert int(head.split()[1]) == status and json.loads(body)["error"]["type"] == "invalid_request_error"
-    assert small.health() == (200, "ready")
+    others = ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")
+    assert not any(map(is_loopback, others))

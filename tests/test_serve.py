@@ -22,7 +22,6 @@ import openai
 import pytest
 import torch
 from conftest import ROOT, tiny_chat_llama
-from huggingface_hub import InferenceClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
@@ -30,6 +29,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from test_harness import TEMPLATE
 from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
 
+import serve
+from cli import UserError
 from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
 from evaluate import harness_model
@@ -37,7 +38,7 @@ from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
-from serve import Job
+from server.messages import Submit
 from sources.opening import open_hf
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -451,7 +452,7 @@ def test_with_a_key_any_name_will_do(server):
      b'{"prompt": [5], "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": [5], "temperature": 1e999}'],
 )  # fmt: skip
 def test_bodies_that_are_no_request(server, body):
-    for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         status, answer = server.request("POST", path, body)
         assert status == 400 and json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
 
@@ -475,7 +476,7 @@ def test_no_path_of_the_machine_in_an_answer(server, checkpoints):
 
 
 @st.composite
-def wishes(draw) -> dict:
+def planned_requests(draw) -> dict:
     """A request, when it comes, and whether its client leaves: after so many chunks of a stream, or milliseconds."""
     prompt = prompt_ids(draw(st.integers(1, 70)), draw(st.integers(0, 5)))
     if draw(st.booleans()):  # several begin alike
@@ -491,16 +492,16 @@ def wishes(draw) -> dict:
     }  # fmt: skip
 
 
-async def one_request(client, wish: dict) -> tuple[str, list[float]]:
+async def one_request(client, planned: dict) -> tuple[str, list[float]]:
     """(the text, the tokens' log-probabilities) of a request, as far as its client hears them."""
-    await asyncio.sleep(wish["delay"] / 1000)
+    await asyncio.sleep(planned["delay"] / 1000)
     call = client.completions.create(
-        model=(await client.models.list()).data[0].id, prompt=wish["prompt"], max_tokens=wish["new"], logprobs=0,
-        stream=wish["stream"], **wish["params"],
+        model=(await client.models.list()).data[0].id, prompt=planned["prompt"], max_tokens=planned["new"], logprobs=0,
+        stream=planned["stream"], **planned["params"],
     )  # fmt: skip
-    if not wish["stream"]:
+    if not planned["stream"]:
         try:
-            answer = await asyncio.wait_for(call, None if wish["leaves"] is None else wish["leaves"] / 1000)
+            answer = await asyncio.wait_for(call, None if planned["leaves"] is None else planned["leaves"] / 1000)
         except asyncio.TimeoutError:
             return "", []
         return answer.choices[0].text, answer.choices[0].logprobs.token_logprobs
@@ -509,30 +510,30 @@ async def one_request(client, wish: dict) -> tuple[str, list[float]]:
         async for chunk in stream:
             text += chunk.choices[0].text
             logprobs += chunk.choices[0].logprobs.token_logprobs
-            if wish["leaves"] is not None and len(logprobs) > wish["leaves"]:
+            if planned["leaves"] is not None and len(logprobs) > planned["leaves"]:
                 break
     return text, logprobs
 
 
 async def all_requests(server: Server, schedule: list[dict]) -> list:
     async with server.client(openai.AsyncOpenAI) as client:
-        return await asyncio.gather(*(one_request(client, wish) for wish in schedule))
+        return await asyncio.gather(*(one_request(client, planned) for planned in schedule))
 
 
 def check_schedule(server: Server, oracle: Oracle, schedule: list[dict], same_bits: bool):
-    for wish, (text, logprobs) in zip(schedule, asyncio.run(all_requests(server, schedule))):
-        alone = oracle.run(wish["prompt"], wish["new"], logprobs=0, **wish["params"])
+    for planned, (text, logprobs) in zip(schedule, asyncio.run(all_requests(server, schedule))):
+        alone = oracle.run(planned["prompt"], planned["new"], logprobs=0, **planned["params"])
         expected = [own for own, _ in alone.token_logprobs]
-        if wish["leaves"] is None:
+        if planned["leaves"] is None:
             assert len(logprobs) == len(expected)
-            assert text == oracle.text(wish["prompt"], wish["new"], **wish["params"])
+            assert text == oracle.text(planned["prompt"], planned["new"], **planned["params"])
         expected = expected[: len(logprobs)]
         assert logprobs == (expected if same_bits else pytest.approx(expected, abs=1e-4))
     wait_for(server.idle, "all rows to be free")
 
 
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-schedules = st.lists(wishes(), min_size=1, max_size=9)
+schedules = st.lists(planned_requests(), min_size=1, max_size=9)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=FIXTURES)
@@ -550,27 +551,9 @@ def test_schedules_change_no_bits_of_quantized_models(int4_server, int4_oracle, 
 
 @pytest.mark.full
 @settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
-@given(schedule=st.lists(wishes(), min_size=1, max_size=30))
+@given(schedule=st.lists(planned_requests(), min_size=1, max_size=30))
 def test_long_schedules(server, oracle, schedule):
     check_schedule(server, oracle, schedule, same_bits=False)
-
-
-@pytest.mark.slow
-def test_a_needle_among_64_others(server, oracle):
-    """The same request, among others in random order that come and go around it."""
-    chance = random.Random(5)
-    needle = {"prompt": prompt_ids(45, 1), "new": 30, "params": {"temperature": 0.0}, "leaves": None, "stream": True}
-    others = [
-        needle | {"prompt": prompt_ids(chance.randrange(1, 60), i), "new": chance.randrange(1, 25)} for i in range(64)
-    ]
-    for other in others:
-        other["leaves"] = chance.choice([None, None, 3])
-        other["params"] = {"temperature": chance.choice([0.0, 1.0]), "seed": chance.randrange(9)}
-    schedule = [*others, needle]
-    chance.shuffle(schedule)
-    found = asyncio.run(all_requests(server, [wish | {"delay": chance.randrange(200)} for wish in schedule]))
-    assert found[schedule.index(needle)][0] == oracle.text(needle["prompt"], 30)
-    wait_for(server.idle, "all rows to be free")
 
 
 # ---------------------------------------------------------------- clients that leave
@@ -643,9 +626,9 @@ PIECES = [
 
 @settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data())
-def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
-    """However many tokens come in a step: what has been told is always the beginning of the whole text, as it is when
-    all tokens are decoded at once; and so are the tokens with log-probabilities."""
+def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
+    """However many tokens come in a step: what has been sent is always a prefix of the whole text, which is that of all
+    tokens decoded at once; and so are the tokens with log-probabilities."""
     tokenizer = oracle.tokenizer
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=8)))
     tokens = tokenizer.encode(text, add_bos=False) + data.draw(st.lists(st.integers(2, 699), max_size=3))
@@ -653,22 +636,23 @@ def test_events_hold_back_parts_of_characters_and_of_stop_strings(oracle, data):
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    job, told, scored = Job(tokenizer, 3, request, stop), "", []
+    job = serve.TextRequest(tokenizer, Submit(3, request, stop))
+    sent, scored = "", []
     while request.finish_reason is None:
         for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
             request.new_tokens.append(token)
             request.token_logprobs.append((-1.0, []))
-            if job.add(token):
+            if job.add_token(token):
                 request.finish_reason = "stop"
                 break
         if len(request.new_tokens) == len(tokens) and request.finish_reason is None:
             request.finish_reason = "length"
-        event = job.event()
-        told, scored = told + event.text, scored + event.logprobs
-        assert whole.startswith(told) and event.tokens == len(request.new_tokens) and event.key == 3
-        assert all(offset <= len(told) for *_, offset in scored)
-    assert told == whole and event.reason == ("stop" if stream.stopped else "length")
-    assert [token for token, *_ in scored] == request.new_tokens[: len(scored)]
+        update = job.update()
+        sent, scored = sent + update.text, scored + update.logprobs
+        assert whole.startswith(sent) and update.completion_tokens == len(request.new_tokens)
+        assert all(offset <= len(sent) for *_, offset in scored)
+    assert sent == whole and update.finish_reason == ("stop" if stream.stopped else "length")
+    assert update.request_id == 3 and [token for token, *_ in scored] == request.new_tokens[: len(scored)]
     assert len(scored) == len(request.new_tokens) or stream.stopped
 
 
@@ -692,31 +676,6 @@ def test_lm_eval_finds_the_loglikelihoods_of_evaluate(server, checkpoints, oracl
     assert len(found) > 15
     for (score, greedy), (exact, is_greedy) in zip(found, expected):
         assert score == pytest.approx(exact, rel=1e-6, abs=1e-4) and greedy == is_greedy
-
-
-def test_text_generation_inference(server, oracle, monkeypatch):
-    """By Hugging Face's client, streamed and not; and the bodies of the BLOOM story's load test."""
-    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)  # it asks nobody but our server
-    client = InferenceClient(f"http://127.0.0.1:{server.port}/generate", token=KEY)
-    prompt = oracle.tokenizer.encode("Translate to chinese.")
-    expected, text = oracle.run(prompt, 20, logprobs=0), oracle.text(prompt, 20)
-    answer = client.text_generation("Translate to chinese.", max_new_tokens=20, details=True)
-    assert answer.generated_text == text and answer.details.finish_reason == "length"
-    assert [token.id for token in answer.details.tokens] == expected.new_tokens
-    parts = list(client.text_generation("Translate to chinese.", max_new_tokens=20, details=True, stream=True))
-    assert [part.token.id for part in parts] == expected.new_tokens
-    assert "".join(part.token.text for part in parts) == parts[-1].generated_text == text
-    for parameters in ({"seed": 0.123}, {"do_sample": True, "top_p": 0.9, "seed": 0.123}):
-        bodies = [{"inputs": "Trans", "parameters": {"max_new_tokens": 20} | parameters}] * 2
-        one, two = (server.post("/generate", body)["generated_text"] for body in bodies)
-        assert one == two and one
-    stop = text[4:8]
-    whole = client.text_generation("Translate to chinese.", max_new_tokens=20, stop=[stop], return_full_text=True)
-    assert whole == "Translate to chinese." + text[: text.index(stop)]
-    *_, last = client.text_generation(
-        "Translate to chinese.", max_new_tokens=20, stop=[stop], details=True, stream=True
-    )
-    assert last.generated_text == text[: text.index(stop)] and last.details.finish_reason == "stop_sequence"
 
 
 def test_tokenize(server, oracle):
@@ -860,17 +819,44 @@ def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
         assert "Traceback" not in log.read()
 
 
+# Runs serve.py --help, and then serve.py, as if the libraries of requirements-serve.txt were not installed.
+WITHOUT_WEB_LIBRARIES = """if True:
+    import sys
+    sys.modules.update(dict.fromkeys(("starlette", "uvicorn", "h11", "prometheus_client")))
+    sys.argv = ["serve.py", "--checkpoint_path", "/nowhere"]
+    import serve
+    try:
+        serve.parse_arguments(["--help"])
+    except SystemExit:
+        serve.run_command(serve.main)"""
+
+
 @pytest.mark.slow
-def test_what_cannot_be_served(checkpoints, tmp_path):
+def test_without_web_libraries():
+    """--help works, and serving ends with one line, before a model is looked for."""
+    command = [sys.executable, "-c", WITHOUT_WEB_LIBRARIES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and "--max_queue" in done.stdout
+    assert done.stderr == "serve.py: error: starlette is not there: pip install -r requirements-serve.txt\n"
+
+
+def test_what_cannot_be_served(checkpoints, monkeypatch):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         for arguments, line in (
             (["--port", str(port)], f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"),
             (["--api_key", ""], "--api_key is empty"),
             (["--port", "0", "--host", ""], "--host is empty"),
-            (["--port", "0", "--host", b"\xff"], "--host \\udcff --port 0 cannot be listened on"),
             (["--port", "0", "--max_seq_length", "99999"], f"more than the model's context of {CONTEXT}"),
         ):
-            command = [sys.executable, "serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-            assert done.returncode == 2 and line in done.stderr and len(done.stderr.splitlines()) == 1
+            monkeypatch.setattr(sys, "argv", ["serve.py", "--checkpoint_path", str(checkpoints[None]), *arguments])
+            with pytest.raises(UserError, match=re.escape(line)):
+                serve.main()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_no_text():
+    command = [sys.executable, "serve.py", "--port", "0", "--host", b"\xff"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "--host \\udcff --port 0 cannot be listened on" in done.stderr

@@ -41,8 +41,9 @@ from test_serve import (  # noqa: F401 (fixtures)
 from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 from engine import Request
-from server.api import ApiError, Ask, Event
-from server.http_server import MAX_UNSENT, Call, EngineClient
+from server.api import ApiError, Choice, CompletionRequest
+from server.http_server import MAX_UNSENT_BYTES, EngineClient
+from server.messages import Submit, Update
 
 MEBIBYTE = 1 << 20
 MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages, and thread pools grow for a while
@@ -128,21 +129,6 @@ def test_nothing_is_left_of_a_thousand_clients_that_vanish(server):
     check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 1000)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_rows_of_eight_that_vanish_at_once_are_free_for_others(server, stream):
-    """Four run and four wait. The next request does not wait for any of their 5,600 tokens."""
-    written = server.metric("tokens_written_total")
-    clients = [longest(server, stream, prompt=[5, 6, i]) for i in range(8)]
-    wait_for(lambda: (server.metric("rows_active"), server.metric("requests_waiting")) == (ROWS, 4), "full rows")
-    for i, client in enumerate(clients):
-        client.leave(reset=i % 2 == 0)
-    begin = time.monotonic()
-    wait_for(server.idle, "all rows to be free", 2)
-    server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
-    assert time.monotonic() - begin < 2 and server.metric("tokens_written_total") - written < LONG["max_tokens"]
-
-
 # ---------------------------------------------------------------- clients that stop reading
 
 
@@ -186,21 +172,20 @@ def test_an_answer_that_is_not_read_takes_nobodys_place():
     """Nor does one that is not read to its end; log-probabilities of the prompt count as well."""
 
     async def work():
-        client = EngineClient(SimpleNamespace(send=lambda message: None), rows=1, max_queue=1)
-        calls = [Call(client), Call(client)]
-        for call in calls:
-            call.begin([Ask(Request([5]), (), True)], asyncio.Event().wait)
-        assert client.taken == 2
-        scored = [(-1.0, [(5, -1.0)] * 20)] * (MAX_UNSENT // 2000)
+        engine = EngineClient(SimpleNamespace(send=lambda message: None), rows=1, max_queue=1)
+        completions = [CompletionRequest("cmpl", [Choice(0, Submit(i, Request([5])))]) for i in range(2)]
+        first, second = (engine.submit(completion, asyncio.Event().wait) for completion in completions)
+        assert engine.in_use == 2
+        scored = [(-1.0, [(5, -1.0)] * 20)] * (MAX_UNSENT_BYTES // 2000)
         for _ in range(3):
-            calls[0].put(Event(0, "", 1, 0, [], scored, None, None))
-        assert client.taken == 1 and calls[0].queue.qsize() == 1
-        with pytest.raises(ApiError, match="not being read"):
-            await anext(calls[0])
-        del client.running[1]  # as when the engine has told the last event, which the client has not read yet
-        assert client.taken == 0
-        for call in calls:
-            call.close()
+            first.put(Update(0, "", 1, prompt_logprobs=scored))
+        assert engine.in_use == 1 and first.queue.qsize() == 1
+        with pytest.raises(ApiError, match="does not read"):
+            await anext(first)
+        del engine.receivers[1]  # as after the last update, which the client has not read yet
+        assert engine.in_use == 0
+        for active in (first, second):
+            active.close()
 
     asyncio.run(work())
 

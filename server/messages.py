@@ -1,0 +1,71 @@
+"""The messages between the HTTP process (http_server.py) and the engine's process (serve.py).
+
+Read down: Settings, which the HTTP process is started with; Submit and Cancel, which it sends to the engine; Update and
+EngineStatus, which the engine sends back. They are pickled and go through a pipe. No web library is imported here, so
+the engine's process needs none.
+"""
+
+from dataclasses import dataclass, field
+
+from checkpoint import TokenizerFiles
+from engine import Request
+from model import Config
+
+
+@dataclass
+class Settings:
+    """What the HTTP process has to know about the model and the server's options."""
+
+    config: Config
+    tokenizer_files: TokenizerFiles
+    model_name: str
+    context_length: int  # tokens of prompt and answer together
+    max_batch_size: int  # requests that run at the same time
+    max_queue: int  # requests that may wait for a row
+    api_key: str | None
+
+
+@dataclass
+class Submit:
+    """Asks the engine to continue a prompt. An HTTP request with several prompts sends one Submit for each."""
+
+    request_id: int
+    request: Request  # for the engine, without on_token
+    stop: tuple[str, ...] = ()  # stop strings
+    continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
+    can_time_out: bool = True  # in the queue, after --queue_seconds
+
+
+@dataclass
+class Cancel:
+    """Asks the engine to end a request, because nobody will read the rest of its answer."""
+
+    request_id: int
+
+
+@dataclass
+class Update:
+    """What a step of the engine has added to a request."""
+
+    request_id: int
+    text: str
+    completion_tokens: int  # all that were generated so far
+    cached_tokens: int = 0  # prompt tokens that were reused from a cache row
+    # (id, log-probability, [(id, log-probability), ...] of the likeliest ids, offset in the text) for each new token
+    logprobs: list[tuple] = field(default_factory=list)
+    prompt_logprobs: list[tuple] = field(default_factory=list)  # without offsets; in the first update only
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None if more will follow
+    error: str | None = None  # a message, if finish_reason is "error"
+
+
+@dataclass
+class EngineStatus:
+    """The engine's message after each step, and four times a second while it is idle."""
+
+    state: str  # "ready"; after SIGTERM "draining", which accepts no new requests; "ended" when that time is over
+    updates: list[Update]
+    step_s: float  # seconds that the step took; 0 if there was nothing to do. In the first message: of the warm-up
+    waiting: int = 0  # requests without a row
+    active: int = 0  # rows with a request
+    prefill_tokens: int = 0  # prompt tokens read since the start
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)  # speculative.Report.drafts, since the start

@@ -156,10 +156,6 @@ class Plan:
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
 
-    def for_other_ranks(self) -> "Plan":
-        """The plan without the functions of the requests, which cannot be pickled."""
-        return replace(self, admitted=[(replace(request, on_token=None), *how) for request, *how in self.admitted])
-
 
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
@@ -175,14 +171,11 @@ class Engine:
         model.setup_caches(max_batch_size, max_seq_length)
         self.model, self.length = model, max_seq_length
         self.steps, self.chunk_tokens = steps or StepFunctions(), chunk_tokens
-        self.rows = [Row(index) for index in range(max_batch_size)]
-        self.waiting: deque[Request] = deque()
+        self.rows, self.waiting = [Row(index) for index in range(max_batch_size)], deque()
         self.timing, self.threads = Timing(), model.backend.make_threads()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        # Since the last step:
-        self.finished: list[Request] = []
-        self.cancelled: list[Request] = []
-        self.released: list[int] = []  # rows
+        self.finished, self.cancelled = [], []  # requests, since the last step
+        self.released: list[int] = []  # rows, since the last step
         self.speculation = speculation
         if speculation is not None:
             speculation.begin(self)
@@ -207,7 +200,7 @@ class Engine:
         """Do one step, and return the requests that have ended since the last step."""
         plan = self._plan()
         if self.ranks is not None:
-            self.ranks.share(plan.for_other_ranks)
+            self.ranks.share(lambda: plan)
         self._run(plan)
         finished, self.finished = self.finished, []
         return finished
@@ -241,15 +234,17 @@ class Engine:
         plan = Plan(self.released)
         self.released, self.cancelled = [], []
         while self.waiting and any(row.request is None for row in self.rows):
-            plan.admitted.append(self._choose_row(self.waiting.popleft()))
-            self._start(*plan.admitted[-1])
+            request = self.waiting.popleft()
+            where = self._choose_row(request)
+            self._start(request, *where)
+            plan.admitted.append((replace(request, on_token=None), *where))  # a function cannot be pickled
         active = [row for row in self.rows if row.request is not None]
         plan.decoding = [row.index for row in active if row.request.new_tokens]
         plan.chunk = self._choose_chunk([row for row in active if not row.request.new_tokens], bool(plan.decoding))
         return plan
 
-    def _choose_row(self, request: Request) -> tuple[Request, int, int, int]:
-        """The free row for a request, and the row that holds the longest prefix of its prompt (Plan.admitted)."""
+    def _choose_row(self, request: Request) -> tuple[int, int, int]:
+        """The free row for a request, the row that holds the longest prefix of its prompt, and how long that is."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
         common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
@@ -257,15 +252,14 @@ class Engine:
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
             row = source  # otherwise copy the prefix: overwriting source would lose more tokens than are reused
-        return request, row.index, source.index, common[source]
+        return row.index, source.index, common[source]
 
     def _start(self, request: Request, index: int, source: int, n: int):
         if index != source and n:
             self.model.copy_cache(source, index, n)
         row = self.rows[index]
-        row.request, row.waited = request, 0
-        row.tokens = request.prompt[:n]
-        request.cached_tokens = n
+        row.request, row.tokens = request, request.prompt[:n]
+        row.waited, request.cached_tokens = 0, n
         request.times["started"] = time.perf_counter()
         self.sampling.set_row(index, request.params, request.prompt)
 

@@ -1,8 +1,7 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
 Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py loads the model,
-start.py makes an engine of it, engine.py has the generation loop, chat.py the conversation of --interactive, and
-report.py the measurements.
+start.py makes an engine of it, engine.py has the generation loop, chat.py the conversation, report.py the measurements.
 """
 
 import signal

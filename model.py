@@ -477,8 +477,8 @@ def alibi_slopes(H: int) -> Tensor:
 
 
 def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
-    """tokens (B,S) and input_pos (B,S) for `Transformer.forward`. Row b has the tokens parts[b], the first of them at
-    position starts[b]. S is the length of the longest part, or `width` if that is more."""
+    """tokens (B,S) and input_pos (B,S) for `Transformer.forward`: row b has the tokens parts[b] from position starts[b]
+    on. S is the length of the longest part, or `width` if that is more."""
     S = max(width, *map(len, parts))
     tokens = torch.zeros(len(parts), S, dtype=torch.int64)
     input_pos = torch.full((len(parts), S), -1)

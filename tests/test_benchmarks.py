@@ -294,7 +294,7 @@ def test_the_load_test(python, tmp_path, checkpoints):  # noqa: F811
     sizes = ["--users", 2, 60, "--seconds", 4, "--prompt_words", 2, "--new_tokens", 3, "--max_seq_length", 400]
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--gguf", "tiny.gguf"]
     others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
-    result, done = run_benchmark(python, "ramp.py", tmp_path / "out.json", *sizes, *others)
+    result, done = run_benchmark(python, "load_test.py", tmp_path / "out.json", *sizes, *others)
     assert result["servers"].keys() == result["overload"].keys() == {"fastpath", "llama.cpp"}
     for name, (few, many) in result["servers"].items():
         assert (few["users"], many["users"]) == (2, 60) and few["failures"] == many["failures"] == 0, done.stderr
@@ -335,8 +335,8 @@ class SometimesRefuses(BaseHTTPRequestHandler):
 
 
 def locust(port, *arguments):
-    """Run the users of locustfile.py for 3 seconds; (method, name) -> what locust counted."""
-    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "locustfile.py", *arguments]
+    """Run the users of load_test.py for 3 seconds; (method, name) -> what locust counted."""
+    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "load_test.py", *arguments]
     command += ["--host", f"http://127.0.0.1:{port}", "--headless", "-u", 4, "-r", 4, "-t", 3, "-s", 9, "--json"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

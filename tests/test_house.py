@@ -103,10 +103,6 @@ def test_imports_in_functions_and_in_main_are_found():
 LINES, PARAMETERS, TARGETS = 60, 6, 2  # of a function, of a function, of an assignment whose right side is a tuple
 SCHEMAS = {"kernels.py", "kernels_triton.py"}  # the parameters of their functions are those of the operations
 PROGRAMS = [path for folder in ("training", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))]
-# In these, only the length of functions is checked so far.
-NOT_YET = """chat.py drafts/draft_model.py drafts/heads.py drafts/retrieval.py engine.py generate.py load.py serve.py
-    server/api.py server/http_server.py speculative.py training/common.py training/distill.py training/medusa.py
-    training/self_text.py training/teacher.py benchmarks/locustfile.py""".split()  # noqa: SIM905
 
 
 def is_text(node: ast.AST) -> bool:
@@ -153,8 +149,6 @@ def too_large(tree: ast.AST, takes_schemas: bool = False):
 @pytest.mark.parametrize("path", [*PATHS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_functions_and_statements_are_small(path):
     found = list(too_large(ast.parse(path.read_text(encoding="utf-8")), path.name in SCHEMAS))
-    if str(path.relative_to(ROOT)) in NOT_YET:
-        found = [(line, what) for line, what in found if what.endswith("lines")]
     assert found == []
 
 

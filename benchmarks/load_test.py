@@ -1,9 +1,9 @@
-"""The load test: more and more users, well beyond what the server can do, and what each of them gets.
+"""The load test of a server: what its users get while their number grows well beyond what the server can do.
 
-`python benchmarks/ramp.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the peers
-that are named, with 8 rows each. For each number of users they take turns: that many of locustfile.py's LongTailUser
-send one request after another. The same seed gives all servers the same sequence of requests. After a warm-up, what
-ends within --seconds is counted:
+`python benchmarks/load_test.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the
+peers that are named, with 8 rows each. For each number of users they take turns: that many LongTailUsers send one
+request after another. The same seed gives all servers the same sequence of requests. After a warm-up, what ends within
+--seconds is counted:
 
   throughput         new tokens per second, and answers per second
   first token        from the request to its first token, 50th and 95th percentile
@@ -13,8 +13,20 @@ ends within --seconds is counted:
 
 The JSON file also says from how many users on a server is overloaded: where it begins to refuse requests, and where its
 median time to the first token is more than twice the longest that it has with at most one user per row.
+
+The same users run with locust against any server: `locust -f benchmarks/load_test.py --host URL USER`. Every user sends
+its next request as soon as the last one was answered. The classes of USER are
+
+  StoryUser     the mix of the BLOOM inference story (docs/bloom.md): /v1/completions, prompts cut at random, 20 new
+                tokens, half of the requests greedy and half sampled with top-p 0.9, with seeds
+  LongTailUser  streamed /v1/completions, also of other servers. The lengths of prompts and answers have a log-normal
+                distribution: most are short, few are ten times as long.
+
+Times to the first token, times per later token and refused requests (429) have rows of their own in locust's table. A
+refused request is no failure. Its user waits as long as Retry-After says, at most 5 seconds.
 """
 
+import json
 import math
 import random
 import time
@@ -22,7 +34,8 @@ from pathlib import Path
 
 import locust.env  # before all others: it replaces blocking sockets and sleeps by cooperative ones
 from charts import colour_of
-from locustfile import FIRST_TOKEN, LATER_TOKEN, NEW_TOKENS, REFUSED, LongTailUser
+from locust import FastHttpUser, task
+from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from matplotlib.figure import Figure
 from measure import ROOT, add_server_options, all_servers, count, make_parser, print_table, quantized, save
 
@@ -30,11 +43,86 @@ from checkpoint import read_json
 from cli import print_status, run_command
 from load import choose_device, find_source
 
+TEXT = "\n".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+WORDS = TEXT.split()
+FIRST_TOKEN, LATER_TOKEN = "time to first token", "time per later token"
+NEW_TOKENS = "new tokens"
+REFUSED, LONGEST_WAIT_S = "refused", 5.0
+TAIL = 10  # no length is more than this many times the median
 ROWS, USERS = 8, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
 WARM_UP, PATIENCE_S = 0.5, 300.0  # a share of --seconds; the longest that the end of a step waits for answers
 COLUMNS = {"server": "", "users": "", "tokens_per_s": ".0f", "answers_per_s": ".1f", "first_token_p50_s": ".3f"}
 COLUMNS |= {"first_token_p95_s": ".3f", "later_token_p50_s": ".4f", "later_token_p95_s": ".4f"}
 COLUMNS |= {"refused_share": ".1%", "refusal_p99_s": ".4f", "failures": ""}
+
+# ---------------------------------------------------------------- users
+
+
+class Client(FastHttpUser):
+    abstract = True
+    network_timeout = 600.0
+    default_headers = {"Connection": "close"}  # llama-server has a thread per connection: kept ones shut others out
+
+    def ask(self, path: str, body: dict):
+        start, stream = time.perf_counter(), "stream" in body
+        with self.client.post(path, json=body, stream=stream, catch_response=True) as response:
+            if response.status_code == 429:
+                response.request_meta["name"] = REFUSED
+                response.success()
+            elif response.ok and stream:
+                try:
+                    self.listen(response, start)
+                except (*FAILURE_EXCEPTIONS, ValueError) as error:
+                    response.failure(error)
+                response.request_meta["response_time"] = 1e3 * (time.perf_counter() - start)
+        if response.status_code == 429:
+            time.sleep(min(float(response.headers.get("Retry-After", 1)), LONGEST_WAIT_S))
+
+    def listen(self, response, start: float):
+        """Read a stream to its end. Its times and new tokens go to the request's context, too."""
+        times, usage = [], {}
+        while line := bytes(response.stream.readline(b"\n")):
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                if event.get("choices"):
+                    times.append(time.perf_counter())
+        if not times or not usage:
+            raise ValueError("the stream broke off")
+        new = usage["completion_tokens"]
+        found = {FIRST_TOKEN: times[0] - start, LATER_TOKEN: (times[-1] - times[0]) / max(1, new - 1)}
+        for name, seconds in found.items():
+            about = {"request_type": "stream", "response_length": 0, "exception": None}
+            self.environment.events.request.fire(name=name, response_time=1e3 * seconds, **about)
+        response.request_meta["context"] |= found | {NEW_TOKENS: new}
+
+
+def greedy_or_sampled() -> dict:
+    return random.choice([{"temperature": 0}, {"temperature": 1, "top_p": 0.9, "seed": random.randrange(2**31)}])
+
+
+class StoryUser(Client):
+    @task
+    def complete(self):
+        start = random.randrange(len(TEXT) - 200)
+        body = {"prompt": TEXT[start : start + random.randrange(1, 200)], "max_tokens": 20}
+        self.ask("/v1/completions", body | greedy_or_sampled())
+
+
+class LongTailUser(Client):
+    prompt_words, new_tokens = 40, 20  # medians
+
+    @task
+    def complete(self):
+        words, new = self.length(self.prompt_words), self.length(self.new_tokens)
+        start = random.randrange(len(WORDS) - words)
+        body = {"prompt": " ".join(WORDS[start : start + words]), "max_tokens": new, "ignore_eos": True}
+        body |= greedy_or_sampled()
+        self.ask("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+
+    def length(self, median: int) -> int:
+        return min(TAIL * median, max(2, round(random.lognormvariate(math.log(median), 1.0))))
+
 
 # ---------------------------------------------------------------- one number of users
 
@@ -164,7 +252,7 @@ def main():
     shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
     found = {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
     model = find_source(str(directory)).name
-    save("ramp", {"model": model, "rows": ROWS} | shape | found, out, choose_device(None))
+    save("load_test", {"model": model, "rows": ROWS} | shape | found, out, choose_device(None))
     draw(read_json(out), picture)
 
 

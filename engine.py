@@ -105,12 +105,11 @@ class Timing:
         self.prefill_tokens += tokens
 
     def add_step(self, seconds: float, tokens: int, kv_bytes: int, draft=None):
-        """draft: a speculative.Drafted or None. If a draft reads a prompt in a decode step, this counts as prefill."""
         self.decode_s += seconds
         self.decode_tokens += tokens
         self.decode_steps += 1
         self.kv_bytes += kv_bytes
-        if draft is not None:
+        if draft is not None:  # a speculative.Drafted; if it has read a prompt, this counts as prefill
             self.prefill_s += draft.prefill_s
             self.decode_s -= draft.prefill_s
             self.draft_bytes += draft.weight_bytes

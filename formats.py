@@ -469,8 +469,8 @@ class StackedLinear(nn.ModuleList):
 
 def piece_rows(config: Config, name: str) -> list[int]:
     """How many rows of a module's matrix belong to each of the matrices that it consists of."""
-    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    pieces = {"qkv": [q, kv, kv], "gate_up": [config.hidden_dim, config.hidden_dim]}
+    H, K, E = config.heads
+    pieces = {"qkv": [H * E, K * E, K * E], "gate_up": [config.hidden_dim, config.hidden_dim]}
     return pieces.get(name.rpartition(".")[2], [])
 
 

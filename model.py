@@ -120,6 +120,11 @@ class Config:
         if self.head_dim % 2 and not self.alibi:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """H, K, E: the numbers of query heads and of key/value heads, and their width."""
+        return self.n_head, self.n_kv_head, self.head_dim
+
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer; None if it attends to all positions."""
         slides = self.sliding_layers is None or layer in self.sliding_layers
@@ -286,8 +291,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.cache = config, KVCache(config)
         self.window, self.scale = config.window(layer), config.head_dim**-0.5
-        H, K = config.n_head, config.n_kv_head
-        E = config.head_dim
+        H, K, E = config.heads
         self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
         self.q_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
@@ -295,8 +299,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         B, S, _ = x.shape
-        H, K = self.config.n_head, self.config.n_kv_head
-        E = self.config.head_dim
+        H, K, E = self.config.heads
         qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
         if self.q_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])], dim=2)
@@ -347,8 +350,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         D, hidden = config.dim, config.hidden_dim
-        bias = config.mlp_bias
-        self.gated = config.mlp == "swiglu"
+        self.gated, bias = config.mlp == "swiglu", config.mlp_bias
         if self.gated:
             self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
         else:
@@ -477,8 +479,7 @@ def alibi_slopes(H: int) -> Tensor:
 
 
 def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
-    """tokens (B,S) and input_pos (B,S) for `Transformer.forward`: row b has the tokens parts[b] from position starts[b]
-    on. S is the length of the longest part, or `width` if that is more."""
+    """tokens and input_pos (B,S) for `forward`: row b has the tokens parts[b] from position starts[b] on; S >= width."""
     S = max(width, *map(len, parts))
     tokens = torch.zeros(len(parts), S, dtype=torch.int64)
     input_pos = torch.full((len(parts), S), -1)

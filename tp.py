@@ -146,8 +146,7 @@ class Shard:
         how, count = split_of(name)
         N = len(getattr(module, kind))
         if how in ("heads", "query heads", "key heads"):
-            H, K = config.n_head, config.n_kv_head
-            E = config.head_dim
+            H, K, E = config.heads
             starts = {"heads": (H, H + K), "query heads": (), "key heads": (0,)}[how]
             rows = [range(E * self.own(H).start, E * self.own(H).stop)] if how != "key heads" else []
             rows += [range(E * (i + head), E * (i + head + 1)) for i in starts for head in self.kv_heads(config)]

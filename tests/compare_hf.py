@@ -87,7 +87,7 @@ def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, T
     model.setup_caches(1, len(ids))
     tensors = record(model)
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
-    H, K, E = model.config.n_head, model.config.n_kv_head, model.config.head_dim
+    H, K, E = model.config.heads
     for i, block in enumerate(model.blocks):
         q, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, K * E, K * E], dim=-1)
         gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)

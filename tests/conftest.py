@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import
 
 import sys
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +26,7 @@ INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"T
 with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
 
+import gguf
 import hypothesis
 import transformers
 from texts import strings
@@ -161,8 +163,21 @@ def default_tokenizer(default_checkpoint):
 
 
 @pytest.fixture(scope="session")
-def gguf_oracle():
-    """transformers' tokenizer of the default GGUF file, which takes seconds to read."""
+def gguf_package():
+    """The gguf package, which takes seconds to read the default file and to name its tensors. Here it does so once,
+    however often transformers asks for it."""
+    read, read_once = gguf.GGUFReader, cache(gguf.GGUFReader)
+
+    def reader(path, *rest):
+        return read_once(Path(path)) if Path(path) == default_gguf() else read(path, *rest)
+
+    with mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=cache(gguf.get_tensor_name_map)):
+        yield gguf
+
+
+@pytest.fixture(scope="session")
+def gguf_oracle(gguf_package):
+    """transformers' tokenizer of the default GGUF file."""
     path = default_gguf()
     return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 

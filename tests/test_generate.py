@@ -355,7 +355,7 @@ def test_peak_memory_of_an_eager_run(default_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def default_pair():
+def default_pair(gguf_package):
     """transformers' model of the default GGUF file and our model with the same dequantized weights, in float32."""
     path = default_gguf()
     oracle = transformers.AutoModelForCausalLM.from_pretrained(

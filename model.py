@@ -479,7 +479,7 @@ def alibi_slopes(H: int) -> Tensor:
 
 
 def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
-    """tokens and input_pos (B,S) for `forward`: row b has the tokens parts[b] from position starts[b] on; S >= width."""
+    """tokens and input_pos (B,S) for `forward`: row b has parts[b] from position starts[b] on. S >= width."""
     S = max(width, *map(len, parts))
     tokens = torch.zeros(len(parts), S, dtype=torch.int64)
     input_pos = torch.full((len(parts), S), -1)

@@ -42,22 +42,18 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
     load.open_checkpoint."""
     ranks = ranks or SingleProcess()
     options = replace(checkpoint.options, device=ranks.device(checkpoint.options.device))
-    device, drafts = choose_device(options.device), None
+    device = choose_device(options.device)
     if options.speculates:
-        from drafts.loading import open_drafts
+        from drafts import loading
 
-        drafts = open_drafts(checkpoint, ranks)
+        drafts = loading.open_drafts(checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, checkpoint.quantization, ranks.portion(device))
     module = kernels_module(device, "auto")
     if device.type == "cpu" and module is not None:
         module.prepare_process(options.threads)
     model = load_model(checkpoint.source, options, ranks.shard(device))
-    speculation = None
-    if drafts is not None:
-        from drafts.loading import make_speculation
-
-        speculation = make_speculation(checkpoint, model, drafts)
+    speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)
     engine.ranks = ranks if ranks.size > 1 else None

@@ -61,7 +61,7 @@ CASES = {
 }  # fmt: skip
 
 DRAFTS = {  # with drafts, one of which is the model itself, whole on every rank or split
-    "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "3 llama, K split, int4": "split",
+    "2 llama, MHA": "split", "3 qwen3, K copied": "whole", "4 qwen2, K split, int4": "split",
 }  # fmt: skip
 
 

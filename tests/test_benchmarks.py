@@ -133,7 +133,7 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
     gguf.touch()
     old.mkdir()
     (old / "generate.py").write_text(OLD_GENERATE)
-    arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "3", "--prompt_tokens", "19", "--rows", 2]
+    arguments = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--rounds", "2", "--prompt_tokens", "19", "--rows", 2]
     arguments += ["--new_tokens", "4", "--llama_bench", program, "--ik_llama_bench", program, "--gguf", gguf]
     result, done = run_benchmark(python, "decode.py", tmp_path / "out.json", *arguments, "--old", old)
     rows = {row["name"]: row for row in result["rows"]}  # without transformers, which cannot load our checkpoints
@@ -149,7 +149,7 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
         assert (ratio["ours"], ratio["peer"]) == ("fastpath eager bf16", name)
         for kind, peer in zip(("decode", "prefill"), rates_of_peer):
             rates = [one[f"{kind}_tokens_per_s"] for one in ours["rounds"]]
-            assert len(rates) == 3 and ours[f"{kind}_tokens_per_s"] == median(rates)
+            assert len(rates) == 2 and ours[f"{kind}_tokens_per_s"] == median(rates)
             assert ratio[kind] == pytest.approx(median(rates) / peer)
             assert ratio[f"{kind}_spread"] == pytest.approx([min(rates) / peer, max(rates) / peer])
 

@@ -124,14 +124,6 @@ def test_other_shapes_part_with_both(tiny, capsys):
     assert "layer 2, output" in only
 
 
-@pytest.mark.slow
-def test_a_missing_directory_is_one_line(tiny, python, tmp_path):
-    command = [*python, str(ROOT / "tests/compare_hf.py"), str(tiny("llama-mha")[2]), str(tmp_path / "none")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"{tmp_path / 'none'} is neither a directory nor a .gguf file" in done.stderr
-
-
 def test_mistakes_are_named(tiny, tmp_path):
     source, checkpoint = map(str, tiny("llama-mha")[1:])
     cut = shutil.copytree(source, tmp_path / "cut")
@@ -140,6 +132,7 @@ def test_mistakes_are_named(tiny, tmp_path):
     save_file(weights, cut / "model.safetensors", metadata={"format": "pt"})
     for arguments, message in {
         (str(tmp_path / "none"), source): "none",
+        (checkpoint, str(tmp_path / "none")): f"{tmp_path / 'none'} is neither a directory nor a .gguf file",
         (checkpoint, checkpoint): "transformers cannot load",
         (checkpoint, str(cut)): "lacks tensor model.layers.1.mlp.up_proj.weight",
         (checkpoint, source, "--prompt", "Hello"): "has no tokenizer",

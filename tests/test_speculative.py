@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, random_prompts
-from programs import ids, main, run
+from programs import ids, main
 from random_heads import random_heads, some_tokens
 from schedules import GREEDY, random_requests, run_randomly
 from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, p_value, settings_of
@@ -586,7 +586,7 @@ def test_lookup_reads_only_regular_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_tokenizer_is_refused_and_the_default_models_is_not(default_checkpoint, tmp_path):
+def test_another_tokenizer_is_refused_and_the_default_models_is_not(default_checkpoint, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(default_checkpoint, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -595,14 +595,13 @@ def test_another_tokenizer_is_refused_and_the_default_models_is_not(default_chec
     vocabulary[a], vocabulary[b] = 4321, 1234
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     args = ["--draft_checkpoint_path", other, "--max_new_tokens", 12, "--prompt", "One, two, one, two, one,"]
-    done = run("--checkpoint_path", default_checkpoint, *args)
-    assert done.returncode == 2 and "token 1234 is" in done.stderr and len(done.stderr.splitlines()) == 1
+    with pytest.raises(UserError, match="token 1234 is"):
+        main(capsys, monkeypatch, "--checkpoint_path", default_checkpoint, *args)
     source = tmp_path / "source.txt"
     source.write_text("One, two, one, two, one, two, three.")
     args[:2] = ["--draft", f"lookup:{source}", "--speculate_k", 5, "--temperature", 0]
-    done = run("--checkpoint_path", default_checkpoint, *args, "--json")
-    result = json.loads(done.stdout)
-    assert done.returncode == 0 and result["speculation"]["steps"] > 0
+    result, _ = main(capsys, monkeypatch, "--checkpoint_path", default_checkpoint, *args, "--json")
+    assert result["speculation"]["steps"] > 0
 
 
 @pytest.mark.full

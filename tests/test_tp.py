@@ -60,7 +60,7 @@ CASES = {
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 
-WITH_DRAFT = ("2 llama, MHA", "3 qwen3, K copied", "3 llama, K split, int4")  # one draft is the model itself
+WITH_DRAFT = ("2 llama, MHA", "3 qwen3, K copied", "4 qwen2, K split, int4")  # one draft is the model itself
 
 
 def make(folder: Path, case) -> Path:

@@ -35,7 +35,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import kernels
 from convert_hf_checkpoint import convert, ensure_checkpoint
+from formats import Quantization
 from load import load_model
+from quantize import quantize_checkpoint
 from sources.hub import default_gguf
 from sources.opening import open_hf
 from tokenizer import Tokenizer
@@ -299,3 +301,24 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
     oracle.save_pretrained(directory)
     library.save_pretrained(directory)
     return oracle, library
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, byte_level):
+    """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
+    from servers import CONTEXT
+    from texts import TEMPLATE
+
+    folder = tmp_path_factory.mktemp("serve")
+    tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)
+    made = {None: convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)}
+    quantize_checkpoint(made[None], folder / "tiny-int4", Quantization("int4", 32, "int8"))
+    return made | {"int4": folder / "tiny-int4"}
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoints):
+    """The engine alone, with the checkpoint of the servers."""
+    from servers import Oracle
+
+    return Oracle(checkpoints[None])

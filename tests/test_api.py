@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-from test_serve import CONTEXT, MESSAGES, checkpoints  # noqa: F401 (a fixture)
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from servers import CONTEXT, MESSAGES
 
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
@@ -17,7 +16,7 @@ from server.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
-def model(checkpoints):  # noqa: F811
+def model(checkpoints):
     return ServedModel(read_config(checkpoints[None]), read_tokenizer_files(checkpoints[None]), "tiny", CONTEXT)
 
 
@@ -160,7 +159,7 @@ def test_what_json_cannot_hold(model):
         parse_object(b'{"a": Infinity}')
 
 
-def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):  # noqa: F811
+def test_a_model_without_text(model, checkpoints, tmp_path, monkeypatch):
     """Token ids are served, and text is refused with a reason that names no path."""
     (tmp_path / "config.json").write_text((checkpoints[None] / "config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token_id": null}')

@@ -13,7 +13,6 @@ from statistics import median
 
 import pytest
 from conftest import ROOT, random_prompts
-from test_serve import checkpoints  # noqa: F401 (a fixture)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -275,7 +274,7 @@ def llama_server(tmp_path, checkpoint):
     return program
 
 
-def test_serving(python, tmp_path, checkpoints):  # noqa: F811
+def test_serving(python, tmp_path, checkpoints):
     sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1]
     program = llama_server(tmp_path, checkpoints[None])
@@ -289,7 +288,7 @@ def test_serving(python, tmp_path, checkpoints):  # noqa: F811
 
 
 @pytest.mark.full
-def test_the_load_test(python, tmp_path, checkpoints):  # noqa: F811
+def test_the_load_test(python, tmp_path, checkpoints):
     """A server has 8 rows, and 4 requests for each may wait. So of 60 users 20 are always refused."""
     sizes = ["--users", 2, 60, "--seconds", 4, "--prompt_words", 2, "--new_tokens", 3, "--max_seq_length", 400]
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--gguf", "tiny.gguf"]
@@ -367,7 +366,7 @@ def test_refusals_are_no_failures():
 
 
 @pytest.mark.full
-def test_the_users_of_the_story(tmp_path, checkpoints):  # noqa: F811
+def test_the_users_of_the_story(tmp_path, checkpoints):
     """They get all of their answers from our server."""
     port = measure.free_port()
     command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", checkpoints[None]]

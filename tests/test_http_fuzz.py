@@ -19,19 +19,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_serve import (  # noqa: F401 (fixtures)
-    FIXTURES,
-    LONG,
-    OPTIONS,
-    PATIENCE_S,
-    Server,
-    checkpoints,
-    oracle,
-    prompt_ids,
-    running,
-    wait_for,
-)
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, prompt_ids, running, wait_for
 
 from server.api import MAX_BODY_BYTES, NEUTRAL_VALUES, CompletionRequest
 from server.http_server import EngineClient, respond
@@ -48,7 +36,7 @@ def descriptors(server: Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints, tmp_path_factory):  # noqa: F811
+def server(checkpoints, tmp_path_factory):
     """Without a key, so that hosts and origins are looked at."""
     log = tmp_path_factory.mktemp("log") / "fuzz.txt"
     arguments = ["--checkpoint_path", checkpoints[None], "--max_seq_length", LENGTH, "--max_queue", 200, *OPTIONS]
@@ -64,7 +52,7 @@ def server(checkpoints, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(autouse=True)
-def good_requests_beside(server, oracle):  # noqa: F811
+def good_requests_beside(server, oracle):
     """A client whose answers are compared while the test runs."""
     bodies = [{"prompt": prompt_ids(n, n), "max_tokens": 12, "temperature": 0} for n in (3, 20, 45)]
     expected = [oracle.text(body["prompt"], 12) for body in bodies]
@@ -225,7 +213,7 @@ def test_every_field_with_strange_values(server):
 
 
 @pytest.mark.slow
-def test_a_context_that_is_exactly_full(server, oracle):  # noqa: F811
+def test_a_context_that_is_exactly_full(server, oracle):
     prompt = prompt_ids(LENGTH - 30, 4)
     body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     answer = server.post("/v1/completions", body)
@@ -322,7 +310,7 @@ def test_http(server, i):
 
 
 @pytest.mark.slow
-def test_pipelined_requests_are_answered_in_order(server, oracle):  # noqa: F811
+def test_pipelined_requests_are_answered_in_order(server, oracle):
     prompts = [prompt_ids(n, n) for n in (30, 3, 17, 8)]
     sent = [request(body=json.dumps({"prompt": p, "max_tokens": 9, "temperature": 0}).encode()) for p in prompts]
     answer = talk(server, b"".join(sent) + HEALTH * 50 + LAST)

@@ -15,14 +15,12 @@ from contextlib import closing
 
 import openai
 import pytest
-from test_serve import (  # noqa: F401
-    CONTEXT,
+from servers import (
     KEY,
     OPTIONS,
     PATIENCE_S,
     Oracle,
     RawClient,
-    checkpoints,
     ended,
     greedy_text,
     longest,
@@ -30,7 +28,6 @@ from test_serve import (  # noqa: F401
     running,
     wait_for,
 )
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 from server.http_server import is_loopback
 
@@ -40,12 +37,12 @@ LIMITS = ["--dtype", "float32", "--max_batch_size", 1, "--max_queue", 2]
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoints):  # noqa: F811
+def oracle(checkpoints):
     return Oracle(checkpoints[None])
 
 
 @pytest.fixture(scope="module")
-def small(checkpoints, tmp_path_factory):  # noqa: F811
+def small(checkpoints, tmp_path_factory):
     """A server with one row and two places in its queue, without a key."""
     log = tmp_path_factory.mktemp("log") / "small.txt"
     with running(log, "--checkpoint_path", checkpoints[None], *LIMITS) as server:
@@ -150,7 +147,7 @@ def test_many_prompts_in_one_request(small, oracle):
     assert [choice["text"] for choice in answer["choices"]] == [oracle.text(prompt, 3) for prompt in prompts]
 
 
-def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tmp_path):  # noqa: F811
+def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tmp_path):
     """And neither closed standard streams nor more connections than descriptors are a problem."""
     launcher = ["bash", "-c", 'ulimit -n 128; exec "$0" "$@" <&-', sys.executable]
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.2]
@@ -166,7 +163,7 @@ def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tm
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_waiting_for_too_long(checkpoints, tmp_path, oracle):  # noqa: F811
+def test_waiting_for_too_long(checkpoints, tmp_path, oracle):
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.1]
     with running(tmp_path / "log", *arguments) as server:
         with ThreadPoolExecutor() as pool:
@@ -182,7 +179,7 @@ def test_waiting_for_too_long(checkpoints, tmp_path, oracle):  # noqa: F811
 # ---------------------------------------------------------------- the end
 
 
-def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):  # noqa: F811
+def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
         http_side = server.processes()[1]
         with ThreadPoolExecutor(3) as pool:
@@ -201,7 +198,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle): 
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
-def test_an_end_that_waits_no_longer(checkpoints, tmp_path):  # noqa: F811
+def test_an_end_that_waits_no_longer(checkpoints, tmp_path):
     """A stream ends with an error event, a whole answer is 503, and the exit code is 0."""
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 0.2]
     with running(tmp_path / "log", *arguments) as server:
@@ -216,7 +213,7 @@ def test_an_end_that_waits_no_longer(checkpoints, tmp_path):  # noqa: F811
 
 
 @pytest.mark.full
-def test_an_end_beside_a_client_that_does_not_read(checkpoints, tmp_path):  # noqa: F811
+def test_an_end_beside_a_client_that_does_not_read(checkpoints, tmp_path):
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 3]
     with running(tmp_path / "log", *arguments) as server:
         client = longest(server, stream=True, prompt=[5], logprobs=20)
@@ -234,7 +231,7 @@ def test_an_end_beside_a_client_that_does_not_read(checkpoints, tmp_path):  # no
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs(checkpoints, tmp_path, number):  # noqa: F811
+def test_a_rank_that_dies_or_hangs(checkpoints, tmp_path, number):
     """Those who wait hear of it, and the server ends."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *OPTIONS, launcher=launcher) as server:
@@ -255,7 +252,7 @@ def test_a_rank_that_dies_or_hangs(checkpoints, tmp_path, number):  # noqa: F811
 
 
 @pytest.mark.full
-def test_an_engine_that_hangs(checkpoints, tmp_path, oracle):  # noqa: F811
+def test_an_engine_that_hangs(checkpoints, tmp_path, oracle):
     """Those who wait hear of it; when the engine goes on, so does the server."""
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
         stream, whole = longest(server, stream=True), longest(server, stream=False)
@@ -304,7 +301,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):  # noqa: F811
+def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):
     """NaN in the logits of one row, and an exception while one row's token is decoded."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     launcher = [sys.executable, str(tmp_path / "faulty.py")]
@@ -324,7 +321,7 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):  # noqa: F81
     assert "a request failed: the model's logits are not finite" in lines and "a request failed: 17 came" in lines
 
 
-def test_a_log_on_a_full_disk(checkpoints):  # noqa: F811
+def test_a_log_on_a_full_disk(checkpoints):
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "serve.py", "--port", port, "--checkpoint_path", checkpoints[None], *LIMITS]

@@ -338,7 +338,7 @@ def models(tiny, tmp_path):
         if quantization is not None:
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
-        ours, plain = (load_model(directory, DEVICE, dtype, "torch") for _ in range(2))
+        ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
         ours.use(kt.install(ours))
         assert (ours.backend.run_blocks is not None) == (not name.startswith("bloom"))
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
@@ -465,7 +465,8 @@ def test_graph_replays_at_changing_positions(models, name, quantization):
 @needs_gpu
 def test_models_on_a_gpu_have_the_kernels(tiny):
     fused = [
-        load_model(tiny("llama-mha")[2], "cuda", kernels=kernels).backend.run_blocks for kernels in ("auto", "torch")
+        load_model(tiny("llama-mha")[2], device="cuda", kernels=kernels).backend.run_blocks
+        for kernels in ("auto", "torch")
     ]
     assert fused == [kt.fused_blocks, None]
 

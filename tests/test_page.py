@@ -31,11 +31,10 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from servers import KEY, running, wait_for
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from test_harness import TEMPLATE
-from test_serve import KEY, running, wait_for
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
+from texts import TEMPLATE
 
 from convert_hf_checkpoint import convert
 from server import http_server
@@ -723,7 +722,7 @@ def test_dark_and_light():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, byte_level):  # noqa: F811
+def checkpoint(tmp_path_factory, byte_level):
     """A tiny model whose answers can be so long that none ends while a test looks at it."""
     folder = tmp_path_factory.mktemp("page")
     tiny_chat_llama(folder / "hf", byte_level, 30000, TEMPLATE, seed=1)

@@ -175,10 +175,13 @@ def ladder_numbers():
                 yield gain, step["decode_over_before"]
 
 
+MODELS = {"135M": "", "1.5B": "_1.5b"}  # model -> what the names of its files end with
+
+
 def product_numbers():
     page = "docs/how-it-gets-fast.md"
-    rows = {(row["name"], row["rows"]): row for row in results("step", page)["products"]}
-    for format, n, torch_ms, ours_ms, gain, share in table(page, "| format | rows"):
+    for model, format, n, torch_ms, ours_ms, gain, share in table(page, "| model | format | rows"):
+        rows = {(row["name"], row["rows"]): row for row in results(f"step{MODELS[model]}", page)["products"]}
         theirs, ours = (rows[f"{who} {format}", int(n)] for who in ("torch", "ours"))
         yield torch_ms, 1e3 * theirs["seconds"]
         yield ours_ms, 1e3 * ours["seconds"]
@@ -188,11 +191,12 @@ def product_numbers():
 
 def step_numbers():
     page = "docs/how-it-gets-fast.md"
-    result = results("step", page)
+    small, large = (results(f"step{end}", page) for end in MODELS.values())
+    columns = small["bf16"], small["int8"], small["file"], large["file"]
     factors = {"step_s": 1e3, "products_s": 1e3, "context": 1, "cache": 1, "rows": 1}
-    for cells, (name, factor) in zip(table(page, "| | bf16 | int8 | int4 |"), factors.items(), strict=True):
-        for said, format in zip(cells[1:], ("bf16", "int8", "int4"), strict=True):
-            yield said, factor * result[format][name]
+    for cells, (name, factor) in zip(table(page, "| | 135M, bf16 |"), factors.items(), strict=True):
+        for said, column in zip(cells[1:], columns, strict=True):
+            yield said, factor * column[name]
 
 
 def quantization_numbers():
@@ -213,8 +217,9 @@ def quantization_numbers():
 
 def speculation_numbers():
     page = "docs/speculation.md"
-    for cells, row in zip(table(page, "| model | prompts"), results("speculation", page)["rows"], strict=True):
-        assert cells[:3] == [row["target"], row["prompts"], row["draft"]]
+    rows = [(model, row) for model, end in MODELS.items() for row in results(f"speculation{end}", page)["rows"]]
+    for cells, (model, row) in zip(table(page, "| model | prompts"), rows, strict=True):
+        assert cells[:3] == [f"{model} {row['target']}", row["prompts"], row["draft"]]
         assert cells[11] == f"{row['same_text']} of {row['of']}"
         yield cells[3], row["tokens_per_s"]
         yield cells[4], row["over_plain"]

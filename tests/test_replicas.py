@@ -18,19 +18,7 @@ from pathlib import Path
 import openai
 import pytest
 from conftest import ROOT
-from test_serve import (  # noqa: F401 (byte_level, checkpoints and oracle are fixtures)
-    KEY,
-    OPTIONS,
-    PATIENCE_S,
-    ROWS,
-    Server,
-    byte_level,
-    checkpoints,
-    ended,
-    oracle,
-    running,
-    wait_for,
-)
+from servers import KEY, OPTIONS, PATIENCE_S, ROWS, Server, ended, running, wait_for
 
 pytestmark = pytest.mark.full
 
@@ -112,7 +100,7 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def replicas(checkpoints, tmp_path_factory):  # noqa: F811
+def replicas(checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     with ExitStack() as stack:
 
@@ -141,7 +129,7 @@ def ask(client: openai.OpenAI, name: str, stream: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def answers(oracle):  # noqa: F811
+def answers(oracle):
     """name -> the answer that a single idle engine gives."""
     return cache(lambda name: oracle.text(oracle.template.encode(question(name)), NEW, context=False))
 
@@ -284,7 +272,7 @@ def test_a_client_that_leaves_frees_its_row(replicas, stream):
     wait_for(lambda: all(server.idle() for server in replicas.servers), "all rows to be free")
 
 
-def test_foreign_pages_are_refused_through_nginx(checkpoints, tmp_path):  # noqa: F811
+def test_foreign_pages_are_refused_through_nginx(checkpoints, tmp_path):
     """As they are without nginx: a server without a key still sees which site a request comes from."""
     arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS]
     with running(tmp_path / "log", *arguments) as server, nginx(tmp_path, [server.port, server.port]) as port:

@@ -4,147 +4,54 @@ One server process in float32 and one in int4 serve a tiny random model, whose t
 """
 
 import asyncio
-import http.client
 import json
 import os
 import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import openai
 import pytest
 import torch
-from conftest import ROOT, tiny_chat_llama
-from hypothesis import HealthCheck, given, settings
+from conftest import ROOT
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from test_harness import TEMPLATE
-from test_tokenizer import byte_level, strings  # noqa: F401 (a fixture)
+from servers import (
+    CONTEXT,
+    FIXTURES,
+    KEY,
+    MESSAGES,
+    OPTIONS,
+    PATIENCE_S,
+    ROWS,
+    Oracle,
+    Server,
+    ended,
+    greedy_text,
+    longest,
+    prompt_ids,
+    running,
+    wait_for,
+)
+from texts import strings
 
 import serve
 from cli import UserError
-from convert_hf_checkpoint import convert
-from engine import Engine, Request, generate
+from engine import Request, generate
 from evaluate import harness_model
-from formats import Quantization
 from load import load_model
-from quantize import quantize_checkpoint
-from sampling import SamplingParams
 from server.messages import Submit
-from sources.opening import open_hf
-from tokenizer import ChatTemplate, TextStream, Tokenizer
-
-CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
-PATIENCE_S = 60  # after which a test gives up waiting; nothing takes a tenth of it
+from tokenizer import TextStream
 
 # ---------------------------------------------------------------- servers
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory, byte_level):  # noqa: F811
-    """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
-    folder = tmp_path_factory.mktemp("serve")
-    tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)
-    made = {None: convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)}
-    quantize_checkpoint(made[None], folder / "tiny-int4", Quantization("int4", 32, "int8"))
-    return made | {"int4": folder / "tiny-int4"}
-
-
-class Server:
-    """A running serve.py."""
-
-    def __init__(self, log: Path, arguments: list, launcher=(sys.executable,)):
-        self.log = log
-        command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(command, stderr=file, stdout=file, stdin=subprocess.DEVNULL)
-        try:
-            self.port = int(wait_for(self._address, "a server to start", 300).group(1))
-        except BaseException:
-            self.stop()
-            raise
-
-    def _address(self):
-        assert self.process.poll() is None, self.log.read_text()
-        return re.search(r"serving .* at http://127\.0\.0\.1:(\d+)\n", self.log.read_text())
-
-    def client(self, kind=openai.OpenAI, key=KEY):
-        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
-
-    def request(self, method: str, path: str, body=None, key=KEY) -> tuple[int, bytes]:
-        """By a plain HTTP client."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
-            connection.request(method, path, data, {"Authorization": f"Bearer {key}"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-    def post(self, path: str, body) -> dict:
-        status, answer = self.request("POST", path, body)
-        assert status == 200, answer
-        return json.loads(answer)
-
-    def metric(self, name: str) -> float:
-        text = self.request("GET", "/metrics")[1].decode()
-        return float(re.search(rf"^fastpath_{re.escape(name)} (\S+)$", text, re.M).group(1))
-
-    def health(self) -> tuple[int, str]:
-        status, answer = self.request("GET", "/health")
-        return status, json.loads(answer)["status"]
-
-    def idle(self) -> bool:
-        return all(self.metric(name) == 0 for name in ("rows_active", "requests_waiting", "requests_unfinished"))
-
-    def processes(self) -> list[int]:
-        """The engine's and the HTTP side's."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        http = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-        return [self.process.pid, *http]
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(PATIENCE_S)
-        finally:
-            self.process.kill()
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended, perhaps without anybody having asked for its exit code yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_for(found, what: str, seconds: float = PATIENCE_S):
-    """What found() returns, once it is true."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.02)
-    return value
-
-
-@contextmanager
-def running(log: Path, *arguments, **options):
-    server = Server(log, arguments, **options)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK, "--max_queue", 1000]
 
 
 @pytest.fixture(scope="module")
@@ -169,39 +76,9 @@ def client(server):
         yield client
 
 
-class Oracle:
-    """The engine alone with a request, and its text decoded at once."""
-
-    def __init__(self, directory: Path):
-        self.tokenizer, self.model = Tokenizer(directory), load_model(directory, dtype=torch.float32)
-        self.template = ChatTemplate(directory, self.tokenizer)
-        self.engine = Engine(self.model, 1, CONTEXT, chunk_tokens=CHUNK)
-
-    def run(self, prompt: list[int], new: int, logprobs=None, **params) -> Request:
-        request = Request(prompt, SamplingParams(**{"temperature": 0.0} | params), new, frozenset({1}))
-        request.logprobs = logprobs
-        self.engine.clear()
-        generate(self.engine, [request])
-        return request
-
-    def text(self, prompt: list[int], new: int, stop=(), context=True, **params) -> str:
-        request = self.run(prompt, new, **params)
-        ids = [i for i in request.new_tokens if i != 1]
-        return TextStream(self.tokenizer, prompt if context else (), stop).add(ids, last=True)
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoints):
-    return Oracle(checkpoints[None])
-
-
 @pytest.fixture(scope="module")
 def int4_oracle(checkpoints):
     return Oracle(checkpoints["int4"])
-
-
-def prompt_ids(n: int, seed: int = 0) -> list[int]:
-    return torch.randint(2, 700, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 # ---------------------------------------------------------------- answers
@@ -222,9 +99,6 @@ def test_completions(client, oracle, stream):
                 reasons[choice.index] = reasons.get(choice.index) or choice.finish_reason
         assert found == [oracle.text(prompt, 30) for prompt in encoded]
         assert reasons == {0: "length", 1: "length"}
-
-
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
 def test_chat(client, oracle):
@@ -532,7 +406,6 @@ def check_schedule(server: Server, oracle: Oracle, schedule: list[dict], same_bi
     wait_for(server.idle, "all rows to be free")
 
 
-FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 schedules = st.lists(planned_requests(), min_size=1, max_size=9)
 
 
@@ -557,33 +430,6 @@ def test_long_schedules(server, oracle, schedule):
 
 
 # ---------------------------------------------------------------- clients that leave
-
-
-class RawClient:
-    """A client that can leave in every way there is."""
-
-    def __init__(self, server: Server, body: dict, buffer: int = 0):
-        """buffer: bytes that the system takes for a client that does not read; 0 leaves it to the system."""
-        self.socket = socket.socket()
-        self.socket.settimeout(PATIENCE_S)
-        if buffer:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        self.socket.connect(("127.0.0.1", server.port))
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}"
-        self.socket.sendall(f"{head}\r\n\r\n".encode() + data)
-
-    def leave(self, reset: bool):
-        if reset:  # instead of saying good-bye
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
-
-
-LONG = {"prompt": [5, 6, 7], "max_tokens": CONTEXT - 200, "temperature": 0, "ignore_eos": True}
-
-
-def longest(server: Server, stream: bool, **how) -> RawClient:
-    return RawClient(server, LONG | {"stream": stream} | how)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -688,11 +534,6 @@ def test_tokenize(server, oracle):
 
 
 # ---------------------------------------------------------------- other ways to run it
-
-
-def greedy_text(server: Server, prompt: list[int], new: int) -> str:
-    body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
-    return server.post("/v1/completions", body)["choices"][0]["text"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
-from test_serve import (  # noqa: F401 (fixtures)
+from servers import (
     CONTEXT,
     KEY,
     LONG,
@@ -30,15 +30,11 @@ from test_serve import (  # noqa: F401 (fixtures)
     ROWS,
     RawClient,
     Server,
-    checkpoints,
     ended,
-    longest,
-    oracle,
     prompt_ids,
     running,
     wait_for,
 )
-from test_tokenizer import byte_level  # noqa: F401 (a fixture)
 
 from engine import Request
 from server.api import ApiError, Choice, CompletionRequest
@@ -50,7 +46,7 @@ MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints, tmp_path_factory):  # noqa: F811
+def server(checkpoints, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "soak.txt"
     arguments = ["--checkpoint_path", checkpoints[None], "--api_key", KEY, "--max_queue", 64, *OPTIONS]
     with running(log, *arguments) as server:
@@ -145,7 +141,7 @@ def unsent_bytes(server: Server) -> int:
 
 
 @pytest.mark.slow
-def test_clients_that_read_nothing_of_their_streams(server, oracle):  # noqa: F811
+def test_clients_that_read_nothing_of_their_streams(server, oracle):
     """Their requests are ended when a megabyte waits for them, and they take nobody's place then."""
     prompt, (_, http_side) = prompt_ids(20, 5), server.processes()
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
@@ -349,7 +345,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.full
-def test_fifty_starts(checkpoints, tmp_path, monkeypatch):  # noqa: F811
+def test_fifty_starts(checkpoints, tmp_path, monkeypatch):
     """Each serves a request and ends at SIGTERM with exit code 0; no process and no file is left."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()

@@ -4,7 +4,6 @@ import json
 import random
 import re
 
-import conftest
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -240,6 +239,3 @@ def test_no_tokenizer_and_a_broken_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="tokenizer.json is not a readable tokenizer"):
         Tokenizer(tmp_path)
-
-
-byte_level = conftest.byte_level  # the tests of the server import it from here

@@ -1,0 +1,170 @@
+"""What the tests of the server share: running servers, clients, and the engine alone as the oracle."""
+
+import http.client
+import json
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import openai
+import torch
+from conftest import ROOT
+from hypothesis import HealthCheck
+
+from engine import Engine, Request, generate
+from load import load_model
+from sampling import SamplingParams
+from tokenizer import ChatTemplate, TextStream, Tokenizer
+
+CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
+PATIENCE_S = 60  # after which a test gives up waiting; nothing takes a tenth of it
+OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK, "--max_queue", 1000]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+LONG = {"prompt": [5, 6, 7], "max_tokens": CONTEXT - 200, "temperature": 0, "ignore_eos": True}
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+class Server:
+    """A running serve.py."""
+
+    def __init__(self, log: Path, arguments: list, launcher=(sys.executable,)):
+        self.log = log
+        command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stderr=file, stdout=file, stdin=subprocess.DEVNULL)
+        try:
+            self.port = int(wait_for(self._address, "a server to start", 300).group(1))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _address(self):
+        assert self.process.poll() is None, self.log.read_text()
+        return re.search(r"serving .* at http://127\.0\.0\.1:(\d+)\n", self.log.read_text())
+
+    def client(self, kind=openai.OpenAI, key=KEY):
+        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    def request(self, method: str, path: str, body=None, key=KEY) -> tuple[int, bytes]:
+        """By a plain HTTP client."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, data, {"Authorization": f"Bearer {key}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def post(self, path: str, body) -> dict:
+        status, answer = self.request("POST", path, body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def metric(self, name: str) -> float:
+        text = self.request("GET", "/metrics")[1].decode()
+        return float(re.search(rf"^fastpath_{re.escape(name)} (\S+)$", text, re.M).group(1))
+
+    def health(self) -> tuple[int, str]:
+        status, answer = self.request("GET", "/health")
+        return status, json.loads(answer)["status"]
+
+    def idle(self) -> bool:
+        return all(self.metric(name) == 0 for name in ("rows_active", "requests_waiting", "requests_unfinished"))
+
+    def processes(self) -> list[int]:
+        """The engine's and the HTTP side's."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        http = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [self.process.pid, *http]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, perhaps without anybody having asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for(found, what: str, seconds: float = PATIENCE_S):
+    """What found() returns, once it is true."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.02)
+    return value
+
+
+@contextmanager
+def running(log: Path, *arguments, **options):
+    server = Server(log, arguments, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Oracle:
+    """The engine alone with a request, and its text decoded at once."""
+
+    def __init__(self, directory: Path):
+        self.tokenizer, self.model = Tokenizer(directory), load_model(directory, dtype=torch.float32)
+        self.template = ChatTemplate(directory, self.tokenizer)
+        self.engine = Engine(self.model, 1, CONTEXT, chunk_tokens=CHUNK)
+
+    def run(self, prompt: list[int], new: int, logprobs=None, **params) -> Request:
+        request = Request(prompt, SamplingParams(**{"temperature": 0.0} | params), new, frozenset({1}))
+        request.logprobs = logprobs
+        self.engine.clear()
+        generate(self.engine, [request])
+        return request
+
+    def text(self, prompt: list[int], new: int, stop=(), context=True, **params) -> str:
+        request = self.run(prompt, new, **params)
+        ids = [i for i in request.new_tokens if i != 1]
+        return TextStream(self.tokenizer, prompt if context else (), stop).add(ids, last=True)
+
+
+def prompt_ids(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 700, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class RawClient:
+    """A client that can leave in every way there is."""
+
+    def __init__(self, server: Server, body: dict, buffer: int = 0):
+        """buffer: bytes that the system takes for a client that does not read; 0 leaves it to the system."""
+        self.socket = socket.socket()
+        self.socket.settimeout(PATIENCE_S)
+        if buffer:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        self.socket.connect(("127.0.0.1", server.port))
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}"
+        self.socket.sendall(f"{head}\r\n\r\n".encode() + data)
+
+    def leave(self, reset: bool):
+        if reset:  # instead of saying good-bye
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+def longest(server: Server, stream: bool, **how) -> RawClient:
+    return RawClient(server, LONG | {"stream": stream} | how)
+
+
+def greedy_text(server: Server, prompt: list[int], new: int) -> str:
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
+    return server.post("/v1/completions", body)["choices"][0]["text"]

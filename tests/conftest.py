@@ -34,6 +34,7 @@ from tokenizers import Tokenizer as TokenizersLibrary
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import kernels
+import load
 from convert_hf_checkpoint import convert, ensure_checkpoint
 from formats import Quantization
 from load import load_model
@@ -41,6 +42,8 @@ from quantize import quantize_checkpoint
 from sources.hub import default_gguf
 from sources.opening import open_hf
 from tokenizer import Tokenizer
+
+load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that needs one names it
 
 hypothesis.settings.load_profile("ci")  # the same examples in every run; --hypothesis-profile default has new ones
 

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.controller import Candidate, Controller
+from drafts.controller import PRIOR, Candidate, Controller
 from kernels import MAX_DECODE_TOKENS, exponential_noise
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
@@ -160,6 +160,7 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #                            number of filled cache positions of each row
 #   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
 #   catch_up(rows)           optional: reads what the draft has not read yet of the rows' prompts; returns the seconds
+#   prior                    optional: as in controller.Controller
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
 # and `name`, what the report calls it. A draft that takes next to no time has, instead of `propose`, `choices` and
 # `bytes_read`:
@@ -287,7 +288,8 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k = drafts, k
         self.automatic, self.rehearsing = automatic, False
-        self.controller, self.report = Controller(len(drafts), self._token_s), Report()
+        priors = [getattr(draft, "prior", PRIOR) for draft in drafts]
+        self.controller, self.report = Controller(priors, self._token_s), Report()
         for i, draft in enumerate(drafts):
             if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
                 draft.name = f"{draft.name} ({i + 1})"
@@ -297,6 +299,7 @@ class Speculation:
         self.engine, self.model = engine, engine.model
         self.steps, self.verify = engine.steps, engine.steps.compile(verify)
         self.observers = [draft for draft in self.drafts if hasattr(draft, "observe")]
+        self.candidates: dict[tuple[int, int], list[Candidate]] = {}  # by draft and rows, for `_candidates`
         self.weight_bytes = weight_bytes(engine.model, 1)
         shape = len(engine.rows), engine.length
         context = DraftContext(engine.model, *shape, engine.sampling, engine.threads, engine.steps.compile)
@@ -370,12 +373,13 @@ class Speculation:
         return Drafted(choice, proposal, prefill_s, *nbytes, is_trial)
 
     def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
-        """What a draft may be asked for."""
-        draft, candidates = self.drafts[index], []
-        for k in draft.choices(self.k):
-            tokens = batch.inputs.shape[1] * (width_of(k) - 1 if self.steps.fixed_shapes else k)
-            candidates.append(Candidate(index, k, tokens, None, draft.bytes_read(k, [])[0] / self.weight_bytes))
-        return candidates
+        """What a draft may be asked for. It does not change, and a step of a small model has no time to spare."""
+        draft, rows = self.drafts[index], batch.inputs.shape[1]
+        if (index, rows) not in self.candidates:
+            tokens = {k: width_of(k) - 1 if self.steps.fixed_shapes else k for k in draft.choices(self.k)}
+            cost = {k: draft.bytes_read(k, [])[0] / self.weight_bytes for k in tokens}
+            self.candidates[index, rows] = [Candidate(index, k, rows * n, None, cost[k]) for k, n in tokens.items()]
+        return self.candidates[index, rows]
 
     def _known_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
         """Of what a draft has found, the n likeliest tokens of all rows, or with fixed shapes the first n of each."""

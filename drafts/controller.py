@@ -20,6 +20,7 @@ FIRST_PLAIN_STEPS = 2  # with each number of rows
 MARGIN = 1.05  # estimates err, so a proposal has to promise this many times the tokens per second of plain steps
 FEW_TOKENS = 8  # in a pass, up to which a further token takes no longer than in prefill
 LONGER = 1.4  # times as long as in prefill: a further token of a pass over more (measured: 1.1 to 1.6)
+PRIOR = 0.5, 2.0  # of a draft of which nothing is known: the share of accepted tokens, and the tokens that it counts as
 DECAY = 0.98  # what remains of the count of accepted tokens when another one is added
 
 
@@ -81,16 +82,17 @@ def expected_tokens(a: float, k: int) -> float:
 class Controller:
     """`choose` before each step, and `update` after it.
 
-    token_s: a function that returns the seconds that a token of a prompt takes.
+    priors: for each draft, the share of its tokens that is expected to be accepted, and the number of tokens that this
+    expectation counts as. token_s: a function that returns the seconds that a token of a prompt takes.
     """
 
-    def __init__(self, drafts: int, token_s: Callable[[], float]):
+    def __init__(self, priors: list[tuple[float, float]], token_s: Callable[[], float]):
         self.token_s, self.steps = token_s, 0
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)  # rows -> seconds of a plain step
         # Seconds that each further token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... rows and further tokens.
         self.further: defaultdict[tuple, Recent] = defaultdict(Recent)
         self.drafting: defaultdict[tuple, Recent] = defaultdict(Recent)  # (rows, draft, k) -> seconds of proposing
-        self.acceptance = [Rate(0.5, 2.0) for _ in range(drafts)]
+        self.acceptance = [Rate(*prior) for prior in priors]
 
     def choose(self, rows: int, candidates: Iterable[Candidate]) -> Candidate | None:
         """The candidate with the most new tokens per second, or None if none has clearly more than a plain step."""

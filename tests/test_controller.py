@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from drafts.controller import LONGER, MARGIN, MEMORY, WINDOW, Candidate, Controller, Rate, Recent
+from drafts.controller import LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
+from drafts.draft_model import SelfDraft
 
 
 def candidates(ks, draft=0, rows=1, plain_steps=0.0):
@@ -22,7 +23,7 @@ class Machine:
 
     def __init__(self, token_s: float, draft_s: float = 0.0, prior_s: float | None = None, drafts: int = 1):
         self.token_s, self.draft_s, self.rng = token_s, draft_s, random.Random(2)
-        self.controller = Controller(drafts, lambda: token_s if prior_s is None else prior_s)
+        self.controller = Controller([PRIOR] * drafts, lambda: token_s if prior_s is None else prior_s)
         self.spent, self.tokens, self.chosen, self.slow = 0.0, 0, [], 1.0
 
     def step(self, options: list[Candidate], acceptance: float, rows: int = 1):
@@ -74,6 +75,18 @@ def test_what_cannot_pay_is_never_tried():
     assert machine.chosen[-1] == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("a, least", [(0.94, 1.2), (0.3, 0.92)])
+def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
+    """A token of it takes half a plain step, which pays if nearly all are accepted. Otherwise few steps are lost."""
+    machine, options = Machine(0.08), candidates((1, 3, 7), plain_steps=0.5)
+    machine.rng, machine.draft_s = random.Random(seed), 0.5
+    machine.controller = Controller([SelfDraft.prior], lambda: 0.08)
+    for _ in range(300):
+        machine.step(options, a)
+    assert machine.tokens / machine.spent >= least and any(machine.chosen)
+
+
 def test_known_chances_decide_how_many_tokens():
     machine = Machine(0.1)
     for likely, n in (([0.9, 0.8, 0.7, 0.2, 0.1], 3), ([0.1, 0.05], 0), ([0.99] * 15, 15), ([], 0), ([0.9], 1)):
@@ -92,7 +105,7 @@ def test_a_wrong_prior_estimate_is_corrected(prior_s, real_s, k):
 
 
 def test_each_number_of_rows_has_its_own_plain_steps():
-    controller = Controller(1, lambda: 0.1)
+    controller = Controller([PRIOR], lambda: 0.1)
     for rows, plain_s in ((1, 1.0), (8, 3.0)):
         for _ in range(2):
             assert controller.choose(rows, found([0.9] * 3)) is None, "the first steps are plain"

@@ -58,7 +58,7 @@ def draw_gains(result: dict, path: Path):
     rows = [row for row in result["rows"] if row["draft"] != "plain"]
     kinds = list(dict.fromkeys(row["prompts"] for row in rows))
     figure = Figure(figsize=(9, 1.4 + 0.3 * len(rows) / len(kinds)), dpi=200, layout="constrained", facecolor="white")
-    figure.suptitle(title(result), fontsize=11)
+    figure.suptitle(f"{result['model']}: {title(result)}", fontsize=11)
     for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True), kinds):
         mine = [row for row in rows if row["prompts"] == kind]
         names = [f"{row['target']}  {row['draft'].removesuffix(', auto')}" for row in mine]

@@ -114,7 +114,7 @@ class Controller:
         return rows * expected_tokens(min(self.acceptance[candidate.draft].value, 0.999), candidate.k)
 
     def further_s(self, rows: int, tokens: int) -> float:
-        """The seconds that so many further tokens add to a pass over one token per row."""
+        """The seconds that this many further tokens add to a pass over one token per row."""
         prior = self.token_s() * (LONGER if rows + tokens > FEW_TOKENS else 1)
         return tokens * self.further[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
 

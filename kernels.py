@@ -89,6 +89,7 @@ class Backend:
     The default is that of a device without kernels, on which everything runs as plain PyTorch.
     """
 
+    name: str = "torch"  # which kernels run
     run_blocks: Callable | None = None  # all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
     max_fused_tokens: int = 0  # run_blocks takes up to this many new tokens per row
     # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of threads.

@@ -19,6 +19,7 @@ from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 from tokenizer import Tokenizer
 
+KERNEL_CHOICES = ("auto", "avx2", "torch")
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
 
 # ---------------------------------------------------------------- options
@@ -76,7 +77,8 @@ def add_model_options(parser: argparse.ArgumentParser):
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
     length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
     add("--max_seq_length", type=count, help=length)
-    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: only PyTorch's own operations")
+    kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
+    add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
     exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
@@ -189,8 +191,8 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
     device = choose_device(options.device)
     module = kernels_module(device, options.kernels)
     pack, how = getattr(module, "pack_while_reading", None), {}
-    if pack is not None and options.kernels == "auto" and not options.dequantize:
-        how["start"] = partial(pack, exact_activations=options.exact_activations)
+    if pack is not None and not options.dequantize:
+        how["start"] = partial(pack, kernels=options.kernels, exact_activations=options.exact_activations)
     memory = getattr(module, "HugePages", None)
     model = read_model(source, device, options.dtype, shard, memory, **how)
     if options.dequantize:
@@ -221,6 +223,8 @@ def kernels_module(device: torch.device, kernels: str):
     try:
         if device.type == "cpu":
             from cpu import install as module
+        elif kernels == "avx2":
+            raise UserError(f"--kernels avx2 is for CPUs, not for {device.type}")
         elif device.type == "cuda" and kernels == "auto":
             import kernels_triton as module
         else:
@@ -232,14 +236,14 @@ def kernels_module(device: torch.device, kernels: str):
 
 
 def install_kernels(model, kernels: str = "auto", exact_activations: bool = False):
-    """Install the kernels for the device of a model (or of its Medusa heads) if `kernels` is "auto" and they can run
-    there. Returns the model.
+    """Install the kernels for the device of a model (or of its Medusa heads) if they can run there, unless `kernels` is
+    "torch". Returns the model.
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
     module = kernels_module(model.device, kernels)
     if module is not None:
-        backend = module.install(model, kernels == "auto", exact_activations)
+        backend = module.install(model, kernels, exact_activations)
         if isinstance(model, Transformer):
             unpack_without_kernels(model, kernels)
             model.use(backend)
@@ -252,7 +256,7 @@ def unpack_without_kernels(model: Transformer, kernels: str):
     """Unpack the quantized weights for which no kernels are installed, because products with unpacked weights are
     several times as fast as the reference, which unpacks them in every step. With `kernels` "torch" they stay."""
     layers = [module for module in model.modules() if hasattr(module, "scheme")]
-    if kernels != "auto" or not layers:
+    if kernels == "torch" or not layers:
         return
     from formats import repack_layers
 

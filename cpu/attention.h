@@ -26,10 +26,12 @@ constexpr int QUERY_TILE = 32;  // queries that share the transposed keys
 // up 32 products at a time, those with even and those with odd index apart, as AMX does.
 enum Products {
   FLOAT,  // float32, after a conversion
-  PAIRS,  // vdpbf16ps
+  PAIRS,  // two bfloat16 elements at a time, where the processor can
   AMX,
 };
 constexpr int MIN_AMX_QUERIES = 8;
+// Queries, and vectors of values, that are processed at a time: for more, the registers do not suffice.
+constexpr int QUERIES_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2, VECTORS_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2;
 
 constexpr int elements_per_word(Products products) { return products == FLOAT ? 1 : 2; }
 
@@ -44,7 +46,7 @@ struct Attention {
   const int64_t* positions;  // (B,S)
   const int64_t* rows;       // (B,), or null for rows 0..B-1
   const float* slopes;       // (H,), or null
-  int64_t window;            // a token sees so many of the latest slots
+  int64_t window;            // a token attends to the last `window` slots up to its own
   float scale;               // of the products of queries and keys
   T* out;                    // (B,S,H,E)
 
@@ -102,10 +104,11 @@ struct FlushDenormals {
 
 // 16 words of a query, key or value, from word number `word` on; elements from E on are zero.
 template <Products P, class T>
-__m512i load_words(const T* row, int64_t word, int64_t E) {
-  if constexpr (P == FLOAT) return _mm512_castps_si512(load(row + word, first_lanes(E - word)));
-  const int64_t left = E - 2 * word;
-  return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1, row + 2 * word);
+i32x16 load_words(const T* row, int64_t word, int64_t E) {
+  if constexpr (P == FLOAT)
+    return as_ints(load(row + word, E - word));
+  else
+    return load_pairs(row + 2 * word, E - 2 * word);
 }
 
 // Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key
@@ -116,8 +119,7 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
     const int64_t s = (begin + i) / a.group(), h = k * a.group() + (begin + i) % a.group();
     w.positions[i] = a.positions[b * a.S + s], w.slopes[i] = a.slopes ? a.slopes[h] : 0.0f;
     const T* query = a.q + (b * a.S + s) * a.q_stride + h * a.E;
-    for (int64_t j = 0; j < a.words(P); j += LANES)
-      _mm512_store_si512(w.queries + i * a.words(P) + j, load_words<P>(query, j, a.E));
+    for (int64_t j = 0; j < a.words(P); j += LANES) store(w.queries + i * a.words(P) + j, load_words<P>(query, j, a.E));
   }
 }
 
@@ -130,41 +132,45 @@ void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Wo
   const int64_t words = a.key_words(), E = a.E;
   uint32_t* to = w.keys;
   for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
-    __m512i r[LANES];
+    i32x16 r[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) r[i] = load_words<Attention<T>::KEY_WORDS>(rows[i], j, E);
     transpose(r);
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * LANES, r[i]);
+    for (int i = 0; i < LANES; i++) store(to + i * LANES, r[i]);
   }
 }
 
 // acc = dot products of queries i..i+MT with the 16 transposed keys.
 template <Products P, class T, int MT>
-void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, __m512 (&acc)[MT]) {
-  std::fill(acc, acc + MT, _mm512_setzero_ps());
+void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc)[MT]) {
+  std::fill(acc, acc + MT, floats(0.0f));
   const int64_t words = a.words(P);
-  auto add = [&](__m512& sum, __m512 key, int64_t j, int m) {
-    const __m512 query = _mm512_castsi512_ps(_mm512_set1_epi32(w.queries[(i + m) * words + j]));
-    if constexpr (P == PAIRS)
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
-    else
-      sum = _mm512_fmadd_ps(key, query, sum);
+  auto add = [&](f32x16& sum, f32x16 key, int64_t j, int m) {
+    const i32x16 query = ints(w.queries[(i + m) * words + j]);
+#ifdef HAS_BF16_PRODUCTS
+    if constexpr (P == PAIRS) {
+      sum = add_pair_products(sum, as_ints(key), query);
+      return;
+    }
+#endif
+    sum = fma(key, as_floats(query), sum);
   };
   for (int64_t start = 0; start < words; start += GROUP) {
-    __m512 even[MT], odd[MT];
-    std::fill(even, even + MT, _mm512_setzero_ps());
-    std::fill(odd, odd + MT, _mm512_setzero_ps());
+    f32x16 even[MT], odd[MT];
+    std::fill(even, even + MT, floats(0.0f));
+    std::fill(odd, odd + MT, floats(0.0f));
     for (int64_t j = start; j < std::min(start + GROUP, words); j += 2) {
-      __m512 key, next;
+      const uint32_t* keys = w.keys + j * LANES;
+      f32x16 key, next;
       if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS)
-        split_pairs(_mm512_load_si512(w.keys + j / 2 * LANES), key, next);
+        split_pairs(as_ints(load_line(w.keys + j / 2 * LANES)), key, next);
       else
-        key = _mm512_load_ps(w.keys + j * LANES), next = _mm512_load_ps(w.keys + (j + 1) * LANES);
+        key = as_floats(as_ints(load_line(keys))), next = as_floats(as_ints(load_line(keys + LANES)));
 #pragma GCC unroll 4
       for (int m = 0; m < MT; m++) add(even[m], key, j, m), add(odd[m], next, j + 1, m);
     }
-    for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], _mm512_add_ps(even[m], odd[m]));
+    for (int m = 0; m < MT; m++) acc[m] = acc[m] + (even[m] + odd[m]);
   }
 }
 
@@ -182,18 +188,19 @@ struct ChunkTile {
   int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
 };
 
+#ifdef HAS_BF16_PRODUCTS
 // 16 words of the values of `slot` and slot + 1, from word number `word` on, as pairs of the two: the first and the
 // second 16. Zeros in place of slots that no query sees, which may hold NaN.
 inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c, int64_t slot, int64_t word,
-                             __m512i& first, __m512i& second) {
+                             i32x16& first, i32x16& second) {
   auto words_of = [&](int64_t slot) {
     const bool is_seen = slot >= c.from && slot < c.to;
-    return is_seen ? load_words<PAIRS>(c.values + slot * a.E, word, a.E) : _mm512_setzero_si512();
+    return is_seen ? load_words<PAIRS>(c.values + slot * a.E, word, a.E) : ints(0);
   };
-  const __m512i one = words_of(slot), two = words_of(slot + 1);
-  first = _mm512_permutex2var_epi16(one, interleave(0), two);
-  second = _mm512_permutex2var_epi16(one, interleave(LANES), two);
+  const i32x16 one = words_of(slot), two = words_of(slot + 1);
+  first = interleave_halves<0>(one, two), second = interleave_halves<LANES>(one, two);
 }
+#endif
 
 // Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from
 // element e on.
@@ -201,35 +208,35 @@ template <class T, int MT, int VT>
 [[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c, int64_t i,
                                   int64_t e, float* states) {
   constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // two registers have 32 elements in turns
-  __m512 acc[MT][VT], even_sum[MT][VT];
-  for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
+  f32x16 acc[MT][VT], even_sum[MT][VT];
+  for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
   for (int64_t group = c.from / GROUP * GROUP; group < c.to; group += GROUP) {
     const int64_t begin = std::max(group, c.from), end = std::min(group + GROUP, c.to);
     for (int odd = 0; odd < 2; odd++) {
-      __m512 sum[MT][VT];
-      for (auto& row : sum) std::fill(row, row + VT, _mm512_setzero_ps());
+      f32x16 sum[MT][VT];
+      for (auto& row : sum) std::fill(row, row + VT, floats(0.0f));
       for (int64_t slot = begin + (begin + odd) % 2; slot < end; slot += 2) {
         if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, VT * LANES * sizeof(T));
         const T* value = c.values + slot * a.E;
-        __m512 v[VT];
+        f32x16 v[VT];
 #pragma GCC unroll 4
         for (int j = 0; j < VT; j += 1 + BY_PAIRS) {
           if constexpr (BY_PAIRS)
             split_pairs(load_words<PAIRS>(value, (e + j * LANES) / 2, a.E), v[j], v[j + 1]);
           else
-            v[j] = load(value + e + j * LANES, first_lanes(a.E - e - j * LANES));
+            v[j] = load(value + e + j * LANES, a.E - e - j * LANES);
         }
 #pragma GCC unroll 4
         for (int m = 0; m < MT; m++) {
-          const __m512 weight = _mm512_set1_ps(w.weights[(i + m) * CHUNK + slot % CHUNK]);
+          const f32x16 weight = floats(w.weights[(i + m) * CHUNK + slot % CHUNK]);
 #pragma GCC unroll 4
-          for (int j = 0; j < VT; j++) sum[m][j] = _mm512_fmadd_ps(weight, v[j], sum[m][j]);
+          for (int j = 0; j < VT; j++) sum[m][j] = fma(weight, v[j], sum[m][j]);
         }
       }
       for (int m = 0; m < MT; m++)
         for (int j = 0; j < VT; j++) {
           if (odd)
-            acc[m][j] = _mm512_add_ps(acc[m][j], _mm512_add_ps(even_sum[m][j], sum[m][j]));
+            acc[m][j] = acc[m][j] + (even_sum[m][j] + sum[m][j]);
           else
             even_sum[m][j] = sum[m][j];
         }
@@ -238,31 +245,34 @@ template <class T, int MT, int VT>
   for (int m = 0; m < MT; m++) {
     if constexpr (BY_PAIRS)
       for (int j = 0; j < VT; j += 2) join_pairs(acc[m][j], acc[m][j + 1]);
-    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j]);
   }
 }
 
+#ifdef HAS_BF16_PRODUCTS
 // The same with PAIRS, two slots at a time.
 template <int MT, int VT>
 [[gnu::noinline]] void add_value_pairs(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c,
                                        int64_t i, int64_t e, float* states) {
-  __m512 acc[MT][VT];
-  for (auto& row : acc) std::fill(row, row + VT, _mm512_setzero_ps());
+  f32x16 acc[MT][VT];
+  for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
   for (int64_t slot = c.from / 2 * 2; slot < c.to; slot += 2) {
     if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, 2 * VT * LANES * sizeof(bf16));
-    __m512i v[VT + 1];
+    i32x16 v[VT + 1];
 #pragma GCC unroll 4
     for (int j = 0; j < VT; j += 2) load_value_pairs(a, c, slot, e / 2 + j * LANES / 2, v[j], v[j + 1]);
 #pragma GCC unroll 4
     for (int m = 0; m < MT; m++) {
-      const __m512i weight = _mm512_set1_epi32(((const uint32_t*)(w.weights + (i + m) * CHUNK))[slot % CHUNK / 2]);
+      const i32x16 weight = ints(((const uint32_t*)(w.weights + (i + m) * CHUNK))[slot % CHUNK / 2]);
 #pragma GCC unroll 4
-      for (int j = 0; j < VT; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], (__m512bh)v[j], (__m512bh)weight);
+      for (int j = 0; j < VT; j++) acc[m][j] = add_pair_products(acc[m][j], v[j], weight);
     }
   }
   for (int m = 0; m < MT; m++)
-    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j], 0xffff);
+    for (int j = 0; j < VT; j++) store(states + (i + m) * a.stride() + e + j * LANES, acc[m][j]);
 }
+
+#endif
 
 #ifdef HAS_AMX
 // out (count,16) = a (count,32*steps) times b, whose steps are tiles of 16 pairs of bfloat16. Strides are in bytes. The
@@ -290,9 +300,9 @@ void add_values_amx(const Attention<bf16>& a, const Workspace& w, const ChunkTil
   for (int64_t slot = begin; slot < end; slot += 2) {
     if (slot < c.to) prefetch(c.values + (slot + c.ahead) * a.E, 2 * a.E * sizeof(bf16));
     for (int64_t word = 0; word < words; word += LANES, pairs += 2 * LANES) {
-      __m512i low, high;
+      i32x16 low, high;
       load_value_pairs(a, c, slot, word, low, high);
-      _mm512_store_si512(pairs, low), _mm512_store_si512(pairs + LANES, high);
+      store(pairs, low), store(pairs + LANES, high);
     }
   }
   for (int64_t e = 0; e < a.width(); e += LANES)
@@ -302,14 +312,10 @@ void add_values_amx(const Attention<bf16>& a, const Workspace& w, const ChunkTil
 }
 #endif
 
-// Divides 0..count into steps of 4 and a last one of 1 to 3: calls work(Int<n>(), i) for each step i..i+n.
-template <class Work>
-void by_fours(int64_t count, const Work& work) {
-  int64_t i = 0;
-  for (; i + 4 <= count; i += 4) work(Int<4>(), i);
-  if (count - i == 3) work(Int<3>(), i);
-  if (count - i == 2) work(Int<2>(), i);
-  if (count - i == 1) work(Int<1>(), i);
+// Divides 0..count into steps of MOST and a shorter last one: calls work(Int<n>(), i) for each step i..i+n.
+template <int MOST, class Work>
+void in_steps(int64_t count, const Work& work) {
+  for (int64_t i = 0; i < count; i += MOST) with_size<MOST>(count - i, [&](auto n) { work(n, i); });
 }
 
 // Step 1 of a chunk: w.weights = the dot products of queries and keys.
@@ -330,11 +336,11 @@ template <Products P, class T>
       continue;
     }
 #endif
-    by_fours(c.count, [&](auto queries, int64_t i) {
+    in_steps<QUERIES_AT_ONCE>(c.count, [&](auto queries, int64_t i) {
       constexpr int MT = decltype(queries)::value;
-      __m512 acc[MT];
+      f32x16 acc[MT];
       dot_keys<P, T, MT>(a, w, i, acc);
-      for (int m = 0; m < MT; m++) store(products + (i + m) * CHUNK, acc[m], 0xffff);
+      for (int m = 0; m < MT; m++) store(products + (i + m) * CHUNK, acc[m]);
     });
   }
 }
@@ -345,38 +351,36 @@ template <Products P, class T>
 [[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
                                                  float* states) {
   const int64_t low = c.low() - c.base, high = (c.to - c.base + LANES - 1) / LANES * LANES;
-  const __m512 scale = _mm512_set1_ps(a.scale);
   for (int64_t i = 0; i < c.count; i++) {
     float* weights = w.weights + i * CHUNK;
     const int64_t p = w.positions[i];
-    const __m512i window = _mm512_set1_epi32(p < 0 ? 0 : a.window);
-    const __m512 slope = _mm512_set1_ps(w.slopes[i]);
-    __m512 max = _mm512_set1_ps(-INF), sum = _mm512_setzero_ps();
+    const i32x16 window = ints(p < 0 ? 0 : a.window);
+    f32x16 most = floats(-INF), sum = floats(0.0f);
     for (int64_t j = low; j < high; j += LANES) {
-      const __m512i distance = _mm512_sub_epi32(_mm512_set1_epi32(p - c.base - j), lane_indices());
-      __m512 score = _mm512_mul_ps(load(weights + j), scale);
-      if (a.slopes) score = _mm512_fnmadd_ps(slope, _mm512_cvtepi32_ps(distance), score);
+      const i32x16 distance = ints(p - c.base - j) - lane_indices();
+      f32x16 score = load(weights + j) * floats(a.scale);
+      if (a.slopes) score = fnma(floats(w.slopes[i]), to_floats(distance), score);
       // Future slots wrap around to huge unsigned distances, so they are masked as well.
-      score = _mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(distance, window), _mm512_set1_ps(-INF), score);
-      max = _mm512_max_ps(max, score);
-      store(weights + j, score, 0xffff);
+      score = where_below(distance, window, score, floats(-INF));
+      most = max(most, score);
+      store(weights + j, score);
     }
-    const float m = _mm512_reduce_max_ps(max);
-    const __m512 shift = _mm512_set1_ps(m == -INF ? 0.0f : m);
+    const float m = max_of_lanes(most);
+    const f32x16 shift = floats(m == -INF ? 0.0f : m);
     for (int64_t j = low; j < high; j += LANES) {
-      const __m512 weight = fast_exp(_mm512_sub_ps(load(weights + j), shift));
-      sum = _mm512_add_ps(sum, weight);
+      const f32x16 weight = fast_exp(load(weights + j) - shift);
+      sum = sum + weight;
       if constexpr (P == FLOAT)
-        store(weights + j, std::is_same_v<T, bf16> ? rounded_to_bf16(weight) : weight, 0xffff);
+        store(weights + j, std::is_same_v<T, bf16> ? rounded_to_bf16(weight) : weight);
       else
-        store((bf16*)weights + j, weight, 0xffff);  // overwrites only scores that have been read
+        store((bf16*)weights + j, weight);  // overwrites only scores that have been read
     }
     if constexpr (P == AMX) {  // it multiplies whole groups of 32 slots
-      for (int64_t j = low / GROUP * GROUP; j < low; j += LANES) store((bf16*)weights + j, _mm512_setzero_ps(), 0xffff);
-      if (high % GROUP) store((bf16*)weights + high, _mm512_setzero_ps(), 0xffff);
+      for (int64_t j = low / GROUP * GROUP; j < low; j += LANES) store((bf16*)weights + j, floats(0.0f));
+      if (high % GROUP) store((bf16*)weights + high, floats(0.0f));
     }
     states[i * a.stride() + a.width()] = m;
-    states[i * a.stride() + a.width() + 1] = _mm512_reduce_add_ps(sum);
+    states[i * a.stride() + a.width() + 1] = sum_of_lanes(sum);
   }
 }
 
@@ -405,13 +409,13 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
 #ifdef HAS_AMX
   if constexpr (P == AMX) return add_values_amx(a, w, c, states);
 #endif
-  by_fours(a.width() / LANES, [&](auto registers, int64_t e) {
-    by_fours(count, [&](auto queries, int64_t i) {
-      constexpr int MT = decltype(queries)::value, VT = decltype(registers)::value;
-      if constexpr (P == FLOAT)
-        add_values<T, MT, VT>(a, w, c, i, e * LANES, states);
-      else if constexpr (P == PAIRS)
-        add_value_pairs<MT, VT>(a, w, c, i, e * LANES, states);
+  in_steps<VECTORS_AT_ONCE>(a.width() / LANES, [&](auto vectors, int64_t e) {
+    in_steps<QUERIES_AT_ONCE>(count, [&](auto queries, int64_t i) {
+      constexpr int MT = decltype(queries)::value, VT = decltype(vectors)::value;
+#ifdef HAS_BF16_PRODUCTS
+      if constexpr (P == PAIRS) return add_value_pairs<MT, VT>(a, w, c, i, e * LANES, states);
+#endif
+      add_values<T, MT, VT>(a, w, c, i, e * LANES, states);
     });
   });
 }
@@ -420,7 +424,9 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
 template <class T, class Work>
 void choose_products(int64_t queries, const Work& work) {
   if constexpr (std::is_same_v<T, bf16>) {
+#ifdef HAS_BF16_PRODUCTS
     if (!amx_allowed) return work(Int<PAIRS>());
+#endif
 #ifdef HAS_AMX
     if (queries >= MIN_AMX_QUERIES) {
       const Tiles<bf16> tiles(std::min<int64_t>(queries, LANES));
@@ -435,10 +441,8 @@ inline void merge_state(float* state, const float* other, int64_t width) {
   const float m = std::max(state[width], other[width]);
   if (m == -INF) return;
   const float a = fast_exp(state[width] - m), c = fast_exp(other[width] - m);
-  for (int64_t e = 0; e < width; e += LANES) {
-    const __m512 part = _mm512_mul_ps(load(other + e), _mm512_set1_ps(c));
-    store(state + e, _mm512_fmadd_ps(load(state + e), _mm512_set1_ps(a), part), 0xffff);
-  }
+  for (int64_t e = 0; e < width; e += LANES)
+    store(state + e, fma(load(state + e), floats(a), load(other + e) * floats(c)));
   state[width] = m;
   state[width + 1] = state[width + 1] * a + other[width + 1] * c;
 }
@@ -446,8 +450,8 @@ inline void merge_state(float* state, const float* other, int64_t width) {
 template <class T>
 void write_output(const float* state, int64_t width, T* out, int64_t E) {
   const float l = state[width + 1];
-  const __m512 inverse = _mm512_set1_ps(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
-  for (int64_t e = 0; e < E; e += LANES) store(out + e, _mm512_mul_ps(load(state + e), inverse), first_lanes(E - e));
+  const f32x16 inverse = floats(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
+  for (int64_t e = 0; e < E; e += LANES) store(out + e, load(state + e) * inverse, E - e);
 }
 
 // Prefill: a thread computes all chunks of a tile of queries. Consecutive tiles go to different threads, because later

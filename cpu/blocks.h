@@ -16,33 +16,28 @@ namespace fastpath {
 
 template <class T>
 void rms_norm_row(const T* x, const T* w, T* out, int64_t D, float eps) {
-  __m512 squares = _mm512_setzero_ps();
+  f32x16 squares = floats(0.0f);
   for (int64_t i = 0; i < D; i += LANES) {
-    const __m512 v = load(x + i, first_lanes(D - i));
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const f32x16 v = load(x + i, D - i);
+    squares = fma(v, v, squares);
   }
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps));
-  for (int64_t i = 0; i < D; i += LANES) {
-    const __mmask16 m = first_lanes(D - i);
-    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i, m), scale), load(w + i, m)), m);
-  }
+  const f32x16 scale = floats(1.0f / std::sqrt(sum_of_lanes(squares) / D + eps));
+  for (int64_t i = 0; i < D; i += LANES) store(out + i, load(x + i, D - i) * scale * load(w + i, D - i), D - i);
 }
 
 template <class T>
 void layer_norm_row(const T* x, const T* w, const T* bias, T* out, int64_t D, float eps) {
-  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < D; i += LANES) sum = _mm512_add_ps(sum, load(x + i, first_lanes(D - i)));
-  const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / D);
+  f32x16 sum = floats(0.0f), squares = floats(0.0f);
+  for (int64_t i = 0; i < D; i += LANES) sum = sum + load(x + i, D - i);
+  const float mean = sum_of_lanes(sum) / D;
   for (int64_t i = 0; i < D; i += LANES) {
-    const __mmask16 m = first_lanes(D - i);
-    const __m512 v = _mm512_maskz_sub_ps(m, load(x + i, m), mean);
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const f32x16 v = first_of(load(x + i, D - i) - floats(mean), D - i);
+    squares = fma(v, v, squares);
   }
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps));
+  const f32x16 scale = floats(1.0f / std::sqrt(sum_of_lanes(squares) / D + eps));
   for (int64_t i = 0; i < D; i += LANES) {
-    const __mmask16 m = first_lanes(D - i);
-    const __m512 v = _mm512_mul_ps(_mm512_sub_ps(load(x + i, m), mean), scale);
-    store(out + i, _mm512_fmadd_ps(v, load(w + i, m), load(bias + i, m)), m);
+    const f32x16 v = (load(x + i, D - i) - floats(mean)) * scale;
+    store(out + i, fma(v, load(w + i, D - i), load(bias + i, D - i)), D - i);
   }
 }
 
@@ -134,30 +129,27 @@ struct Block {
   static void rotate(T* x, const float* cos, const float* sin, int64_t E) {
     const int64_t half = E / 2;
     for (int64_t e = 0; e < half; e += LANES) {
-      const __mmask16 m = first_lanes(half - e);
-      const __m512 a = load(x + e, m), b = load(x + half + e, m);
-      store(x + e, _mm512_fmadd_ps(a, load(cos + e, m), _mm512_mul_ps(b, load(sin + e, m))), m);
-      store(x + half + e, _mm512_fmadd_ps(b, load(cos + half + e, m), _mm512_mul_ps(a, load(sin + half + e, m))), m);
+      const int64_t n = half - e;
+      const f32x16 a = load(x + e, n), b = load(x + half + e, n);
+      store(x + e, fma(a, load(cos + e, n), b * load(sin + e, n)), n);
+      store(x + half + e, fma(b, load(cos + half + e, n), a * load(sin + half + e, n)), n);
     }
   }
 
   // act = SwiGLU or tanh-GELU of up, and its conversion for the down projection. Both are of the form x sigmoid(z).
   void activate(const Team& team) const {
-    const __m512 one = _mm512_set1_ps(1.0f);
     const int64_t F = prepared.F, groups = (F + GROUP - 1) / GROUP;
     team.split(M * groups, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
         const int64_t m = at / groups, group = at % groups;
         for (int64_t f = group * GROUP; f < std::min(F, (group + 1) * GROUP); f += LANES) {
-          const __mmask16 valid = first_lanes(F - f);
           const T* from = up + m * prepared.up.N + f;
-          const __m512 x = load(from, valid);
-          const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
+          const f32x16 x = load(from, F - f);
           // SwiGLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
-          const __m512 z = prepared.gated ? x : _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_add_ps(x, cube));
-          __m512 y = _mm512_div_ps(x, _mm512_add_ps(one, fast_exp(_mm512_sub_ps(_mm512_setzero_ps(), z))));
-          if (prepared.gated) y = _mm512_mul_ps(y, load(from + F, valid));
-          store(act + m * F + f, y, valid);
+          const f32x16 z = prepared.gated ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
+          f32x16 y = x / (floats(1.0f) + fast_exp(floats(0.0f) - z));
+          if (prepared.gated) y = y * load(from + F, F - f);
+          store(act + m * F + f, y, F - f);
         }
         prepare_input<T>(prepared.down, to_down, m, group, group + 1);
       }

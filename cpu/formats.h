@@ -34,16 +34,15 @@ struct Source {
 
 // ---------------------------------------------------------------- levels
 //
-// A struct of levels says how many lines a group has, and unpacks it in STEPS steps to registers of unsigned bytes, as
-// vpdpbusd multiplies unsigned with signed bytes. A register has four columns of each of the 16 rows, beginning with
-// first_column(step, register).
+// A struct of levels says how many lines a group has, and unpacks it in STEPS steps to vectors of unsigned bytes, up to
+// MOST. A vector has four columns of each of the 16 rows, beginning with first_column(step, vector).
 
 // 8 bits. Line j has columns 4j..4j+3.
 struct Bytes {
-  static constexpr int BITS = 8, LINES = 8, STEPS = 8, REGISTERS = 1;
+  static constexpr int MOST = 255, LINES = 8, STEPS = 8, VECTORS = 1;
   static constexpr int first_column(int step, int) { return 4 * step; }
-  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
-    levels[0] = _mm512_loadu_si512(group + 64 * step);
+  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+    levels[0] = load_line(group + 64 * step);
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     for (int j = 0; j < 8; j++) std::memcpy(group + 64 * j + 4 * lane, q + 4 * j, 4);
@@ -52,12 +51,11 @@ struct Bytes {
 
 // 4 bits. Line j has columns 4j..4j+3 in the low nibbles, and 16+4j..16+4j+3 in the high nibbles.
 struct Nibbles {
-  static constexpr int BITS = 4, LINES = 4, STEPS = 4, REGISTERS = 2;
+  static constexpr int MOST = 15, LINES = 4, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return 16 * half + 4 * step; }
-  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
-    const __m512i line = _mm512_loadu_si512(group + 64 * step), nibble = _mm512_set1_epi8(15);
-    levels[0] = _mm512_and_si512(line, nibble);
-    levels[1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble);
+  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+    const u8x64 line = load_line(group + 64 * step), nibble = bytes(15);
+    levels[0] = line & nibble, levels[1] = shift_right(line, 4) & nibble;
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     uint8_t bytes[16];
@@ -67,19 +65,17 @@ struct Nibbles {
 };
 
 // x shifted left by so many bits, or right if it is negative; the bits that cross a byte are masked later.
-inline __m512i shifted(__m512i x, int left) {
-  return left >= 0 ? _mm512_slli_epi16(x, left) : _mm512_srli_epi16(x, -left);
-}
+inline u8x64 shifted(u8x64 x, int left) { return left >= 0 ? shift_left(x, left) : shift_right(x, -left); }
 
 // 5 bits. First a line with the fifth bits, bit 2 * step + half of each byte; then the nibbles.
 struct FiveBits {
-  static constexpr int BITS = 5, LINES = 5, STEPS = 4, REGISTERS = 2;
+  static constexpr int MOST = 31, LINES = 5, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
-  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
-    const __m512i plane = _mm512_loadu_si512(group), fifth = _mm512_set1_epi8(16);
+  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+    const u8x64 plane = load_line(group), fifth = bytes(16);
     Nibbles::unpack(group + 64, step, levels);
     for (int half = 0; half < 2; half++)
-      levels[half] = _mm512_or_si512(levels[half], _mm512_and_si512(shifted(plane, 4 - 2 * step - half), fifth));
+      levels[half] = levels[half] | (shifted(plane, 4 - 2 * step - half) & fifth);
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     Nibbles::pack(q, lane, group + 64);
@@ -92,15 +88,13 @@ struct FiveBits {
 
 // 6 bits. First two lines with the upper two bits of each half, bits 2 * step and 2 * step + 1; then the nibbles.
 struct SixBits {
-  static constexpr int BITS = 6, LINES = 6, STEPS = 4, REGISTERS = 2;
+  static constexpr int MOST = 63, LINES = 6, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
-  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
-    const __m512i upper = _mm512_set1_epi8(0x30);
+  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+    const u8x64 upper = bytes(0x30);
     Nibbles::unpack(group + 128, step, levels);
-    for (int half = 0; half < 2; half++) {
-      const __m512i plane = _mm512_loadu_si512(group + 64 * half);
-      levels[half] = _mm512_or_si512(levels[half], _mm512_and_si512(shifted(plane, 4 - 2 * step), upper));
-    }
+    for (int half = 0; half < 2; half++)
+      levels[half] = levels[half] | (shifted(load_line(group + 64 * half), 4 - 2 * step) & upper);
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     Nibbles::pack(q, lane, group + 128);
@@ -130,8 +124,8 @@ struct HalfScales {
   const half* at;
   int64_t groups_per_scale;
   void load(const uint8_t* from, int64_t per_scale) { at = (const half*)from, groups_per_scale = FIXED ? 1 : per_scale; }
-  __m512 scale(int64_t i, int) const { return fastpath::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
-  __m512 min(int64_t) const { return fastpath::load(at + LANES); }
+  f32x16 scale(int64_t i, int) const { return fastpath::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
+  f32x16 min(int64_t) const { return fastpath::load(at + LANES); }
 
   // Writes a lane of the scales of superblock u.
   template <class F>
@@ -153,24 +147,19 @@ struct SixBitScales {
   static int64_t groups(int64_t) { return GROUPS; }
 
   alignas(64) uint8_t numbers[4][64];
-  __m512 d, dmin;
+  f32x16 d, dmin;
   void load(const uint8_t* at, int64_t) {
-    const __m512i low = _mm512_set1_epi8(63), high = _mm512_set1_epi8(3);
-    __m512i last = _mm512_setzero_si512();
+    u8x64 last = bytes(0);
     for (int i = 0; i < 3; i++) {
-      const __m512i line = _mm512_loadu_si512(at + 64 + 64 * i);
-      _mm512_store_si512(numbers[i], _mm512_and_si512(line, low));
-      const __m512i bits = _mm512_and_si512(_mm512_srli_epi16(line, 6), high);
-      last = _mm512_or_si512(last, _mm512_slli_epi16(bits, 2 * i));
+      const u8x64 line = load_line(at + 64 + 64 * i);
+      store(numbers[i], line & bytes(63));
+      last = last | shift_left(shift_right(line, 6) & bytes(3), 2 * i);
     }
-    _mm512_store_si512(numbers[3], last);
-    d = fastpath::load((const half*)at), dmin = _mm512_sub_ps(_mm512_setzero_ps(), fastpath::load((const half*)at + LANES));
+    store(numbers[3], last);
+    d = fastpath::load((const half*)at), dmin = floats(0.0f) - fastpath::load((const half*)at + LANES);
   }
-  static __m512 convert(const uint8_t* lanes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)lanes)));
-  }
-  __m512 scale(int64_t i, int) const { return _mm512_mul_ps(d, convert(numbers[0] + 16 * i)); }
-  __m512 min(int64_t i) const { return _mm512_mul_ps(dmin, convert(numbers[2] + 16 * i)); }
+  f32x16 scale(int64_t i, int) const { return d * to_floats(load_uint8(numbers[0] + 16 * i)); }
+  f32x16 min(int64_t i) const { return dmin * to_floats(load_uint8(numbers[2] + 16 * i)); }
 
   // A block of the file begins with d, dmin, and 12 bytes of scales and mins, as llama.cpp arranges them.
   template <class F>
@@ -196,13 +185,12 @@ struct ByteScales {
   static int64_t groups(int64_t) { return GROUPS; }
 
   const uint8_t* at;
-  __m512 d;
+  f32x16 d;
   void load(const uint8_t* from, int64_t) { at = from, d = fastpath::load((const half*)from); }
-  __m512 scale(int64_t i, int half) const {
-    const uint8_t* lanes = at + 32 + 16 * (HALVES ? 2 * i + half : i);
-    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)lanes))));
+  f32x16 scale(int64_t i, int half) const {
+    return d * to_floats(load_int8(at + 32 + 16 * (HALVES ? 2 * i + half : i)));
   }
-  __m512 min(int64_t) const { return _mm512_setzero_ps(); }
+  f32x16 min(int64_t) const { return floats(0.0f); }
 
   template <class F>
   static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
@@ -360,12 +348,12 @@ struct Q6_K : Blocks<256, 210> {
 
 // 4 bits that are places in a table of 16 levels.
 struct TableNibbles : Nibbles {
+  static constexpr int MOST = 255;
   // llama.cpp's table with OFFSET added
   alignas(16) static constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-  static void unpack(const uint8_t* group, int step, __m512i (&levels)[REGISTERS]) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)TABLE));
+  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     Nibbles::unpack(group, step, levels);
-    for (__m512i& level : levels) level = _mm512_shuffle_epi8(table, level);
+    for (u8x64& level : levels) level = look_up_bytes(TABLE, level);
   }
 };
 

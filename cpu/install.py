@@ -1,8 +1,8 @@
-"""Builds and installs the C++ kernels of this folder, for CPUs with AVX-512.
+"""Builds and installs the C++ kernels of this folder, for x86 processors with AVX-512 or AVX2 under Linux.
 
 Read down: `install`, which makes a loaded model use the kernels; FusedBlocks, which runs all blocks as one operation;
-the packed layers; the packing of weights; the build, which happens at first use. kernels.py says what each operation
-computes.
+the packed layers; the packing of weights; the instruction sets; the build, which happens at first use. kernels.py says
+what each operation computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
 of the memory bandwidth; these kernels use most of it. The bits of a row's result depend neither on the other rows
@@ -17,9 +17,9 @@ convert the weights to float32 in registers instead.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import sampling  # noqa: F401 (declares two of the operations)
-from cli import Stopwatch, print_status
+from cli import Stopwatch, UserError, print_status
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from kernels import (
@@ -49,7 +49,7 @@ from kernels import (
 from model import Block, Config, Embedding, Linear, Transformer
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-w"]
+FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
@@ -68,22 +68,24 @@ def prepare_process(threads: int | None):
     share_processors() if threads is None else torch.set_num_threads(threads)
 
 
-def install(model: nn.Module, kernels: bool = True, exact_activations: bool = False) -> Backend:
-    """Load the kernels, if `kernels`, and pack the model's weights for them one layer at a time. Returns what the model
-    can rely on; where the kernels cannot run, this is only memory in huge pages and the tuning of threads.
+def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = False) -> Backend:
+    """Load the kernels (`load_kernels`), unless `kernels` is "torch", and pack the model's weights for them, one layer
+    at a time. Returns what the model can rely on; where the kernels cannot run, this is only memory in huge pages and
+    the tuning of threads.
 
     Weights (N,K) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
     and K of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
     Transformer, only quantized weights are packed.
     """
     backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
-    if not kernels or not load_kernels():
+    if kernels == "torch" or not load_kernels(kernels):
         return backend
+    backend = replace(backend, name=LOADED[0].name)
     if any(is_quantized(module) and not has_format(module) for module in model.modules()):
         from formats import repack_layers
 
         repack_layers(model, FORMATS_WITH_KERNELS)
-    pack = pack_while_reading(model, exact_activations)
+    pack = pack_while_reading(model, kernels, exact_activations)
     for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
         pack(name)
     if not isinstance(model, Transformer):
@@ -98,12 +100,13 @@ def install(model: nn.Module, kernels: bool = True, exact_activations: bool = Fa
     return replace(backend, run_blocks=FusedBlocks(model.blocks), max_fused_tokens=most, chunk_invariant=is_invariant)
 
 
-def pack_while_reading(model: nn.Module, exact_activations: bool = False) -> Callable[[str], None]:
-    """A function that packs the layer of a name for the kernels, once it has its weights, if they can use it.
+def pack_while_reading(model: nn.Module, kernels: str, exact_activations: bool) -> Callable[[str], None]:
+    """A function that packs the layer of a name for the kernels, once it has its weights, if they can use it. The
+    arguments are those of `install`.
 
     So a model can be packed while it is read: besides the packed layers, only one is in memory. `model` may be on meta.
     """
-    if not load_kernels():
+    if kernels == "torch" or not load_kernels(kernels):
         return lambda name: None
     ours = [module for module in model.modules() if has_format(module)]
     memory = HugePages(sum(-(-packed_bytes(module) // 64) * 64 for module in ours))  # other tensors are elsewhere
@@ -297,24 +300,81 @@ def pack_bfloat16(weight: Tensor) -> Tensor:
     return weight.view(-1, LANES, weight.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
 
 
-# ---------------------------------------------------------------- the build
+# ---------------------------------------------------------------- the instruction sets
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Instructions that the kernels are compiled for."""
+
+    name: str  # as --kernels takes it
+    needs: frozenset[str]  # flags of the processor, as Linux names them
+    flags: tuple[str, ...]  # of the compiler
+
+    def is_in(self, processor: frozenset[str]) -> bool:
+        return self.needs <= processor
+
+
+# The best one first. With -march=native, the compiler also uses VNNI, BF16 and AMX where the processor has them.
+AVX512 = InstructionSet(
+    "avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), ("-march=native", "-DVECTOR_BITS=512")
+)
+AVX2 = InstructionSet("avx2", frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3", "-DVECTOR_BITS=256"))
+AVX2_VNNI = InstructionSet("avx2-vnni", AVX2.needs | {"avx_vnni"}, (*AVX2.flags, "-mavxvnni"))
+INSTRUCTION_SETS = [AVX512, AVX2_VNNI, AVX2]
+LOADED: list[InstructionSet] = []  # the one of the loaded kernels
+INSTEAD = "PyTorch's own operations run instead, which decode several times more slowly"
 
 
 @cache
-def load_kernels() -> bool:
-    """Build the kernels if no build is cached, and load them. If that fails, print the reason and return False."""
-    if not all(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512", "avx512_bf16", "vnni")):
-        return False  # without a message, because the user cannot change the CPU
-    compiler = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
-    if compiler is None:
-        print_status("no C++ compiler (g++, clang++, CXX=...): the CPU kernels are not built, torch's own are used")
+def processor_flags() -> frozenset[str]:
+    """What /proc/cpuinfo says that the processor can do. Empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), ":").partition(":")[2].split())
+
+
+def choose_instruction_set(kernels: str) -> InstructionSet:
+    """The best of INSTRUCTION_SETS that this processor has, or with "avx2" the best one in 256 bits. UserError with the
+    reason if there is none."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        raise UserError(
+            f"the CPU kernels are for x86 processors under Linux, not for {platform.machine()} under {sys.platform}"
+        )
+    choices = [one for one in INSTRUCTION_SETS if one.name.startswith(kernels) or kernels == "auto"]
+    found = next((one for one in choices if one.is_in(processor_flags())), None)
+    if found is None:
+        missing = ", ".join(sorted(choices[-1].needs - processor_flags()))
+        raise UserError(f"the CPU kernels need AVX2, and this processor lacks {missing}")
+    return found
+
+
+# ---------------------------------------------------------------- the build
+
+
+def load_kernels(kernels: str = "auto") -> bool:
+    """Build the kernels if no build is cached, and load them: those of choose_instruction_set(kernels). A process has
+    only one set. If there is none, print the reason and return False."""
+    if LOADED and not LOADED[0].name.startswith(kernels) and kernels != "auto":
+        raise UserError(f"--kernels {kernels}: this process has loaded those for {LOADED[0].name} already")
+    return bool(LOADED) or try_to_load(kernels)
+
+
+@cache
+def try_to_load(kernels: str) -> bool:
+    try:
+        chosen, compiler = choose_instruction_set(kernels), find_compiler()
+    except UserError as error:
+        print_status(f"{error}; {INSTEAD}")
         return False
     try:
-        library = str(build(compiler))
+        library = str(build(compiler, chosen))
         torch.ops.load_library(library)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         why = str(error).strip().splitlines()[-1]
-        print_status(f"the CPU kernels cannot be built, torch's own operations are used: {why}")
+        print_status(f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can): {why}; {INSTEAD}")
         return False
     functions = ctypes.CDLL(library)
     for function in (functions.register_kernels, functions.format_names):
@@ -323,8 +383,19 @@ def load_kernels() -> bool:
     if misfits := functions.register_kernels().decode():
         print_status(f"kernels in cpu/ do not fit their schemas in Python, so the references run: {misfits}")
     find_kernels("cpu")
+    LOADED.append(chosen)
     allow_amx()
+    if chosen is not AVX512 and kernels == "auto":
+        missing = ", ".join(sorted(AVX512.needs - processor_flags()))
+        print_status(f"the CPU kernels for {chosen.name} run: for the faster ones, this processor lacks {missing}")
     return True
+
+
+def find_compiler() -> str:
+    found = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
+    if found is None:
+        raise UserError("no C++ compiler for the CPU kernels: install g++ (Debian, Ubuntu), gcc-c++ (Fedora) or clang")
+    return found
 
 
 @cache
@@ -347,18 +418,20 @@ def run_compiler(command: list[str]):
         raise RuntimeError(errors[0])
 
 
-def build(compiler: str) -> Path:
+def build(compiler: str, instructions: InstructionSet) -> Path:
     """Compile the C++ files to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
+    import fcntl  # not on Windows
+
+    flags = [*FLAGS, *instructions.flags]
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line for line in lines if line.startswith("flags")), "")  # -march=native depends on the CPU
+    processor = sorted(processor_flags())  # -march=native depends on it
     paths = sorted([*SOURCES.glob("[!.]*.h"), *SOURCES.glob("[!.]*.cpp")])  # without the hidden files of editors
     sources = [path.read_text() for path in paths if path.is_file()]
-    key = repr((sources, compiler, version, FLAGS, torch.__version__, cpu))
+    key = repr((sources, compiler, version, flags, torch.__version__, processor))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
@@ -383,8 +456,8 @@ def build(compiler: str) -> Path:
             ):
                 files = [path for path in paths if path.suffix == ".cpp"]
                 objects = [f"{temporary}/{file.stem}.o" for file in files]
-                compile_one = [compiler, *FLAGS, *include, "-c"]
+                compile_one = [compiler, *flags, *include, "-c"]
                 list(pool.map(run_compiler, ([*compile_one, str(f), "-o", o] for f, o in zip(files, objects))))
-                run_compiler([compiler, *FLAGS, "-shared", *objects, "-o", f"{temporary}/{name}", *link])
+                run_compiler([compiler, *flags, "-shared", *objects, "-o", f"{temporary}/{name}", *link])
                 Path(temporary, name).replace(path)
     return path

@@ -96,9 +96,9 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
       const uint8_t* group = stream.next_group();
       weights[g] = IS_TILE ? group : (const void*)unpacked[g];
       for (int j = 0; !IS_TILE && j < L::STEPS; j++) {
-        __m512i levels[L::REGISTERS];
+        u8x64 levels[L::VECTORS];
         L::unpack(group, j, levels);
-        for (int r = 0; r < L::REGISTERS; r++) unpacked[g][L::first_column(j, r) / 4] = levels[r];
+        for (int r = 0; r < L::VECTORS; r++) unpacked[g][L::first_column(j, r) / 4] = (__m512i)levels[r];
       }
       scale[g] = stream.scale(0), min[g] = stream.min();
     }
@@ -110,7 +110,7 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
 #pragma GCC unroll 6
       for (int g = 0; g < COUNT; g++) {
         const int64_t at = first + g * next + m;
-        const __m512i start = offset_sum<F::OFFSET>(x.sum[at]);
+        const __m512i start = (__m512i)offset_sum<F::OFFSET>(x.sum[at]);
         const __m512 step = _mm512_mul_ps(_mm512_set1_ps(x.scale[at]), scale[g]);
         sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(dots[g][m], start)), step, sum);
         if constexpr (S::HAS_MINS) sum = _mm512_fmadd_ps(min[g], _mm512_set1_ps(x.scaled_sum[at]), sum);
@@ -210,7 +210,7 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
 #endif
     by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
       for (; !l.exact && stop - start > MAX_TILED_ROWS && block + BLOCKS <= end; block += BLOCKS)
-        two_packed_blocks<F>(l, block, in, start, stop, residual, out);
+        packed_blocks<F>(l, block, in, start, stop, residual, out);
       for (; block < end; block++) packed_block<F>(l, block, in, start, stop, residual, out);
     });
   });

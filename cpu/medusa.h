@@ -6,20 +6,21 @@
 
 #include "blocks.h"
 #include "checks.h"
-#include "sampling.h"
 
 namespace fastpath {
 
 // The index of the first of the largest of n numbers.
 template <class T>
 int64_t first_maximum(const T* x, int64_t n) {
-  __m512 most = minus_infinity();
-  for (int64_t i = 0; i < n; i += LANES) most = _mm512_max_ps(most, load_or_minus_infinity(x + i, n - i));
-  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  for (int64_t i = 0; i < n; i += LANES) {
-    const __mmask16 equal = _mm512_cmpeq_ps_mask(load_or_minus_infinity(x + i, n - i), largest) & first_lanes(n - i);
-    if (equal) return i + std::countr_zero(uint32_t(equal));
-  }
+  auto load_or_infinity = [&](int64_t i) {  // -infinity beyond the end
+    return n - i >= LANES ? load(x + i) : where_below(lane_indices(), ints(n - i), load(x + i, n - i), floats(-INF));
+  };
+  f32x16 most = floats(-INF);
+  for (int64_t i = 0; i < n; i += LANES) most = max(most, load_or_infinity(i));
+  const f32x16 largest = floats(max_of_lanes(most));
+  for (int64_t i = 0; i < n; i += LANES)
+    if (const uint32_t equal = equal_lanes(load_or_infinity(i), largest) & ((1u << std::min<int64_t>(LANES, n - i)) - 1))
+      return i + std::countr_zero(equal);
   return 0;  // all are NaN
 }
 
@@ -77,11 +78,10 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
         matmul<T>(team, gate_up, a.to_up, B, nullptr, a.up), team.barrier();
         by_rows([&](int64_t b) {
           for (int64_t f = 0; f < F; f += LANES) {
-            const __mmask16 valid = first_lanes(F - f);
-            const __m512 gate = load(a.up + b * 2 * F + f, valid), up = load(a.up + b * 2 * F + F + f, valid);
-            const __m512 e = fast_exp(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-            const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-            store(a.act + b * F + f, _mm512_mul_ps(silu, up), valid);
+            const T* from = a.up + b * 2 * F + f;
+            const f32x16 gate = load(from, F - f), up = load(from + F, F - f);
+            const f32x16 silu = gate / (floats(1.0f) + fast_exp(floats(0.0f) - gate));
+            store(a.act + b * F + f, silu * up, F - f);
           }
           prepare_input<T>(down, a.to_down, b, 0, down.groups());
         });

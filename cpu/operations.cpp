@@ -1,12 +1,13 @@
 // The CPU kernels: matrix products with bfloat16, float16 and float32 weights and with every quantized format, norms,
 // attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
-// cpu/install.py compiles this file and matmul.cpp, and packs the weights. kernels.py and sampling.py declare the operations and say
-// what they compute. The processor must have AVX-512 (F, BW, DQ, VL, VNNI, BF16). If it also has AMX, bfloat16 weights
-// are packed and multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
+// cpu/install.py compiles this file and matmul.cpp for the instruction set of the processor, and packs the weights.
+// kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed and
+// multiplied with it, and many rows or queries at once use it for quantized weights and for attention. There are no
+// kernels for sampling without AVX-512.
 // Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
-// Before it come vectors.h, formats.h, parallel.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h, blocks.h,
-// sampling.h, checks.h and medusa.h, in this order.
+// Before it come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
+// blocks.h, sampling.h, checks.h and medusa.h, in this order.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -14,7 +15,6 @@
 // the number of threads change them.
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
@@ -25,7 +25,9 @@
 #include "blocks.h"
 #include "checks.h"
 #include "medusa.h"
+#if VECTOR_BITS == 512
 #include "sampling.h"
+#endif
 
 using namespace fastpath;
 
@@ -197,121 +199,6 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
-// The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses their
-// names. register_kernels compares the names with those of the schema.
-#define SAMPLING_NAMES                                                                                      \
-  logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
-      frequency_penalty, presence_penalty, counts
-#define SAMPLING_ARGUMENTS                                                                                  \
-  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted,                  \
-      const Tensor &seed, const Tensor &temperature, const Tensor &top_k, const Tensor &top_p,              \
-      const Tensor &min_p, const Tensor &repetition_penalty, const Tensor &frequency_penalty,               \
-      const Tensor &presence_penalty, const Tensor &counts
-
-// These arguments after checks, and B, S and V of the logits (B,S,V).
-struct Sampling {
-  Tensor logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p;
-  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts;
-  int64_t B, S, V;
-
-  explicit Sampling(SAMPLING_ARGUMENTS)
-      : logits(logits.stride(-1) == 1 ? logits : logits.contiguous()), rows(rows.contiguous()),
-        position(position.contiguous()), drafted(drafted.contiguous()), seed(seed), temperature(temperature),
-        top_k(top_k), top_p(top_p), min_p(min_p), repetition_penalty(repetition_penalty),
-        frequency_penalty(frequency_penalty), presence_penalty(presence_penalty), counts(counts) {
-    const auto sizes = logits.sizes();
-    TORCH_CHECK(sizes.size() == 3 && sizes[2] > 0 && sizes[2] < INT32_MAX, "logits (B,S,V) expected, got ", sizes);
-    B = sizes[0], S = sizes[1], V = sizes[2];
-    checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
-    checked(this->drafted, "drafted", at::kLong, {B, -1});
-    TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
-    const int64_t R = seed.numel();
-    checked(seed, "seed", at::kLong, {R}), checked(temperature, "temperature", at::kFloat, {R});
-    checked(top_k, "top_k", at::kLong, {R}), checked(top_p, "top_p", at::kFloat, {R});
-    checked(min_p, "min_p", at::kFloat, {R});
-    checked(repetition_penalty, "repetition_penalty", at::kFloat, {R});
-    checked(frequency_penalty, "frequency_penalty", at::kFloat, {R});
-    checked(presence_penalty, "presence_penalty", at::kFloat, {R});
-    checked(counts, "counts", at::kInt, {R, -1});
-    TORCH_CHECK(counts.size(1) >= V, "counts of ", counts.size(1), " tokens for logits of ", V);
-    for (int64_t b = 0; b < B; b++) {
-      const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
-      TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
-    }
-    for (int64_t i = 0; i < this->drafted.numel(); i++) {
-      const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
-      TORCH_CHECK(id < V, "drafted token ", id, " of ", V);
-    }
-  }
-
-  bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
-
-  RowSettings row_settings(int64_t b, int64_t place) const {
-    const int64_t row = rows.const_data_ptr<int64_t>()[b], n = drafted.size(1);
-    auto float_of = [&](const Tensor& setting) { return setting.const_data_ptr<float>()[row]; };
-    auto int_of = [&](const Tensor& setting) { return setting.const_data_ptr<int64_t>()[row]; };
-    RowSettings r;
-    r.seed = int_of(seed), r.top_k = int_of(top_k);
-    r.position = position.const_data_ptr<int64_t>()[b] + place;
-    r.temperature = float_of(temperature), r.top_p = float_of(top_p), r.min_p = float_of(min_p);
-    r.repetition = float_of(repetition_penalty), r.frequency = float_of(frequency_penalty);
-    r.presence = float_of(presence_penalty);
-    r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
-    r.drafted = drafted.const_data_ptr<int64_t>() + b * n, r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
-    return r;
-  }
-
-  // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.
-  template <class Work>
-  void for_each(const Work& work) const {
-    std::vector<int64_t> places;
-    for (int64_t i = 0; i < B * S; i++)
-      if (!is_padding(i / S)) places.push_back(i);
-    const int64_t n = places.size();
-    const int threads = n <= 1 ? 1 : omp_get_max_threads();
-    auto [scratch, memory] = allocate_together([&](Arena& arena) {
-      std::vector<Scratch> all;
-      for (int i = 0; i < threads; i++) all.push_back(Scratch::allocate(arena, V));
-      return all;
-    });
-    dispatch_dtype(logits, [&](auto type) {
-      const auto* x = logits.const_data_ptr<decltype(type)>();
-      parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&, &scratch = scratch](const Team& team) {
-        team.split(n, 1, [&](int64_t i, int64_t end) {
-          for (; i < end; i++) {
-            const int64_t b = places[i] / S, s = places[i] % S;
-            work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], places[i]);
-          }
-        });
-      });
-    });
-  }
-};
-
-std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
-  const Sampling all(SAMPLING_NAMES);
-  const Tensor ids = at::full({all.B, all.S}, -1, rows.options());
-  const Tensor logprobs = at::full({all.B, all.S}, NAN, temperature.options());
-  auto *id = ids.data_ptr<int64_t>();
-  auto *logprob = logprobs.data_ptr<float>();
-  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
-    sample_row(x, all.V, r, s, id[i], logprob[i]);
-  });
-  return {ids, logprobs};
-}
-
-Tensor probabilities(SAMPLING_ARGUMENTS) {
-  const Sampling all(SAMPLING_NAMES);
-  const Tensor probs = at::empty({all.B, all.S, all.V}, temperature.options());
-  float* out = probs.data_ptr<float>();
-  for (int64_t b = 0; b < all.B; b++)
-    if (all.is_padding(b)) std::fill(out + b * all.S * all.V, out + (b + 1) * all.S * all.V, 0.0f);
-  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
-    probabilities_row(x, all.V, r, s, out + i * all.V);
-  });
-  return probs;
-}
-
 Handles<PreparedBlock> prepared_blocks;
 
 // Returns a handle of a block for the operation `blocks`. norms: weight and bias of the two norms of a block, then the
@@ -445,6 +332,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "rms_norm", &rms_norm);
   add(cpu, "layer_norm", &layer_norm);
   add(cpu, "attention", &attention);
+#if VECTOR_BITS == 512
   if (argument_names("fastpath::sample") == EXPANDED_TEXT_OF(SAMPLING_NAMES)) {
     add(cpu, "sample", &sample);
     add(cpu, "probabilities", &probabilities);
@@ -452,6 +340,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
     add_misfit("sample");
     add_misfit("probabilities");
   }
+#endif
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);

@@ -1,8 +1,8 @@
 // Products of packed weights with many rows of x, as in prefill.
 //
-// Two blocks of 16 weight rows are unpacked once for up to 256 rows of x: their levels to bytes, their scales to float32.
-// A tile of 4 rows of x and both blocks then has 8 sums in registers, and each 4 bytes of x that are loaded serve two
-// products. Some groups are unpacked at a time, so that they stay in the L1 cache; the sums wait in memory meanwhile.
+// BLOCKS blocks of 16 weight rows are unpacked once for up to 256 rows of x: their levels to bytes, their scales to
+// float32. A tile of 4 rows of x and these blocks has its sums in registers, and each 4 bytes of x that are loaded serve
+// all blocks. Some groups are unpacked at a time, so that they stay in the L1 cache; the sums wait in memory meanwhile.
 
 #pragma once
 
@@ -13,11 +13,11 @@ namespace fastpath {
 constexpr int MAX_TILED_ROWS = 28;   // of x, up to which packed_block is faster, which unpacks for each tile of 8 rows
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
-constexpr int BLOCKS = 2;            // of weight rows at a time
+constexpr int BLOCKS = VECTOR_BITS == 512 ? 2 : 1;  // of weight rows at a time
 
 struct Unpacked {  // a group of 32 columns
-  __m512i levels[BLOCKS][8];  // four columns each
-  __m512 scale[BLOCKS][2];    // of the halves of a group; or its scale and, if the format has mins, its min
+  u8x64 levels[BLOCKS][8];   // four columns each
+  f32x16 scale[BLOCKS][2];   // of the halves of a group; or its scale and, if the format has mins, its min
 };
 
 // Unpacks the next groups of a block.
@@ -29,9 +29,9 @@ template <class F>
     prefetch_lines<L::LINES>(group);
 #pragma GCC unroll 8
     for (int j = 0; j < L::STEPS; j++) {
-      __m512i levels[L::REGISTERS];
+      u8x64 levels[L::VECTORS];
       L::unpack(group, j, levels);
-      for (int r = 0; r < L::REGISTERS; r++) to[b].levels[block][L::first_column(j, r) / 4] = levels[r];
+      for (int r = 0; r < L::VECTORS; r++) to[b].levels[block][L::first_column(j, r) / 4] = levels[r];
     }
     to[b].scale[block][0] = stream.scale(0);
     to[b].scale[block][1] = F::Scales::HALVES ? stream.scale(1) : stream.min();
@@ -40,58 +40,53 @@ template <class F>
 
 // acc (MT,BLOCKS,16) += the products of groups b..b+groups of the weights and of MT rows of x, from row m0. The bits are
 // those of block_dot_int8.
-template <bool HAS_MINS, bool HALVES, int OFFSET, int MT>
-[[gnu::noinline]] void add_groups(const Unpacked* w, int groups, const Input& x, int64_t m0, int64_t b, __m512* acc) {
-  constexpr int SUMS = HALVES ? 2 : 1;
-  __m512 total[MT][BLOCKS];
+template <class Sums, int MT>
+[[gnu::noinline]] void add_groups(const Unpacked* w, int groups, const Input& x, int64_t m0, int64_t b, f32x16* acc) {
+  f32x16 total[MT][BLOCKS];
   for (int i = 0; i < MT * BLOCKS; i++) total[i / BLOCKS][i % BLOCKS] = acc[i];
   const int64_t rows = x.rows_of_tile(m0);
   int64_t at = x.at(m0, b);
   for (const Unpacked* end = w + groups; w < end; w++, at += rows) {
     const int8_t* q = x.q + at * GROUP;
-    __m512i dot[MT][BLOCKS][SUMS];
+    Sums sums[MT][BLOCKS];
 #pragma GCC unroll 4
     for (int m = 0; m < MT; m++)
 #pragma GCC unroll 2
-      for (int h = 0; h < SUMS; h++)
-        dot[m][0][h] = dot[m][1][h] = offset_sum<OFFSET>((SUMS == 1 ? x.sum : x.half_sum[h])[at + m]);
+      for (int n = 0; n < BLOCKS; n++) sums[m][n].start(x, at + m);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-      const __m512i first = w->levels[0][j], second = w->levels[1][j];
+      typename Sums::Part::Factor factors[BLOCKS];
+#pragma GCC unroll 2
+      for (int n = 0; n < BLOCKS; n++) factors[n] = Sums::Part::factor(w->levels[n][j]);
 #pragma GCC unroll 4
       for (int m = 0; m < MT; m++) {
-        const __m512i columns = four_columns(q + m * GROUP + 4 * j);
-        __m512i(&sums)[BLOCKS][SUMS] = dot[m];
-        sums[0][j * SUMS / 8] = _mm512_dpbusd_epi32(sums[0][j * SUMS / 8], first, columns);
-        sums[1][j * SUMS / 8] = _mm512_dpbusd_epi32(sums[1][j * SUMS / 8], second, columns);
+        const u8x64 columns = four_columns(q + m * GROUP + 4 * j);
+#pragma GCC unroll 2
+        for (int n = 0; n < BLOCKS; n++) sums[m][n].parts[j / Sums::STEPS].add(factors[n], columns, j % Sums::STEPS);
       }
     }
 #pragma GCC unroll 4
     for (int m = 0; m < MT; m++)
 #pragma GCC unroll 2
-      for (int n = 0; n < BLOCKS; n++) {
-        const __m512* scale = w->scale[n];
-        total[m][n] = add_scaled<SUMS>(total[m][n], dot[m][n], scale, x.scale[at + m]);
-        if constexpr (HAS_MINS) total[m][n] = _mm512_fmadd_ps(scale[1], _mm512_set1_ps(x.scaled_sum[at + m]), total[m][n]);
-      }
+      for (int n = 0; n < BLOCKS; n++)
+        total[m][n] = sums[m][n].add_to(total[m][n], w->scale[n], w->scale[n][1], x, at + m);
   }
   for (int i = 0; i < MT * BLOCKS; i++) acc[i] = total[i / BLOCKS][i % BLOCKS];
 }
 
-// Two blocks of packed weights, the first one at `block`, times rows start..stop of x, plus bias and residual.
+// BLOCKS blocks of packed weights, the first one at `block`, times rows start..stop of x, plus bias and residual.
 template <class F, class T>
-void two_packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t start, int64_t stop, const T* residual,
-                       T* out) {
-  __m512 acc[MAX_ROWS * BLOCKS];
+void packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t start, int64_t stop, const T* residual,
+                   T* out) {
+  f32x16 acc[MAX_ROWS * BLOCKS];
   Unpacked groups[UNPACKED_GROUPS];
-  std::fill(acc, acc + (stop - start) * BLOCKS, _mm512_setzero_ps());
-  Stream<F> streams[BLOCKS] = {Stream<F>(l, block), Stream<F>(l, block + 1)};
+  std::fill(acc, acc + (stop - start) * BLOCKS, floats(0.0f));
+  Stream<F> streams[] = {Stream<F>(l, block), Stream<F>(l, block + BLOCKS - 1)};
   for (int64_t b = 0; b < l.Kb; b += UNPACKED_GROUPS) {
     const int count = std::min<int64_t>(UNPACKED_GROUPS, l.Kb - b);
     for (int n = 0; n < BLOCKS; n++) unpack_groups(streams[n], count, n, groups);
     in_tiles<4>(start, stop, [&](int64_t m, auto rows) {
-      using S = typename F::Scales;
-      add_groups<S::HAS_MINS, S::HALVES, F::OFFSET, rows>(groups, count, x, m, b, acc + (m - start) * BLOCKS);
+      add_groups<SumsOf<F>, rows>(groups, count, x, m, b, acc + (m - start) * BLOCKS);
     });
   }
   for (int64_t m = start; m < stop; m++)

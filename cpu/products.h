@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "dots.h"
 #include "formats.h"
 #include "parallel.h"
 
@@ -56,6 +57,8 @@ struct Layer {
 };
 
 constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
+// Rows of x that are multiplied with a block at a time: for more, the registers do not suffice.
+constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4, FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;
 
 // M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one may
 // have fewer), so that a product finds the rows of a group one after the other: (tiles,Kb,rows,32), where `at` says.
@@ -104,52 +107,42 @@ void in_tiles(int64_t m, int64_t stop, const Function& f) {
 
 inline bool amx_allowed = false;  // set once, by allow_amx
 
-// One step along K for weights that are not packed: acc += w * x, lane by lane. For bfloat16, vdpbf16ps adds two
-// products to each lane.
+// One step along K for weights that are not packed: acc += w * x, lane by lane. Of bfloat16, two products are added to
+// each lane.
 template <class T>
 struct Step {
   static constexpr int WIDTH = LANES;
-  using Vector = __m512;
-  static Vector load_step(const T* p, int64_t left) { return load(p, first_lanes(left)); }
-  static __m512 multiply_add(__m512 acc, Vector w, Vector x) { return _mm512_fmadd_ps(w, x, acc); }
+  using Vector = f32x16;
+  static Vector load_step(const T* p, int64_t left) { return load(p, left); }
+  static f32x16 multiply_add(f32x16 acc, Vector w, Vector x) { return fma(w, x, acc); }
 };
 
 template <>
 struct Step<bf16> {
   static constexpr int WIDTH = 2 * LANES;
-  using Vector = __m512bh;
+#ifdef HAS_BF16_PRODUCTS
+  using Vector = i32x16;
+  static Vector load_step(const bf16* p, int64_t left) { return load_pairs(p, left); }
+  static f32x16 multiply_add(f32x16 acc, Vector w, Vector x) { return add_pair_products(acc, w, x); }
+#else
+  struct Vector {
+    f32x16 even, odd;
+  };
   static Vector load_step(const bf16* p, int64_t left) {
-    const __mmask32 mask = left >= WIDTH ? ~0u : (1u << left) - 1;
-    return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+    Vector v;
+    split_pairs(load_pairs(p, left), v.even, v.odd);
+    return v;
   }
-  static __m512 multiply_add(__m512 acc, Vector w, Vector x) { return _mm512_dpbf16_ps(acc, w, x); }
+  static f32x16 multiply_add(f32x16 acc, Vector w, Vector x) { return fma(w.odd, x.odd, fma(w.even, x.even, acc)); }
+#endif
 };
-
-// The lane sums of 16 registers, with the same bits as sum_of_lanes and a fifth of the instructions.
-inline __m512 sums_of_lanes(const __m512* x) {
-  __m512 quarters[4], pairs[2];
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(x[j], x[4 + j], 0x44),
-                                   _mm512_shuffle_f32x4(x[j], x[4 + j], 0xee));
-    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x44),
-                                   _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xee));
-    quarters[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    const __m512d a = _mm512_castps_pd(quarters[2 * i]), b = _mm512_castps_pd(quarters[2 * i + 1]);
-    pairs[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  return _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
-}
 
 // NT rows of w times MT rows of x. Each of the MT * NT sums has its own register, whose lanes are added at the end.
 template <class T, int NT, int MT>
 inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t stride, int64_t K) {
   using S = Step<T>;
-  __m512 acc[MT][NT];
-  for (auto& row : acc) std::fill(row, row + NT, _mm512_setzero_ps());
+  f32x16 acc[MT][NT];
+  for (auto& row : acc) std::fill(row, row + NT, floats(0.0f));
   // Prefetches go through memory in ascending order, not row by row in turn, so the hardware prefetcher follows too.
   const char* ahead = (const char*)w + PREFETCH_DISTANCE * (NT + 1) / 2;
   auto step = [&](int64_t k, int64_t left) {
@@ -169,21 +162,22 @@ inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual
   if (k < K) step(k, K - k);
   alignas(64) float sums[MT][NT];
   if constexpr (MT * NT == LANES) {
-    _mm512_store_ps(sums[0], sums_of_lanes(acc[0]));
+    store(sums[0], sums_of_lanes(acc[0]));
   } else {
     for (int m = 0; m < MT; m++)
       for (int n = 0; n < NT; n++) sums[m][n] = sum_of_lanes(acc[m][n]);
   }
-  constexpr __mmask16 valid = (1 << NT) - 1;
   for (int m = 0; m < MT; m++) {
-    __m512 y = load(sums[m], valid);
-    if (bias) y = _mm512_add_ps(y, load(bias, valid));
-    if (residual) y = _mm512_add_ps(y, load(residual + m * stride, valid));
-    store(out + m * stride, y, valid);
+    f32x16 y = load(sums[m], NT);
+    if (bias) y = y + load(bias, NT);
+    if (residual) y = y + load(residual + m * stride, NT);
+    store(out + m * stride, y, NT);
   }
 }
 
-// NT rows of w times all M rows of x, in tiles of up to 8 rows.
+constexpr int DENSE_SUMS = VECTOR_BITS == 512 ? 16 : 4;  // how many sums of a product fit in registers
+
+// NT rows of w times all M rows of x, in tiles of as many rows as fit.
 template <class T, int NT>
 void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t M, int64_t stride,
                  int64_t K) {
@@ -193,7 +187,8 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
     linear_tile<T, NT, MT>(w, x + m * K, bias, residual ? residual + m * stride : nullptr, out + m * stride, stride, K);
     m += MT;
   };
-  while (NT == 2 && m + 8 <= M) tile(Int<8>());
+  constexpr int MOST = NT == 1 ? 4 : DENSE_SUMS / NT;
+  while (m + MOST <= M) tile(Int<MOST>());
   while (m + 4 <= M) tile(Int<4>());
   if (m < M) with_size<3>(M - m, tile);
 }
@@ -201,27 +196,25 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
 // Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
 template <class T>
 inline void quantize_group(const T* x, int64_t K, const Input& in, int64_t at) {
-  const __m512 lo = load(x, first_lanes(K)), hi = load(x + LANES, first_lanes(K - LANES));
-  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
-  constexpr int NOT_FINITE = 0x99;  // quiet and signalling NaN, both infinities
-  const bool finite = !(_mm512_fpclass_ps_mask(lo, NOT_FINITE) | _mm512_fpclass_ps_mask(hi, NOT_FINITE));
+  f32x16 low = load(x, K), high = load(x + LANES, K - LANES);
+  const bool finite = all_finite(low) && all_finite(high);
+  if (!finite) low = high = floats(0.0f);
+  const float most = max_of_lanes(max(abs(low), abs(high)));
   const bool tiny = most < 1e-30f;  // its inverse would overflow
   const float scale = !finite ? NAN : tiny ? 0.0f : most / 127;
-  const __m512 inverse = _mm512_set1_ps(!finite || tiny ? 0.0f : 127 / most);
-  const __m512i a = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, lo, inverse));
-  const __m512i c = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(finite ? 0xffff : 0, hi, inverse));
-  _mm_storeu_si128((__m128i*)(in.q + at * GROUP), _mm512_cvtepi32_epi8(a));
-  _mm_storeu_si128((__m128i*)(in.q + at * GROUP + LANES), _mm512_cvtepi32_epi8(c));
-  const int32_t first = _mm512_reduce_add_epi32(a), second = _mm512_reduce_add_epi32(c);
+  const f32x16 inverse = floats(tiny ? 0.0f : 127 / most);
+  const i32x16 a = to_ints(low * inverse), c = to_ints(high * inverse);
+  store_int8(in.q + at * GROUP, a), store_int8(in.q + at * GROUP + LANES, c);
+  const int32_t first = sum_of_lanes(a), second = sum_of_lanes(c);
   in.half_sum[0][at] = -8 * first, in.half_sum[1][at] = -8 * second, in.sum[at] = -8 * (first + second);
   in.scale[at] = scale, in.scaled_sum[at] = scale * (first + second);
 }
 
 // Four bytes of q, copied to every lane.
-inline __m512i four_columns(const int8_t* q) {
-  int32_t bytes;
-  std::memcpy(&bytes, q, 4);
-  return _mm512_set1_epi32(bytes);
+inline u8x64 four_columns(const int8_t* q) {
+  int32_t columns;
+  std::memcpy(&columns, q, 4);
+  return as_bytes(ints(columns));
 }
 
 template <int LINES>
@@ -254,109 +247,114 @@ struct Stream {
     next += F::Levels::LINES * 64;
     return at;
   }
-  __m512 scale(int half) const { return scales.scale(i, half); }
-  __m512 min() const { return scales.min(i); }
+  f32x16 scale(int half) const { return scales.scale(i, half); }
+  f32x16 min() const { return scales.min(i); }
 };
 
-// -OFFSET * sum(q) in each lane, from -8 * sum(q).
-template <int OFFSET>
-inline __m512i offset_sum(int32_t sum) {
-  static_assert(OFFSET % 8 == 0 && !(OFFSET & (OFFSET - 1)));
-  constexpr int shift = OFFSET == 128 ? 4 : OFFSET / 16;  // 8, 16, 32: 0, 1, 2
-  return OFFSET ? _mm512_slli_epi32(_mm512_set1_epi32(sum), shift) : _mm512_setzero_si512();
-}
+// The sums of a group of weights for one row of x: of the whole group or, with HALVES, of each of its halves.
+template <int MOST, int OFFSET, bool HAS_MINS, bool HALVES>
+struct GroupSums {
+  static constexpr int COUNT = HALVES ? 2 : 1, STEPS = 8 / COUNT;  // steps of four columns in a sum
+  using Part = Dot<MOST, OFFSET, STEPS>;
+  Part parts[COUNT];
 
-// acc + x_scale * dot * scale, of a group or of each of its halves.
-template <int SUMS>
-inline __m512 add_scaled(__m512 acc, const __m512i (&dot)[SUMS], const __m512* scale, float x_scale) {
-  const __m512 xs = _mm512_set1_ps(x_scale), sum = _mm512_cvtepi32_ps(dot[0]);
-  if constexpr (SUMS == 1) return _mm512_fmadd_ps(sum, _mm512_mul_ps(xs, scale[0]), acc);
-  const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[SUMS - 1]), scale[1], _mm512_mul_ps(sum, scale[0]));
-  return _mm512_fmadd_ps(both, xs, acc);
-}
+  void start(const Input& x, int64_t at) {
+    if constexpr (!HALVES) return parts[0].start(x.sum[at]);
+    for (int half = 0; half < COUNT; half++) parts[half].start(x.half_sum[half][at]);
+  }
+  // acc + x_scale * sum * scale, of the group or of its halves, + min * scaled_sum
+  f32x16 add_to(f32x16 acc, const f32x16* scale, f32x16 min, const Input& x, int64_t at) const {
+    const f32x16 xs = floats(x.scale[at]), sum = to_floats(parts[0].sum);
+    if constexpr (HALVES)
+      acc = fma(fma(to_floats(parts[1].sum), scale[1], sum * scale[0]), xs, acc);
+    else
+      acc = fma(sum, xs * scale[0], acc);
+    return HAS_MINS ? fma(min, floats(x.scaled_sum[at]), acc) : acc;
+  }
+};
+
+template <class F>
+using SumsOf = GroupSums<DOT_NEEDS_MOST ? F::Levels::MOST : 0, F::OFFSET, F::Scales::HAS_MINS, F::Scales::HALVES>;
 
 // A block of 16 packed weight rows times MT rows of x that are quantized to 8 bits.
 template <int MT, class F>
-[[gnu::noinline]] void block_dot_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+[[gnu::noinline]] void block_dot_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, f32x16 (&acc)[MT]) {
   using L = typename F::Levels;
-  using S = typename F::Scales;
-  constexpr int SUMS = S::HALVES ? 2 : 1;
-  static_assert(!S::HALVES || (L::REGISTERS == 2 && !S::HAS_MINS));  // a register has columns of one half
+  using Sums = SumsOf<F>;
+  static_assert(Sums::COUNT == 1 || (L::VECTORS == 2 && !F::Scales::HAS_MINS));  // a vector has columns of one half
   Stream<F> stream(p, block);
-  std::fill(acc, acc + MT, _mm512_setzero_ps());
+  std::fill(acc, acc + MT, floats(0.0f));
   const int64_t rows = x.rows_of_tile(m0);
   int64_t at = x.at(m0, 0);
   for (int64_t b = 0; b < p.Kb; b++, at += rows) {
     const uint8_t* group = stream.next_group();
     const int8_t* q = x.q + at * GROUP;
-    __m512i dot[MT][SUMS];
+    Sums sums[MT];
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++)
-#pragma GCC unroll 2
-      for (int h = 0; h < SUMS; h++) dot[m][h] = offset_sum<F::OFFSET>((SUMS == 1 ? x.sum : x.half_sum[h])[at + m]);
+    for (int m = 0; m < MT; m++) sums[m].start(x, at + m);
     if constexpr (L::LINES > L::STEPS) prefetch_lines<L::LINES - L::STEPS>(group);
+#pragma GCC unroll 8
     for (int j = 0; j < L::STEPS; j++) {
-      __m512i levels[L::REGISTERS];
+      u8x64 levels[L::VECTORS];
       L::unpack(group, j, levels);
       prefetch_lines<1>(group + 64 * (L::LINES - L::STEPS + j));
-#pragma GCC unroll 8
-      for (int m = 0; m < MT; m++)
 #pragma GCC unroll 2
-        for (int r = 0; r < L::REGISTERS; r++) {
-          __m512i& sum = dot[m][r % SUMS];
-          sum = _mm512_dpbusd_epi32(sum, levels[r], four_columns(q + m * GROUP + L::first_column(j, r)));
-        }
-    }
-    __m512 scale[SUMS];
-    for (int h = 0; h < SUMS; h++) scale[h] = stream.scale(h);
-    const __m512 min = stream.min();
+      for (int r = 0; r < L::VECTORS; r++) {
+        const auto factor = Sums::Part::factor(levels[r]);
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++) {
-      acc[m] = add_scaled<SUMS>(acc[m], dot[m], scale, x.scale[at + m]);
-      if constexpr (S::HAS_MINS) acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(x.scaled_sum[at + m]), acc[m]);
+        for (int m = 0; m < MT; m++) {
+          const u8x64 columns = four_columns(q + m * GROUP + L::first_column(j, r));
+          sums[m].parts[r % Sums::COUNT].add(factor, columns, Sums::COUNT == 1 ? j * L::VECTORS + r : j);
+        }
+      }
     }
+    f32x16 scale[Sums::COUNT];
+    for (int h = 0; h < Sums::COUNT; h++) scale[h] = stream.scale(h);
+    const f32x16 min = stream.min();
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; m++) acc[m] = sums[m].add_to(acc[m], scale, min, x, at + m);
   }
 }
 
-// Four columns of 16 weights each, from a register of levels: the weights of column c, in float32.
+// Four columns of 16 weights each, from a vector of levels: the weights of column c, in float32.
 template <class F>
-inline __m512 weights_of_column(__m512i levels, int c, __m512 scale, __m512 min) {
-  const __m512i level = _mm512_and_si512(_mm512_srli_epi32(levels, 8 * c), _mm512_set1_epi32(255));
-  const __m512 centered = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(F::OFFSET)));
-  return F::Scales::HAS_MINS ? _mm512_fmadd_ps(centered, scale, min) : _mm512_mul_ps(centered, scale);
+inline f32x16 weights_of_column(u8x64 levels, int c, f32x16 scale, f32x16 min) {
+  const i32x16 level = (as_ints(levels) >> 8 * c) & ints(255);
+  const f32x16 centered = to_floats(level - ints(F::OFFSET));
+  return F::Scales::HAS_MINS ? fma(centered, scale, min) : centered * scale;
 }
 
 // A block of 16 packed weight rows times MT rows of x in float32. Each weight is unpacked once, for all MT rows.
 template <int MT, class F>
-[[gnu::noinline]] void block_dot_float(const Linear& p, int64_t block, const Input& x, int64_t m0, __m512 (&acc)[MT]) {
+[[gnu::noinline]] void block_dot_float(const Linear& p, int64_t block, const Input& x, int64_t m0, f32x16 (&acc)[MT]) {
   using L = typename F::Levels;
   const int64_t K = p.Kb * GROUP;
   Stream<F> stream(p, block);
-  __m512 other[MT];  // two sums, so that one addition need not wait for the last
-  std::fill(acc, acc + MT, _mm512_setzero_ps());
-  std::fill(other, other + MT, _mm512_setzero_ps());
+  f32x16 other[MT];  // two sums, so that one addition need not wait for the last
+  std::fill(acc, acc + MT, floats(0.0f));
+  std::fill(other, other + MT, floats(0.0f));
   for (int64_t b = 0; b < p.Kb; b++) {
     const uint8_t* group = stream.next_group();
-    const __m512 scale[] = {stream.scale(0), stream.scale(1)}, min = stream.min();
+    const f32x16 scale[] = {stream.scale(0), stream.scale(1)}, min = stream.min();
     const float* columns = x.as_float + m0 * K + b * GROUP;
     for (int j = 0; j < L::STEPS; j++) {
-      __m512i levels[L::REGISTERS];
+      u8x64 levels[L::VECTORS];
       L::unpack(group, j, levels);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++)
 #pragma GCC unroll 2
-        for (int r = 0; r < L::REGISTERS; r++) {
-          const __m512 weight = weights_of_column<F>(levels[r], c, scale[F::Scales::HALVES ? r : 0], min);
+        for (int r = 0; r < L::VECTORS; r++) {
+          const f32x16 weight = weights_of_column<F>(levels[r], c, scale[F::Scales::HALVES ? r : 0], min);
           const float* column = columns + L::first_column(j, r) + c;
 #pragma GCC unroll 8
           for (int m = 0; m < MT; m++) {
-            __m512& sum = (L::REGISTERS > 1 ? r : c) % 2 ? other[m] : acc[m];
-            sum = _mm512_fmadd_ps(weight, _mm512_set1_ps(column[m * K]), sum);
+            f32x16& sum = (L::VECTORS > 1 ? r : c) % 2 ? other[m] : acc[m];
+            sum = fma(weight, floats(column[m * K]), sum);
           }
         }
     }
   }
-  for (int m = 0; m < MT; m++) acc[m] = _mm512_add_ps(acc[m], other[m]);
+  for (int m = 0; m < MT; m++) acc[m] = acc[m] + other[m];
 }
 
 inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t M) {
@@ -383,8 +381,8 @@ void prepare_input(const Layer& l, const Input& in, int64_t m, int64_t begin, in
     if (in.q) {
       quantize_group(x + k, left, in, in.at(m, b));
     } else {
-      store(in.as_float + at * GROUP, load(x + k, first_lanes(left)), 0xffff);
-      store(in.as_float + at * GROUP + LANES, load(x + k + LANES, first_lanes(left - LANES)), 0xffff);
+      store(in.as_float + at * GROUP, load(x + k, left));
+      store(in.as_float + at * GROUP + LANES, load(x + k + LANES, left - LANES));
     }
   }
 }
@@ -400,29 +398,29 @@ void prepare_input_rows(const Team& team, const Layer& l, const Input& in, int64
 
 // Adds bias and residual to 16 outputs of row m of x, and stores them.
 template <class T>
-inline void finish_outputs(const Linear& l, int64_t block, int64_t m, __m512 y, const T* residual, T* out) {
+inline void finish_outputs(const Linear& l, int64_t block, int64_t m, f32x16 y, const T* residual, T* out) {
   const int64_t n = block * LANES, at = m * l.stride + l.first + n;
-  const __mmask16 valid = first_lanes(l.N - n);
-  if (l.bias) y = _mm512_add_ps(y, load((const T*)l.bias + n, valid));
-  if (residual) y = _mm512_add_ps(y, load(residual + at, valid));
+  const int64_t valid = l.N - n;
+  if (l.bias) y = y + load((const T*)l.bias + n, valid);
+  if (residual) y = y + load(residual + at, valid);
   store(out + at, y, valid);
 }
 
 // A block of packed weights times rows m..stop of x, plus bias and residual.
 template <class F, class T>
 void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual, T* out) {
-  auto finish = [&](int64_t first, int rows, const __m512* acc) {
+  auto finish = [&](int64_t first, int rows, const f32x16* acc) {
     for (int i = 0; i < rows; i++) finish_outputs(l, block, first + i, acc[i], residual, out);
   };
   if (l.exact) {
-    in_tiles<4>(m, stop, [&](int64_t first, auto rows) {
-      __m512 acc[rows];
+    in_tiles<FLOAT_ROWS>(m, stop, [&](int64_t first, auto rows) {
+      f32x16 acc[rows];
       block_dot_float<rows, F>(l, block, x, first, acc);
       finish(first, rows, acc);
     });
   } else {
-    in_tiles<8>(m, stop, [&](int64_t first, auto rows) {
-      __m512 acc[rows];
+    in_tiles<INT8_ROWS>(m, stop, [&](int64_t first, auto rows) {
+      f32x16 acc[rows];
       block_dot_int8<rows, F>(l, block, x, first, acc);
       finish(first, rows, acc);
     });
@@ -445,12 +443,12 @@ void look_up(const Linear& table, int64_t id, T* out) {
     for (int64_t b = 0; b < table.Kb; b++) {
       const uint8_t* group = stream.next_group();
       for (int j = 0; j < L::STEPS; j++) {
-        __m512i levels[L::REGISTERS];
+        u8x64 levels[L::VECTORS];
         L::unpack(group, j, levels);
-        for (int r = 0; r < L::REGISTERS; r++)
+        for (int r = 0; r < L::VECTORS; r++)
           for (int c = 0; c < 4; c++) {
             alignas(64) float weights[LANES];
-            _mm512_store_ps(weights, weights_of_column<F>(levels[r], c, stream.scale(r), stream.min()));
+            store(weights, weights_of_column<F>(levels[r], c, stream.scale(r), stream.min()));
             const int64_t k = b * GROUP + L::first_column(j, r) + c;
             if (k < table.K) out[k] = weights[lane];
           }

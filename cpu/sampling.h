@@ -7,10 +7,12 @@
 
 #pragma once
 
+#include <ATen/ops/full.h>
+
 #include <cmath>
 #include <vector>
 
-#include "parallel.h"
+#include "checks.h"
 
 namespace fastpath {
 
@@ -20,7 +22,7 @@ inline __m512 minus_infinity() { return _mm512_set1_ps(-INF); }
 // 16 logits from p; lanes from `left` on are -infinity.
 template <class T>
 inline __m512 load_or_minus_infinity(const T* p, int64_t left) {
-  return left >= LANES ? load(p) : _mm512_mask_mov_ps(minus_infinity(), first_lanes(left), load(p, first_lanes(left)));
+  return left >= LANES ? load(p) : _mm512_mask_mov_ps(minus_infinity(), first_lanes(left), load(p, left));
 }
 
 // 2^x for x <= 0 with a relative error of 1e-7, in fewer instructions than fast_exp.
@@ -53,7 +55,7 @@ RowStatistics row_statistics(const T* x, int64_t V, float* maxima) {
       even = _mm512_max_ps(even, xs[j]), odd = _mm512_max_ps(odd, xs[j + 1]);  // may drop NaN, but the sum keeps it
     }
     const __m512 here = _mm512_max_ps(even, odd), m_new = _mm512_max_ps(m, here);
-    _mm512_storeu_ps(maxima, here), maxima += LANES;
+    store(maxima, here), maxima += LANES;
     max = _mm512_max_ps(max, here);
 #pragma GCC unroll 16
     for (int j = 0; j < BLOCK_VECTORS; j++)
@@ -135,8 +137,8 @@ void penalize_row(const T* x, int64_t V, const RowSettings& r, float* out) {
   for (int64_t v = 0; v < V; v += LANES) {
     const __mmask16 valid = first_lanes(V - v);
     const __m512i counts = _mm512_maskz_loadu_epi32(valid, r.counts + v);
-    const __m512 y = load(x + v, valid);
-    store(out + v, _mm512_test_epi32_mask(counts, counts) ? penalize(y, counts, r) : y, valid);
+    const __m512 y = load(x + v, V - v);
+    store(out + v, _mm512_test_epi32_mask(counts, counts) ? penalize(y, counts, r) : y, V - v);
   }
   for (int64_t i = 0; i < r.n_drafted; i++) {
     const int64_t id = r.drafted[i];
@@ -166,8 +168,8 @@ struct Tokens {
   int64_t n;
 
   __m512i ids_at(int64_t i) const {
-    const __m512i lanes = lane_indices();
-    return ids ? _mm512_maskz_loadu_epi32(first_lanes(n - i), ids + i) : _mm512_add_epi32(lanes, _mm512_set1_epi32(i));
+    const __m512i all = (__m512i)(lane_indices() + ints(i));
+    return ids ? _mm512_maskz_loadu_epi32(first_lanes(n - i), ids + i) : all;
   }
 };
 
@@ -177,7 +179,7 @@ Tokens<float> collect(Tokens<T> tokens, const Scratch& s, const Keep& keep) {
   int64_t n = 0;
   for (int64_t i = 0; i < tokens.n; i += LANES) {
     const __mmask16 valid = first_lanes(tokens.n - i);
-    const __m512 x = load(tokens.x + i, valid);
+    const __m512 x = load(tokens.x + i, tokens.n - i);
     const __mmask16 kept = keep(x, valid);
     if (!kept) continue;
     const int count = __builtin_popcount(kept);
@@ -204,7 +206,7 @@ inline float sortable_to_float(uint32_t key) {
 
 void write_sort_keys(const float* x, int64_t n, uint32_t* sort_keys) {
   for (int64_t i = 0; i < n; i += LANES)
-    _mm512_mask_storeu_epi32(sort_keys + i, first_lanes(n - i), float_to_sortable(load(x + i, first_lanes(n - i))));
+    _mm512_mask_storeu_epi32(sort_keys + i, first_lanes(n - i), float_to_sortable(load(x + i, n - i)));
 }
 
 // 16 weights as integers in units of 2^-40, so that their sums are exact; lanes 0..7 and lanes 8..15.
@@ -311,7 +313,7 @@ Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weig
   });
   write_sort_keys(kept.x, kept.n, s.sort_keys);
   for (int64_t i = 0; i < kept.n; i += LANES) {
-    const auto [low, high] = fixed_point(weights.of(load(kept.x + i, first_lanes(kept.n - i))));
+    const auto [low, high] = fixed_point(weights.of(load(kept.x + i, kept.n - i)));
     _mm512_storeu_si512(s.masses + i, low), _mm512_storeu_si512(s.masses + i + 8, high);
   }
   const Threshold threshold = find_threshold(target, s.sort_keys, s.masses, kept.n);
@@ -385,7 +387,7 @@ int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, 
   __m512 offset = offset_of_best();
   for (int64_t i = 0; i < tokens.n; i += LANES) {
     const __mmask16 valid = first_lanes(tokens.n - i);
-    const __m512 x = load(tokens.x + i, valid);
+    const __m512 x = load(tokens.x + i, tokens.n - i);
     const __m512i bound = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_sub_ps(x, weights.max), slope, offset));
     __mmask16 candidates = _mm512_mask_cmpge_epi32_mask(valid, bound, half);
     if (!candidates) continue;
@@ -444,7 +446,7 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
       __m512d sums = _mm512_setzero_pd();
       for (int64_t i = 0; i < tokens.n; i += LANES) {
         const __mmask16 valid = first_lanes(tokens.n - i);
-        __m512 w = weights.of(load(tokens.x + i, valid));
+        __m512 w = weights.of(load(tokens.x + i, tokens.n - i));
         w = _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(valid, w, _mm512_set1_ps(r.min_p), _CMP_GE_OQ), w);
         sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_castps512_ps256(w)));
         sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)));
@@ -454,6 +456,123 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
       for (int64_t v = 0; v < V; v++) out[v] /= sum;
     });
   });
+}
+
+// ---------------------------------------------------------------- the operations
+
+// The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses their
+// names. register_kernels compares the names with those of the schema.
+#define SAMPLING_NAMES                                                                                      \
+  logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
+      frequency_penalty, presence_penalty, counts
+#define SAMPLING_ARGUMENTS                                                                                  \
+  const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted,                  \
+      const Tensor &seed, const Tensor &temperature, const Tensor &top_k, const Tensor &top_p,              \
+      const Tensor &min_p, const Tensor &repetition_penalty, const Tensor &frequency_penalty,               \
+      const Tensor &presence_penalty, const Tensor &counts
+
+// These arguments after checks, and B, S and V of the logits (B,S,V).
+struct Sampling {
+  Tensor logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p;
+  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts;
+  int64_t B, S, V;
+
+  explicit Sampling(SAMPLING_ARGUMENTS)
+      : logits(logits.stride(-1) == 1 ? logits : logits.contiguous()), rows(rows.contiguous()),
+        position(position.contiguous()), drafted(drafted.contiguous()), seed(seed), temperature(temperature),
+        top_k(top_k), top_p(top_p), min_p(min_p), repetition_penalty(repetition_penalty),
+        frequency_penalty(frequency_penalty), presence_penalty(presence_penalty), counts(counts) {
+    const auto sizes = logits.sizes();
+    TORCH_CHECK(sizes.size() == 3 && sizes[2] > 0 && sizes[2] < INT32_MAX, "logits (B,S,V) expected, got ", sizes);
+    B = sizes[0], S = sizes[1], V = sizes[2];
+    checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
+    checked(this->drafted, "drafted", at::kLong, {B, -1});
+    TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
+    const int64_t R = seed.numel();
+    checked(seed, "seed", at::kLong, {R}), checked(temperature, "temperature", at::kFloat, {R});
+    checked(top_k, "top_k", at::kLong, {R}), checked(top_p, "top_p", at::kFloat, {R});
+    checked(min_p, "min_p", at::kFloat, {R});
+    checked(repetition_penalty, "repetition_penalty", at::kFloat, {R});
+    checked(frequency_penalty, "frequency_penalty", at::kFloat, {R});
+    checked(presence_penalty, "presence_penalty", at::kFloat, {R});
+    checked(counts, "counts", at::kInt, {R, -1});
+    TORCH_CHECK(counts.size(1) >= V, "counts of ", counts.size(1), " tokens for logits of ", V);
+    for (int64_t b = 0; b < B; b++) {
+      const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
+      TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
+    }
+    for (int64_t i = 0; i < this->drafted.numel(); i++) {
+      const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK(id < V, "drafted token ", id, " of ", V);
+    }
+  }
+
+  bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
+
+  RowSettings row_settings(int64_t b, int64_t place) const {
+    const int64_t row = rows.const_data_ptr<int64_t>()[b], n = drafted.size(1);
+    auto float_of = [&](const Tensor& setting) { return setting.const_data_ptr<float>()[row]; };
+    auto int_of = [&](const Tensor& setting) { return setting.const_data_ptr<int64_t>()[row]; };
+    RowSettings r;
+    r.seed = int_of(seed), r.top_k = int_of(top_k);
+    r.position = position.const_data_ptr<int64_t>()[b] + place;
+    r.temperature = float_of(temperature), r.top_p = float_of(top_p), r.min_p = float_of(min_p);
+    r.repetition = float_of(repetition_penalty), r.frequency = float_of(frequency_penalty);
+    r.presence = float_of(presence_penalty);
+    r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
+    r.drafted = drafted.const_data_ptr<int64_t>() + b * n, r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
+    return r;
+  }
+
+  // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.
+  template <class Work>
+  void for_each(const Work& work) const {
+    std::vector<int64_t> places;
+    for (int64_t i = 0; i < B * S; i++)
+      if (!is_padding(i / S)) places.push_back(i);
+    const int64_t n = places.size();
+    const int threads = n <= 1 ? 1 : omp_get_max_threads();
+    auto [scratch, memory] = allocate_together([&](Arena& arena) {
+      std::vector<Scratch> all;
+      for (int i = 0; i < threads; i++) all.push_back(Scratch::allocate(arena, V));
+      return all;
+    });
+    dispatch_dtype(logits, [&](auto type) {
+      const auto* x = logits.const_data_ptr<decltype(type)>();
+      parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&, &scratch = scratch](const Team& team) {
+        team.split(n, 1, [&](int64_t i, int64_t end) {
+          for (; i < end; i++) {
+            const int64_t b = places[i] / S, s = places[i] % S;
+            work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], places[i]);
+          }
+        });
+      });
+    });
+  }
+};
+
+std::tuple<Tensor, Tensor> sample(SAMPLING_ARGUMENTS) {
+  const Sampling all(SAMPLING_NAMES);
+  const Tensor ids = at::full({all.B, all.S}, -1, rows.options());
+  const Tensor logprobs = at::full({all.B, all.S}, NAN, temperature.options());
+  auto *id = ids.data_ptr<int64_t>();
+  auto *logprob = logprobs.data_ptr<float>();
+  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
+    sample_row(x, all.V, r, s, id[i], logprob[i]);
+  });
+  return {ids, logprobs};
+}
+
+Tensor probabilities(SAMPLING_ARGUMENTS) {
+  const Sampling all(SAMPLING_NAMES);
+  const Tensor probs = at::empty({all.B, all.S, all.V}, temperature.options());
+  float* out = probs.data_ptr<float>();
+  for (int64_t b = 0; b < all.B; b++)
+    if (all.is_padding(b)) std::fill(out + b * all.S * all.V, out + (b + 1) * all.S * all.V, 0.0f);
+  all.for_each([&](const auto* x, const RowSettings& r, const Scratch& s, int64_t i) {
+    probabilities_row(x, all.V, r, s, out + i * all.V);
+  });
+  return probs;
 }
 
 }  // namespace fastpath

@@ -36,6 +36,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import kernels
 import load
 from convert_hf_checkpoint import convert, ensure_checkpoint
+from cpu import install
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
@@ -119,8 +120,20 @@ def save_tiny(name: str, directory: Path, **save):
     return model
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    names = ("auto", "avx512", "avx2", "avx2-vnni")
+    parser.addoption("--kernels", choices=names, default="auto", help="the CPU kernels that this process tests")
+
+
+def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
+    if (name := config.getoption("--kernels", "auto")) == "auto":
+        return
+    if name == "avx2-vnni" and not install.AVX2_VNNI.is_in(install.processor_flags()):
+        # AVX-512 has the same instruction for 256 bits.
+        needs, flags = install.AVX2.needs | {"avx512_vnni", "avx512vl"}, ("-mavx512vnni", "-mavx512vl")
+        install.INSTRUCTION_SETS[:] = [install.InstructionSet(name, needs, (*install.AVX2.flags, *flags))]
+    assert install.load_kernels(name)
 
 
 def pytest_collection_modifyitems(items):

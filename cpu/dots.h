@@ -48,7 +48,7 @@ struct Dot {
   void add(Factor levels, u8x64 x, int i) {  // i: which of the COUNT times this is, a constant after unrolling
     const i16x32 products = pair_products(levels, x);
     pairs = i % FIT ? add_pairs(pairs, products) : products;
-    if (i % FIT == FIT - 1) sum = sum + sum_pairs(pairs);
+    if (i % FIT == FIT - 1) sum = add_sums(sum, pairs);
   }
 };
 
@@ -66,7 +66,9 @@ struct Dot<255, 128, COUNT> {
 
   i32x16 sum;
   void start(int32_t) { sum = ints(0); }
-  void add(const Factor& w, u8x64 x, int) { sum = sum + sum_pairs(pair_products(w.size, with_sign_of(w.sign, x))); }
+  void add(const Factor& w, u8x64 x, int) {
+    sum = add_sums(sum, pair_products(w.size, with_sign_of(w.sign, x)));
+  }
 };
 
 #endif

@@ -41,7 +41,7 @@ struct Source {
 struct Bytes {
   static constexpr int MOST = 255, LINES = 8, STEPS = 8, VECTORS = 1;
   static constexpr int first_column(int step, int) { return 4 * step; }
-  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+  [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     levels[0] = load_line(group + 64 * step);
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
@@ -53,7 +53,7 @@ struct Bytes {
 struct Nibbles {
   static constexpr int MOST = 15, LINES = 4, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return 16 * half + 4 * step; }
-  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+  [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     const u8x64 line = load_line(group + 64 * step), nibble = bytes(15);
     levels[0] = line & nibble, levels[1] = shift_right(line, 4) & nibble;
   }
@@ -71,7 +71,7 @@ inline u8x64 shifted(u8x64 x, int left) { return left >= 0 ? shift_left(x, left)
 struct FiveBits {
   static constexpr int MOST = 31, LINES = 5, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
-  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+  [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     const u8x64 plane = load_line(group), fifth = bytes(16);
     Nibbles::unpack(group + 64, step, levels);
     for (int half = 0; half < 2; half++)
@@ -90,7 +90,7 @@ struct FiveBits {
 struct SixBits {
   static constexpr int MOST = 63, LINES = 6, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
-  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+  [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     const u8x64 upper = bytes(0x30);
     Nibbles::unpack(group + 128, step, levels);
     for (int half = 0; half < 2; half++)
@@ -351,7 +351,7 @@ struct TableNibbles : Nibbles {
   static constexpr int MOST = 255;
   // llama.cpp's table with OFFSET added
   alignas(16) static constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-  static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
+  [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     Nibbles::unpack(group, step, levels);
     for (u8x64& level : levels) level = look_up_bytes(TABLE, level);
   }

@@ -209,7 +209,7 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
     }
 #endif
     by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
-      for (; !l.exact && stop - start > MAX_TILED_ROWS && block + BLOCKS <= end; block += BLOCKS)
+      for (; !l.exact && stop - start > MAX_TILED_ROWS<F> && block + BLOCKS <= end; block += BLOCKS)
         packed_blocks<F>(l, block, in, start, stop, residual, out);
       for (; block < end; block++) packed_block<F>(l, block, in, start, stop, residual, out);
     });

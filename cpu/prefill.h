@@ -6,11 +6,16 @@
 
 #pragma once
 
+#include <climits>
+
 #include "products.h"
 
 namespace fastpath {
 
-constexpr int MAX_TILED_ROWS = 28;   // of x, up to which packed_block is faster, which unpacks for each tile of 8 rows
+// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows. In 256 bits, where
+// few sums fit in the registers, it is always faster for formats that are unpacked with few instructions.
+template <class F>
+constexpr int MAX_TILED_ROWS = VECTOR_BITS == 512 || F::Levels::LINES > F::Levels::STEPS ? 28 : INT_MAX;
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
 constexpr int BLOCKS = VECTOR_BITS == 512 ? 2 : 1;  // of weight rows at a time

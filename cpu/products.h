@@ -81,6 +81,14 @@ struct Input {
 template <int I>
 using Int = std::integral_constant<int, I>;
 
+// Calls f(Int<0>()) to f(Int<N - 1>()): a loop whose index is a constant.
+template <int N, class Function>
+[[gnu::always_inline]] inline void repeat(const Function& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f(Int<I>()), ...);
+  }(std::make_integer_sequence<int, N>());
+}
+
 // Calls f with n, which is 1 to MOST, as a constant.
 template <int MOST, class Function>
 void with_size(int64_t n, const Function& f) {
@@ -293,8 +301,7 @@ template <int MT, class F>
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) sums[m].start(x, at + m);
     if constexpr (L::LINES > L::STEPS) prefetch_lines<L::LINES - L::STEPS>(group);
-#pragma GCC unroll 8
-    for (int j = 0; j < L::STEPS; j++) {
+    repeat<L::STEPS>([&](auto j) __attribute__((always_inline)) {
       u8x64 levels[L::VECTORS];
       L::unpack(group, j, levels);
       prefetch_lines<1>(group + 64 * (L::LINES - L::STEPS + j));
@@ -307,7 +314,7 @@ template <int MT, class F>
           sums[m].parts[r % Sums::COUNT].add(factor, columns, Sums::COUNT == 1 ? j * L::VECTORS + r : j);
         }
       }
-    }
+    });
     f32x16 scale[Sums::COUNT];
     for (int h = 0; h < Sums::COUNT; h++) scale[h] = stream.scale(h);
     const f32x16 min = stream.min();

@@ -275,12 +275,18 @@ struct i16x32 {
 inline i16x32 pair_products(u8x64 levels, u8x64 x) {
   return {_mm256_maddubs_epi16(levels.low, x.low), _mm256_maddubs_epi16(levels.high, x.high)};
 }
+// GCC would delay additions until it has all products, for which there are too few registers. The statement without
+// instructions keeps it from that.
 inline i16x32 add_pairs(i16x32 a, i16x32 b) {
-  return {_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
+  i16x32 sum{_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
+  asm("" : "+x"(sum.low), "+x"(sum.high));
+  return sum;
 }
-inline i32x16 sum_pairs(i16x32 x) {
+inline i32x16 add_sums(i32x16 acc, i16x32 x) {
   const __m256i one = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(x.low, one), _mm256_madd_epi16(x.high, one)};
+  i32x16 sum = acc + i32x16{_mm256_madd_epi16(x.low, one), _mm256_madd_epi16(x.high, one)};
+  asm("" : "+x"(sum.low), "+x"(sum.high));
+  return sum;
 }
 inline u8x64 abs_bytes(u8x64 x) { return {_mm256_abs_epi8(x.low), _mm256_abs_epi8(x.high)}; }
 inline u8x64 with_sign_of(u8x64 sign, u8x64 x) {

@@ -195,7 +195,8 @@ using i16x32 = __m512i;
 // The sum of two products in each 16 bits. It must not leave the range of int16.
 inline i16x32 pair_products(u8x64 levels, u8x64 x) { return _mm512_maddubs_epi16((__m512i)levels, (__m512i)x); }
 inline i16x32 add_pairs(i16x32 a, i16x32 b) { return _mm512_add_epi16(a, b); }
-inline i32x16 sum_pairs(i16x32 x) { return (i32x16)_mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
+// acc + the two sums of 16 bits in each lane.
+inline i32x16 add_sums(i32x16 acc, i16x32 x) { return acc + (i32x16)_mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
 inline u8x64 abs_bytes(u8x64 x) { return (u8x64)_mm512_abs_epi8((__m512i)x); }
 // x, negated where `sign` is negative; anything where it is zero.
 inline u8x64 with_sign_of(u8x64 sign, u8x64 x) {

@@ -23,7 +23,7 @@ from torch import Tensor
 from checkpoint import DTYPES, Source, check_memory
 from cli import ArgumentParser, UserError, first_line, number, progress_bar, run_command
 from engine import Engine, Request
-from load import ModelOptions, choose_device, find_source, load_model
+from load import KERNEL_CHOICES, ModelOptions, choose_device, find_source, load_model
 from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
@@ -326,7 +326,7 @@ def parse_arguments():
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
     add("--device", help="cpu, cuda ... (default: the fastest available)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of activations and unquantized weights")
-    add("--kernels", choices=("auto", "torch"), default="auto", help="torch: use PyTorch's own operations only")
+    add("--kernels", choices=KERNEL_CHOICES, default="auto", help="as for generate.py")
     exact = "do not round the inputs of quantized layers to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
     add("--json", action="store_true", help="print one JSON object on stdout")

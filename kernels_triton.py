@@ -34,6 +34,7 @@ than 16 new tokens a row (prefill) are computed by other kernels, which round di
 import functools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -932,7 +933,7 @@ class PackedEmbedding(PackedLinear):
 FORMATS_WITH_KERNELS = ("int8", "int4")
 
 
-def install(model: nn.Module, kernels: bool = True, exact_activations: bool = True) -> Backend:
+def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = True) -> Backend:
     """Make a model on a GPU (sm_80 or later) use the kernels; on other devices it changes nothing. Returns what the
     model can rely on. `kernels` and `exact_activations` have no effect here: they are for cpu/install.py.
 
@@ -943,6 +944,7 @@ def install(model: nn.Module, kernels: bool = True, exact_activations: bool = Tr
     if not ready:
         return Backend()
     find_kernels("cuda")
+    backend = Backend(name="triton")
     repack_layers(model, FORMATS_WITH_KERNELS)
     for name in [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
         plain = model.get_submodule(name)
@@ -952,8 +954,8 @@ def install(model: nn.Module, kernels: bool = True, exact_activations: bool = Tr
     # weight may overflow, because the kernels divide by the norm only after the matrix product.
     is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard is None
     if not is_fused or model.norm.weight.dtype == torch.float16:
-        return Backend()
-    return Backend(run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
+        return backend
+    return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
 
 
 def can_fuse(config: Config) -> bool:

@@ -161,6 +161,7 @@ def measurements(engine, profiled: bool) -> dict:
         "other_programs_cpus": None if model.shard else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.report replaces it
         "device": str(model.device),
+        "kernels": model.backend.name,
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
@@ -176,7 +177,8 @@ def print_report(result: dict, timing):
     line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
     if result["time_to_first_token_s"] is not None:
         line += f", first token {result['time_to_first_token_s']:.3f} s"
-    lines = [line + f" ({result['device']}, {result['dtype']}, torch {result['torch']})"]
+    how = [result["device"], f"{result['kernels']} kernels", result["dtype"], f"torch {result['torch']}"]
+    lines = [f"{line} ({', '.join(how)})"]
     if len(formats := result["weight_bytes_by_format"]) > 1:
         lines.append("weights: " + ", ".join(f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()))
     if (rate := result["prefill_tokens_per_s"]) is not None:

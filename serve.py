@@ -108,7 +108,8 @@ def main(ranks=None):
         host, port = listener.getsockname()[:2]
         ranks.timeout_s, shutdown = RANK_TIMEOUT_S, Shutdown(args.drain_seconds)
         connection.send(EngineStatus("ready", [], warm_up_s))
-        print_status(f"serving {checkpoint.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        about = f"{checkpoint.name} ({engine.model.backend.name} kernels)"
+        print_status(f"serving {about} at http://{f'[{host}]' if ':' in host else host}:{port}")
         run_engine(engine, checkpoint.tokenizer, connection, shutdown, args.queue_seconds)
     engine.close()
 

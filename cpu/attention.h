@@ -463,12 +463,12 @@ void attention_by_queries(const Team& team, const Attention<T>& a, const Workspa
   for (int64_t item = team.thread; item < a.B * a.K * tiles; item += team.threads) {
     const int64_t b = item / (a.K * tiles), k = item / tiles % a.K, begin = item % tiles * QUERY_TILE;
     const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
-    const auto [least, most] = a.visible_slots(b, begin / G, (begin + count - 1) / G + 1);
+    const auto visible = a.visible_slots(b, begin / G, (begin + count - 1) / G + 1);
     for (int64_t i = 0; i < count; i++) clear_state(w.state + i * stride, a.width());
     choose_products<T>(count, [&](auto products) {
       constexpr Products P = Products(decltype(products)::value);
       load_queries<P>(a, b, k, begin, count, w);
-      for (int64_t chunk = least / CHUNK; chunk * CHUNK <= most; chunk++) {
+      for (int64_t chunk = visible.first / CHUNK; chunk * CHUNK <= visible.second; chunk++) {
         attend_chunk<P>(a, b, k, begin, count, chunk, w, w.chunk_state);
         for (int64_t i = 0; i < count; i++) merge_state(w.state + i * stride, w.chunk_state + i * stride, a.width());
       }

@@ -49,7 +49,7 @@ from kernels import (
 from model import Block, Config, Embedding, Linear, Transformer
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
@@ -93,10 +93,9 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = F
     backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
     if not can_fuse(model.config) or model.shard is not None:  # a split model adds up the ranks' parts in the blocks
         return backend
-    # A prefill is compute-bound. If weights are not packed, torch's products are faster, so it runs block by block.
-    all_packed = all(isinstance(layer, PackedLinear) for block in model.blocks for layer in linears_of(block))
-    is_invariant = all_packed and isinstance(model.output or model.embedding, PackedLinear)
-    most = sys.maxsize if all_packed else MAX_DECODE_TOKENS
+    all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
+    is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)
+    most = sys.maxsize if all_fused else MAX_DECODE_TOKENS
     return replace(backend, run_blocks=FusedBlocks(model.blocks), max_fused_tokens=most, chunk_invariant=is_invariant)
 
 
@@ -156,6 +155,15 @@ def is_quantized(module: nn.Module) -> bool:
 def has_format(module: nn.Module) -> bool:
     """Whether this is a QuantizedLinear in a format that has kernels."""
     return is_quantized(module) and module.scheme.format in FORMATS_WITH_KERNELS
+
+
+def prefills_fast(layer: nn.Module) -> bool:
+    """Whether prefill uses our products for a layer. If its weights are not packed, those of torch are faster, but for
+    bfloat16 on processors that cannot multiply it."""
+    if isinstance(layer, PackedLinear):
+        return True
+    has_fast_bf16 = LOADED[0].name == AVX512.name and "avx512_bf16" in processor_flags()
+    return layer.weight.dtype == torch.bfloat16 and not has_fast_bf16
 
 
 def is_stack(module: nn.Module) -> bool:

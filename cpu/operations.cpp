@@ -55,7 +55,11 @@ Tensor run_layer(const Tensor& x, const Layer& l) {
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
-  if (x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS) return at::linear(x, weight, bias);  // prefill
+  bool torch_is_faster = x.dim() > 2 && x.size(-2) > MAX_DECODE_TOKENS;  // in prefill
+#ifndef HAS_BF16_PRODUCTS
+  torch_is_faster = torch_is_faster && x.scalar_type() != at::kBFloat16;  // on a processor that cannot multiply it
+#endif
+  if (torch_is_faster) return at::linear(x, weight, bias);
   const int64_t N = weight.size(0), K = x.size(-1);
   return run_layer(x, make_layer("dense", weight.contiguous(), bias, N, K, 0, true).checked(x.scalar_type(), N, K));
 }

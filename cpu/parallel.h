@@ -3,13 +3,22 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <atomic>
 #include <utility>
 
 #include "vectors.h"
+
+// The OpenMP runtime that torch has loaded, called by its functions and not by pragmas: so every compiler will do, and our
+// threads are torch's. GOMP_parallel calls function(argument) on so many threads (flags: 0).
+extern "C" {
+void GOMP_parallel(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
+int omp_get_thread_num();
+int omp_get_num_threads();
+int omp_get_max_threads();
+int omp_in_parallel();
+}
 
 namespace fastpath {
 
@@ -60,13 +69,17 @@ template <class Work>
 void parallel(bool serial, const Work& work) {
   const int threads = serial || omp_in_parallel() ? 1 : omp_get_max_threads();
   if (threads <= 1) return work(Team{0, 1});
-  Barrier barrier;
-#pragma omp parallel num_threads(threads)
-  {
-    const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
-    work(team);
+  struct Region {
+    const Work& work;
+    Barrier barrier;
+  } region{work};
+  const auto run = [](void* argument) {
+    Region& region = *(Region*)argument;
+    const Team team{omp_get_thread_num(), omp_get_num_threads(), &region.barrier};
+    region.work(team);
     team.barrier();  // OpenMP's own at the end of a region never sleeps
-  }
+  };
+  GOMP_parallel(run, &region, threads, 0);
 }
 
 // A bump allocator: hands out arrays of one piece of memory, aligned to 64 bytes. From a null pointer it counts bytes.

@@ -532,14 +532,15 @@ struct Sampling {
       if (!is_padding(i / S)) places.push_back(i);
     const int64_t n = places.size();
     const int threads = n <= 1 ? 1 : omp_get_max_threads();
-    auto [scratch, memory] = allocate_together([&](Arena& arena) {
+    auto allocated = allocate_together([&](Arena& arena) {
       std::vector<Scratch> all;
       for (int i = 0; i < threads; i++) all.push_back(Scratch::allocate(arena, V));
       return all;
     });
+    std::vector<Scratch>& scratch = allocated.first;
     dispatch_dtype(logits, [&](auto type) {
       const auto* x = logits.const_data_ptr<decltype(type)>();
-      parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&, &scratch = scratch](const Team& team) {
+      parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&](const Team& team) {
         team.split(n, 1, [&](int64_t i, int64_t end) {
           for (; i < end; i++) {
             const int64_t b = places[i] / S, s = places[i] % S;

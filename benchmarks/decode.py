@@ -63,7 +63,9 @@ def transformers_contestant(args, source: str | None, device: torch.device) -> C
 
 def make_contestants(args, source: str | None, formats: list[str], ggufs: list[Path], device: torch.device) -> dict:
     """Name -> what measures both rates of one model."""
-    modes = {"eager": ""} | ({"compiled": "--compile --compile_prefill"} if args.compile else {})
+    modes = {"eager": args.options}
+    if args.compile:
+        modes["compiled"] = f"--compile --compile_prefill {args.options}"
     trees = {"fastpath": ROOT} | ({"old": args.old} if args.old else {})
     contestants, path = measure.llama_benches(args, ggufs), find_source(source).path
     for format, mode, who in itertools.product(formats, modes, trees):
@@ -103,6 +105,7 @@ def main():
     add("--files", nargs="+", default=[], help="GGUF files of more models, which all programs run")
     add("--formats", nargs="+", choices=WITH_FILE, default=["bf16"], help="formats of our weights (bf16)")
     add("--compile", action="store_true", help="also measure fastpath compiled")
+    add("--options", default="", help="further options of generate.py, for example '--options=--kernels avx2'")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
     args = parser.parse_args()
     device = choose_device(None)

@@ -19,7 +19,7 @@ int64_t first_maximum(const T* x, int64_t n) {
   for (int64_t i = 0; i < n; i += LANES) most = max(most, load_or_infinity(i));
   const f32x16 largest = floats(max_of_lanes(most));
   for (int64_t i = 0; i < n; i += LANES)
-    if (const uint32_t equal = equal_lanes(load_or_infinity(i), largest) & ((1u << std::min<int64_t>(LANES, n - i)) - 1))
+    if (const Lanes equal = equal_lanes(load_or_infinity(i), largest) & first_lanes(n - i))
       return i + std::countr_zero(equal);
   return 0;  // all are NaN
 }

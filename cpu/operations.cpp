@@ -3,8 +3,7 @@
 //
 // cpu/install.py compiles this file and matmul.cpp for the instruction set of the processor, and packs the weights.
 // kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed and
-// multiplied with it, and many rows or queries at once use it for quantized weights and for attention. There are no
-// kernels for sampling without AVX-512.
+// multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
 // Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
 // Before it come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
 // blocks.h, sampling.h, checks.h and medusa.h, in this order.
@@ -25,9 +24,7 @@
 #include "blocks.h"
 #include "checks.h"
 #include "medusa.h"
-#if VECTOR_BITS == 512
 #include "sampling.h"
-#endif
 
 using namespace fastpath;
 
@@ -336,7 +333,6 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "rms_norm", &rms_norm);
   add(cpu, "layer_norm", &layer_norm);
   add(cpu, "attention", &attention);
-#if VECTOR_BITS == 512
   if (argument_names("fastpath::sample") == EXPANDED_TEXT_OF(SAMPLING_NAMES)) {
     add(cpu, "sample", &sample);
     add(cpu, "probabilities", &probabilities);
@@ -344,7 +340,6 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
     add_misfit("sample");
     add_misfit("probabilities");
   }
-#endif
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);

@@ -9,6 +9,7 @@
 
 #include <ATen/ops/full.h>
 
+#include <bit>
 #include <cmath>
 #include <vector>
 
@@ -17,21 +18,20 @@
 namespace fastpath {
 
 constexpr int BLOCK_VECTORS = 16;  // vectors in a block of logits; row_statistics stores the maxima of each block
-inline __m512 minus_infinity() { return _mm512_set1_ps(-INF); }
 
 // 16 logits from p; lanes from `left` on are -infinity.
 template <class T>
-inline __m512 load_or_minus_infinity(const T* p, int64_t left) {
-  return left >= LANES ? load(p) : _mm512_mask_mov_ps(minus_infinity(), first_lanes(left), load(p, left));
+inline f32x16 load_or_minus_infinity(const T* p, int64_t left) {
+  return left >= LANES ? load(p) : where(first_lanes(left), load(p, left), floats(-INF));
 }
 
-// 2^x for x <= 0 with a relative error of 1e-7, in fewer instructions than fast_exp.
-inline __m512 fast_exp2(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
-  __m512 y = _mm512_set1_ps(0.00187757661f);
-  for (float c : {0.00898934025f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f})
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(y, x);
+// 2^x for x <= 0 with a relative error of 1e-7, in fewer instructions than fast_exp. NaN stays NaN.
+inline f32x16 fast_exp2(f32x16 x) {
+  x = max(floats(-150.0f), x);  // 0 below
+  const f32x16 n = floor(x), f = x - n;
+  f32x16 y = floats(0.00187757661f);
+  for (float c : {0.00898934025f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f}) y = fma(y, f, floats(c));
+  return times_power_of_2(y, n);
 }
 
 struct RowStatistics {
@@ -44,45 +44,41 @@ struct RowStatistics {
 // exp(x - m). Writes the maximum of each lane in each block to maxima (blocks,16).
 template <class T>
 RowStatistics row_statistics(const T* x, int64_t V, float* maxima) {
-  const __m512 log2e = _mm512_set1_ps(LOG2E);
-  __m512 max = minus_infinity(), m = _mm512_set1_ps(-std::numeric_limits<float>::max()), l = _mm512_setzero_ps();
+  const f32x16 log2e = floats(LOG2E);
+  f32x16 most = floats(-INF), m = floats(-std::numeric_limits<float>::max()), l = floats(0.0f);
   auto block = [&](auto&& load_vector) {
-    __m512 xs[BLOCK_VECTORS], even = minus_infinity(), odd = minus_infinity(), sums[2] = {};
+    f32x16 xs[BLOCK_VECTORS], even = floats(-INF), odd = even, sums[2] = {floats(0.0f), floats(0.0f)};
 #pragma GCC unroll 16
     for (int j = 0; j < BLOCK_VECTORS; j++) xs[j] = load_vector(j);
 #pragma GCC unroll 8
     for (int j = 0; j < BLOCK_VECTORS; j += 2) {
-      even = _mm512_max_ps(even, xs[j]), odd = _mm512_max_ps(odd, xs[j + 1]);  // may drop NaN, but the sum keeps it
+      even = max(even, xs[j]), odd = max(odd, xs[j + 1]);  // may drop NaN, but the sum keeps it
     }
-    const __m512 here = _mm512_max_ps(even, odd), m_new = _mm512_max_ps(m, here);
+    const f32x16 here = max(even, odd), m_new = max(m, here);
     store(maxima, here), maxima += LANES;
-    max = _mm512_max_ps(max, here);
+    most = max(most, here);
 #pragma GCC unroll 16
-    for (int j = 0; j < BLOCK_VECTORS; j++)
-      sums[j % 2] = _mm512_add_ps(sums[j % 2], fast_exp2(_mm512_mul_ps(_mm512_sub_ps(xs[j], m_new), log2e)));
-    l = _mm512_fmadd_ps(l, fast_exp2(_mm512_mul_ps(_mm512_sub_ps(m, m_new), log2e)), _mm512_add_ps(sums[0], sums[1]));
+    for (int j = 0; j < BLOCK_VECTORS; j++) sums[j % 2] = sums[j % 2] + fast_exp2((xs[j] - m_new) * log2e);
+    l = fma(l, fast_exp2((m - m_new) * log2e), sums[0] + sums[1]);
     m = m_new;
   };
   constexpr int64_t SIZE = BLOCK_VECTORS * LANES;
   int64_t v = 0;
   for (; v + SIZE <= V; v += SIZE) block([&](int j) { return load(x + v + j * LANES); });
   if (v < V) block([&](int j) { return load_or_minus_infinity(x + v + j * LANES, V - v - j * LANES); });
-  const float top = _mm512_reduce_max_ps(m);
-  l = _mm512_mul_ps(l, fast_exp2(_mm512_mul_ps(_mm512_sub_ps(m, _mm512_set1_ps(top)), log2e)));
-  const float sum = sum_of_lanes(l);
-  const float largest = _mm512_reduce_max_ps(max);
+  const float sum = sum_of_lanes(rounded(l * fast_exp2((m - floats(max_of_lanes(m))) * log2e)));
+  const float largest = max_of_lanes(most);
   return {largest, std::log(sum), std::isfinite(largest) && !std::isnan(sum)};
 }
 
 // The first index of a row's maximum; maxima come from row_statistics.
 template <class T>
 int64_t argmax(float max, const T* x, int64_t V, const float* maxima) {
-  const __m512 wanted = _mm512_set1_ps(max);
+  const f32x16 wanted = floats(max);
   int64_t v = 0;
-  while (!_mm512_cmp_ps_mask(load(maxima), wanted, _CMP_EQ_OQ)) maxima += LANES, v += BLOCK_VECTORS * LANES;
+  while (!equal_lanes(load(maxima), wanted)) maxima += LANES, v += BLOCK_VECTORS * LANES;
   for (;; v += LANES)
-    if (const __mmask16 here = _mm512_cmp_ps_mask(load_or_minus_infinity(x + v, V - v), wanted, _CMP_EQ_OQ))
-      return v + __builtin_ctz(here);
+    if (const Lanes here = equal_lanes(load_or_minus_infinity(x + v, V - v), wanted)) return v + std::countr_zero(here);
 }
 
 // The settings of one row, as in sampling.py's Sampling.
@@ -101,50 +97,43 @@ struct Scratch {
   float* maxima;     // of row_statistics
   float* x;          // (V,) logits after penalties
   float* kept;          // (V,) logits of the tokens that passed the filters, by ascending id
-  int32_t* ids;         // (V,) the ids of these tokens
-  uint32_t* sort_keys;  // (V,) logits as integers of the same order
-  int64_t* masses;      // (V,) weights in fixed point
+  int32_t* ids;       // (V,) the ids of these tokens
+  int32_t* sort_keys;  // (V,) logits as integers of the same order
+  int64_t* masses;     // (V,) weights in fixed point
 
   static Scratch allocate(Arena& arena, int64_t V) {
     const int64_t padded = (V + 255) / 256 * 256;
     Scratch s{arena.allocate<float>(padded / BLOCK_VECTORS), arena.allocate<float>(padded)};
     s.kept = arena.allocate<float>(padded);
-    s.ids = arena.allocate<int32_t>(padded), s.sort_keys = arena.allocate<uint32_t>(padded);
+    s.ids = arena.allocate<int32_t>(padded), s.sort_keys = arena.allocate<int32_t>(padded);
     s.masses = arena.allocate<int64_t>(padded);
     return s;
   }
 };
 
-// Repetition, frequency and presence penalties. Every operation is rounded by itself, as in torch: an explicit rounding
-// mode keeps the compiler from contracting a product and a sum to one fused multiply-add.
-inline __m512 penalize(__m512 x, __m512i counts, const RowSettings& r) {
-  constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  const __mmask16 seen = _mm512_cmpgt_epi32_mask(counts, _mm512_setzero_si512());
-  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  const __m512 repetition = _mm512_set1_ps(r.repetition);
-  __m512 y = _mm512_mask_div_ps(x, seen & ~negative, x, repetition);
-  y = _mm512_mask_mul_ps(y, seen & negative, x, repetition);
-  const __m512i generated_count = _mm512_srai_epi32(counts, 1);
-  const __mmask16 generated = _mm512_cmpgt_epi32_mask(generated_count, _mm512_setzero_si512());
-  const __m512 frequency = _mm512_set1_ps(r.frequency);
-  const __m512 frequency_penalty = _mm512_mul_round_ps(_mm512_cvtepi32_ps(generated_count), frequency, NEAREST);
-  y = _mm512_sub_round_ps(y, frequency_penalty, NEAREST);
-  return _mm512_mask_sub_ps(y, generated, y, _mm512_set1_ps(r.presence));
+// Repetition, frequency and presence penalties. Every operation is rounded by itself, as in torch.
+inline f32x16 penalize(f32x16 x, i32x16 counts, const RowSettings& r) {
+  const Lanes seen = above(counts, ints(0)), negative = above(floats(0.0f), x);
+  const f32x16 repetition = floats(r.repetition);
+  f32x16 y = where(seen & ~negative, x / repetition, x);
+  y = where(seen & negative, rounded(x * repetition), y);
+  const i32x16 generated_count = counts >> 1;
+  y = y - rounded(to_floats(generated_count) * floats(r.frequency));
+  return where(above(generated_count, ints(0)), y - floats(r.presence), y);
 }
 
 template <class T>
 void penalize_row(const T* x, int64_t V, const RowSettings& r, float* out) {
   for (int64_t v = 0; v < V; v += LANES) {
-    const __mmask16 valid = first_lanes(V - v);
-    const __m512i counts = _mm512_maskz_loadu_epi32(valid, r.counts + v);
-    const __m512 y = load(x + v, V - v);
-    store(out + v, _mm512_test_epi32_mask(counts, counts) ? penalize(y, counts, r) : y, V - v);
+    const i32x16 counts = load_ints(r.counts + v, V - v);
+    const f32x16 y = load(x + v, V - v);
+    store(out + v, above(counts, ints(0)) ? penalize(y, counts, r) : y, V - v);
   }
   for (int64_t i = 0; i < r.n_drafted; i++) {
     const int64_t id = r.drafted[i];
     if (id < 0) continue;
     const int32_t count = r.counts[id] + 2 * std::count(r.drafted, r.drafted + r.n_drafted, id);
-    store(out + id, penalize(_mm512_set1_ps(float(x[id])), _mm512_set1_epi32(count), r), 1);
+    store(out + id, penalize(floats(float(x[id])), ints(count), r), 1);
   }
 }
 
@@ -152,12 +141,11 @@ void penalize_row(const T* x, int64_t V, const RowSettings& r, float* out) {
 
 // Computes the weights exp((x - max) / temperature) of logits x.
 struct Weights {
-  __m512 max, inverse;
+  float max, inverse;
   Weights(float max, float temperature)
-      : max(_mm512_set1_ps(max)),
-        inverse(_mm512_set1_ps(std::min(1 / temperature, std::numeric_limits<float>::max()))) {}
-  __m512 log_of(__m512 x) const { return _mm512_mul_ps(_mm512_sub_ps(x, max), inverse); }
-  __m512 of(__m512 x) const { return fast_exp(log_of(x)); }
+      : max(max), inverse(std::min(1 / temperature, std::numeric_limits<float>::max())) {}
+  f32x16 log_of(f32x16 x) const { return (x - floats(max)) * floats(inverse); }
+  f32x16 of(f32x16 x) const { return fast_exp(log_of(x)); }
 };
 
 // A subset of a row's tokens by ascending id; if ids is null, all tokens.
@@ -167,53 +155,38 @@ struct Tokens {
   const int32_t* ids;
   int64_t n;
 
-  __m512i ids_at(int64_t i) const {
-    const __m512i all = (__m512i)(lane_indices() + ints(i));
-    return ids ? _mm512_maskz_loadu_epi32(first_lanes(n - i), ids + i) : all;
-  }
+  i32x16 ids_at(int64_t i) const { return ids ? load_ints(ids + i, n - i) : lane_indices() + ints(i); }
 };
 
-// Copies the tokens that keep(logits, valid lanes) selects to s.kept and s.ids; `tokens` may already lie there.
+// Copies the tokens that keep(logits) selects to s.kept and s.ids; `tokens` may already lie there.
 template <class T, class Keep>
 Tokens<float> collect(Tokens<T> tokens, const Scratch& s, const Keep& keep) {
   int64_t n = 0;
   for (int64_t i = 0; i < tokens.n; i += LANES) {
-    const __mmask16 valid = first_lanes(tokens.n - i);
-    const __m512 x = load(tokens.x + i, tokens.n - i);
-    const __mmask16 kept = keep(x, valid);
+    const f32x16 x = load(tokens.x + i, tokens.n - i);
+    const Lanes kept = keep(x, first_lanes(tokens.n - i));
     if (!kept) continue;
-    const int count = __builtin_popcount(kept);
-    const __m512i ids = tokens.ids_at(i);
-    _mm512_mask_storeu_ps(s.kept + n, first_lanes(count), _mm512_maskz_compress_ps(kept, x));
-    _mm512_mask_storeu_epi32(s.ids + n, first_lanes(count), _mm512_maskz_compress_epi32(kept, ids));
-    n += count;
+    const i32x16 ids = tokens.ids_at(i);
+    store_selected(s.kept + n, kept, x), store_selected(s.ids + n, kept, ids);
+    n += std::popcount(kept);
   }
   return {s.kept, s.ids, n};
 }
 
-// Maps floats to unsigned integers of the same order (-0.0 counts as 0.0), and back.
-inline __m512i float_to_sortable(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(_mm512_add_ps(x, _mm512_setzero_ps()));
-  return _mm512_xor_si512(bits, _mm512_or_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(1 << 31)));
+// Maps floats to integers of the same order (-0.0 counts as 0.0), and back.
+inline i32x16 float_to_sortable(f32x16 x) {
+  const i32x16 bits = as_ints(x + floats(0.0f));
+  return bits ^ ((bits >> 31) & ints(0x7fffffff));
 }
 
-inline float sortable_to_float(uint32_t key) {
-  const uint32_t bits = key >> 31 ? key ^ (1u << 31) : ~key;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
+inline float sortable_to_float(int32_t key) { return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff)); }
+
+void write_sort_keys(const float* x, int64_t n, int32_t* sort_keys) {
+  for (int64_t i = 0; i < n; i += LANES) store(sort_keys + i, float_to_sortable(load(x + i, n - i)));
 }
 
-void write_sort_keys(const float* x, int64_t n, uint32_t* sort_keys) {
-  for (int64_t i = 0; i < n; i += LANES)
-    _mm512_mask_storeu_epi32(sort_keys + i, first_lanes(n - i), float_to_sortable(load(x + i, n - i)));
-}
-
-// 16 weights as integers in units of 2^-40, so that their sums are exact; lanes 0..7 and lanes 8..15.
-inline std::pair<__m512i, __m512i> fixed_point(__m512 weights) {
-  const __m512 scaled = _mm512_mul_ps(weights, _mm512_set1_ps(0x1p40f));
-  return {_mm512_cvttps_epi64(_mm512_castps512_ps256(scaled)), _mm512_cvttps_epi64(_mm512_extractf32x8_ps(scaled, 1))};
-}
+// 16 weights as integers in units of 2^-40, so that their sums are exact.
+inline i64x16 fixed_point(f32x16 weights) { return to_int64(weights * floats(0x1p40f)); }
 
 struct Threshold {
   float x;             // the lowest logit that is kept
@@ -223,45 +196,36 @@ struct Threshold {
 // The highest threshold at which the entries with a key at or above it have a total mass of at least `target`. Without
 // masses each entry counts 1. All entries together must reach the target. Bisects the range of keys, and keeps only the
 // entries inside the remaining range, so that each step is shorter than the one before. Overwrites both arrays.
-Threshold find_threshold(int64_t target, uint32_t* sort_keys, int64_t* masses, int64_t n) {
-  __m512i least = _mm512_set1_epi32(sort_keys[0]), most = least;
+Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, int64_t n) {
+  i32x16 least = ints(sort_keys[0]), most = least;
   for (int64_t i = 0; i < n; i += LANES) {
-    const __m512i key = _mm512_loadu_si512(sort_keys + i);
-    least = _mm512_mask_min_epu32(least, first_lanes(n - i), least, key);
-    most = _mm512_mask_max_epu32(most, first_lanes(n - i), most, key);
+    const i32x16 key = where(first_lanes(n - i), load_ints(sort_keys + i), least);
+    least = min(least, key), most = max(most, key);
   }
-  uint32_t low = _mm512_reduce_min_epu32(least), high = _mm512_reduce_max_epu32(most);
-  int64_t above = 0;
+  int64_t low = min_of_lanes(least), high = max_of_lanes(most), above = 0;
   while (low < high) {
-    const uint32_t middle = low + (high - low) / 2 + 1;
-    const __m512i bound = _mm512_set1_epi32(middle);
-    __m512i sums = _mm512_setzero_si512();
+    const int32_t middle = (low + high + 1) >> 1;
+    const i32x16 bound = ints(middle);
+    i64x16 sums = to_int64(floats(0.0f));
     int64_t upper = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-      const __mmask16 in = _mm512_mask_cmpge_epu32_mask(first_lanes(n - i), _mm512_loadu_si512(sort_keys + i), bound);
-      if (!masses) {
-        upper += __builtin_popcount(in);
-        continue;
+      const Lanes in = first_lanes(n - i) & at_least(load_ints(sort_keys + i), bound);
+      if (masses) {
+        sums = add_selected(sums, in, load_int64(masses + i));
+      } else {
+        upper += std::popcount(in);
       }
-      sums = _mm512_mask_add_epi64(sums, in, sums, _mm512_loadu_si512(masses + i));
-      sums = _mm512_mask_add_epi64(sums, in >> 8, sums, _mm512_loadu_si512(masses + i + 8));
     }
-    upper += _mm512_reduce_add_epi64(sums);
+    upper += sum_of_lanes(sums);
     const bool up = above + upper >= target;
     up ? low = middle : (above += upper, high = middle - 1);
     int64_t inside = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-      const __m512i key = _mm512_loadu_si512(sort_keys + i);
-      const __mmask16 valid = first_lanes(n - i), in = _mm512_cmpge_epu32_mask(key, bound);
-      const __mmask16 kept = valid & (up ? in : ~in);
-      const int lower = __builtin_popcount(kept & 0xff), count = __builtin_popcount(kept);
-      _mm512_storeu_si512(sort_keys + inside, _mm512_maskz_compress_epi32(kept, key));
-      if (masses) {
-        const __m512i a = _mm512_loadu_si512(masses + i), b = _mm512_loadu_si512(masses + i + 8);
-        _mm512_storeu_si512(masses + inside, _mm512_maskz_compress_epi64(kept, a));
-        _mm512_storeu_si512(masses + inside + lower, _mm512_maskz_compress_epi64(kept >> 8, b));
-      }
-      inside += count;
+      const i32x16 key = load_ints(sort_keys + i);
+      const Lanes in = at_least(key, bound), kept = first_lanes(n - i) & (up ? in : ~in);
+      store_selected(sort_keys + inside, kept, key);
+      if (masses) store_selected(masses + inside, kept, load_int64(masses + i));
+      inside += std::popcount(kept);
     }
     n = inside;
   }
@@ -270,11 +234,11 @@ Threshold find_threshold(int64_t target, uint32_t* sort_keys, int64_t* masses, i
 
 // Keeps the tokens above the threshold, and the first `ties` of those that equal it.
 Tokens<float> keep_above(Tokens<float> tokens, const Scratch& s, float threshold, int64_t ties) {
-  return collect(tokens, s, [&, threshold = _mm512_set1_ps(threshold)](__m512 x, __mmask16 valid) -> __mmask16 {
-    const __mmask16 equal = _mm512_mask_cmp_ps_mask(valid, x, threshold, _CMP_EQ_OQ);
-    const int count = std::min<int64_t>(__builtin_popcount(equal), ties);
-    ties -= count;
-    return _mm512_mask_cmp_ps_mask(valid, x, threshold, _CMP_GT_OQ) | _pdep_u32((1u << count) - 1, equal);
+  return collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes {
+    Lanes kept = above(x, floats(threshold)) & valid;
+    for (Lanes equal = equal_lanes(x, floats(threshold)) & valid; equal && ties > 0; equal &= equal - 1, ties--)
+      kept |= equal & -equal;  // the lowest set bit
+    return kept;
   });
 }
 
@@ -287,9 +251,7 @@ Tokens<float> keep_top_k(Tokens<T> tokens, const Scratch& s, int64_t k) {
     write_sort_keys(s.maxima, lanes, s.sort_keys);
     least = std::max(least, find_threshold(k, s.sort_keys, nullptr, lanes).x);
   }
-  auto kept = collect(tokens, s, [&](__m512 x, __mmask16 valid) {
-    return _mm512_mask_cmp_ps_mask(valid, x, _mm512_set1_ps(least), _CMP_GE_OQ);
-  });
+  auto kept = collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes { return at_least(x, floats(least)) & valid; });
   if (kept.n <= k) return kept;
   write_sort_keys(kept.x, kept.n, s.sort_keys);
   const Threshold threshold = find_threshold(k, s.sort_keys, nullptr, kept.n);
@@ -298,27 +260,19 @@ Tokens<float> keep_top_k(Tokens<T> tokens, const Scratch& s, int64_t k) {
 
 template <class T>
 Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weights, float top_p) {
-  __m512i sums = _mm512_setzero_si512();
-  for (int64_t i = 0; i < tokens.n; i += LANES) {
-    const auto [low, high] = fixed_point(weights.of(load_or_minus_infinity(tokens.x + i, tokens.n - i)));
-    sums = _mm512_add_epi64(sums, _mm512_add_epi64(low, high));
-  }
-  const int64_t total = _mm512_reduce_add_epi64(sums);
+  i64x16 sums = to_int64(floats(0.0f));
+  for (int64_t i = 0; i < tokens.n; i += LANES)
+    sums = sums + fixed_point(weights.of(load_or_minus_infinity(tokens.x + i, tokens.n - i)));
+  const int64_t total = sum_of_lanes(sums);
   const int64_t target = std::max<int64_t>(1, float(total) * top_p);
   // Tokens that weigh less than (total - target) / n have less than total - target together, so none of them is kept.
   const float least = std::max<int64_t>(1, (total - target) / tokens.n) * 0x1p-40f;
-  const __m512 bound = _mm512_set1_ps(std::log(least) - 1e-4f);
-  auto kept = collect(tokens, s, [&](__m512 x, __mmask16 valid) {
-    return _mm512_mask_cmp_ps_mask(valid, weights.log_of(x), bound, _CMP_GE_OQ);
-  });
+  const f32x16 bound = floats(std::log(least) - 1e-4f);
+  auto kept = collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes { return at_least(weights.log_of(x), bound) & valid; });
   write_sort_keys(kept.x, kept.n, s.sort_keys);
-  for (int64_t i = 0; i < kept.n; i += LANES) {
-    const auto [low, high] = fixed_point(weights.of(load(kept.x + i, kept.n - i)));
-    _mm512_storeu_si512(s.masses + i, low), _mm512_storeu_si512(s.masses + i + 8, high);
-  }
+  for (int64_t i = 0; i < kept.n; i += LANES) store(s.masses + i, fixed_point(weights.of(load(kept.x + i, kept.n - i))));
   const Threshold threshold = find_threshold(target, s.sort_keys, s.masses, kept.n);
-  const __m512i masses = fixed_point(weights.of(_mm512_set1_ps(threshold.x))).first;
-  const int64_t each = _mm_cvtsi128_si64(_mm512_castsi512_si128(masses));  // the mass of a token at the threshold
+  const int64_t each = first_lane(fixed_point(weights.of(floats(threshold.x))));  // the mass of a token at the threshold
   return keep_above(kept, s, threshold.x, (target - threshold.mass_above + each - 1) / each);
 }
 
@@ -340,10 +294,10 @@ inline uint64_t scramble(uint64_t x) {
   return x ^ x >> 15;
 }
 
-inline __m512i scramble(__m512i x) {
-  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x21F0AAAD));
-  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(0x735A2D97));
-  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+inline i32x16 scramble(i32x16 x) {
+  x = times(x ^ unsigned_shift(x, 16), ints(0x21F0AAAD));
+  x = times(x ^ unsigned_shift(x, 15), ints(0x735A2D97));
+  return x ^ unsigned_shift(x, 15);
 }
 
 // kernels.py's exponential_noise for one seed and position, in two steps: 32 random bits for each token id, and the
@@ -359,10 +313,7 @@ struct Noise {
       keys[i] = scramble(key);
     }
   }
-  __m512i bits(__m512i ids) const {
-    const __m512i once = scramble(_mm512_xor_si512(ids, _mm512_set1_epi32(keys[0])));
-    return scramble(_mm512_xor_si512(once, _mm512_set1_epi32(keys[1])));
-  }
+  i32x16 bits(i32x16 ids) const { return scramble(scramble(ids ^ ints(keys[0])) ^ ints(keys[1])); }
   static float exponential(uint32_t bits) {
     return -std::log1p(-std::min((float(bits) + 0.5f) * 0x1p-32f, 1 - 0x1p-24f));
   }
@@ -378,27 +329,24 @@ template <class T>
 int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, const Noise& noise, int64_t likeliest) {
   alignas(64) uint32_t bits[LANES];
   alignas(64) float xs[LANES];
-  const __m512i bits_of_likeliest = noise.bits(_mm512_set1_epi32(likeliest));
-  float best = 1 / Noise::exponential(_mm512_cvtsi512_si32(bits_of_likeliest));
+  store(bits, noise.bits(ints(likeliest)));
+  float best = 1 / Noise::exponential(bits[0]);
   const float scale = LOG2E * 0x1p23f;
-  const __m512 slope = _mm512_set1_ps(std::min(_mm512_cvtss_f32(weights.inverse) * scale, 3e38f));
-  auto offset_of_best = [&] { return _mm512_set1_ps((127 + 32 + 1e-3f - std::log2(best)) * 0x1p23f); };
-  const __m512i half = _mm512_castps_si512(_mm512_set1_ps(0.5f));  // the smallest possible value of 2^32 u
-  __m512 offset = offset_of_best();
+  const f32x16 slope = floats(std::min(weights.inverse * scale, 3e38f)), max = floats(weights.max);
+  auto offset_of_best = [&] { return floats((127 + 32 + 1e-3f - std::log2(best)) * 0x1p23f); };
+  const i32x16 half = as_ints(floats(0.5f));  // the smallest possible value of 2^32 u
+  f32x16 offset = offset_of_best();
   for (int64_t i = 0; i < tokens.n; i += LANES) {
-    const __mmask16 valid = first_lanes(tokens.n - i);
-    const __m512 x = load(tokens.x + i, tokens.n - i);
-    const __m512i bound = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_sub_ps(x, weights.max), slope, offset));
-    __mmask16 candidates = _mm512_mask_cmpge_epi32_mask(valid, bound, half);
+    const i32x16 bound = to_ints(fma(load(tokens.x + i, tokens.n - i) - max, slope, offset));
+    Lanes candidates = first_lanes(tokens.n - i) & at_least(bound, half);
     if (!candidates) continue;
-    const __m512i ids = tokens.ids_at(i), random = noise.bits(ids);
-    const __m512 u = _mm512_cvtepu32_ps(random);
-    candidates = _mm512_mask_cmp_ps_mask(candidates, u, _mm512_castsi512_ps(bound), _CMP_LE_OQ);
+    const i32x16 random = noise.bits(tokens.ids_at(i));
+    candidates &= at_least(as_floats(bound), unsigned_to_floats(random));
     if (!candidates) continue;
-    _mm512_store_si512(bits, random);
-    _mm512_store_ps(xs, weights.of(x));
+    store(bits, random);
+    store(xs, weights.of(load(tokens.x + i, tokens.n - i)));
     for (; candidates; candidates &= candidates - 1) {
-      const int lane = __builtin_ctz(candidates);
+      const int lane = std::countr_zero(candidates);
       const int64_t id = tokens.ids ? tokens.ids[i + lane] : i + lane;
       const float ratio = xs[lane] / Noise::exponential(bits[lane]);
       if (xs[lane] < min_p || !(ratio > best || (ratio == best && id < likeliest))) continue;
@@ -443,16 +391,19 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
     if (!(r.temperature > 0)) return void(out[argmax(top.max, x, V, s.maxima)] = 1);
     const Weights weights(top.max, r.temperature);
     filter(x, V, r, s, weights, [&](auto tokens) {
-      __m512d sums = _mm512_setzero_pd();
+      double sums[8] = {};
       for (int64_t i = 0; i < tokens.n; i += LANES) {
-        const __mmask16 valid = first_lanes(tokens.n - i);
-        __m512 w = weights.of(load(tokens.x + i, tokens.n - i));
-        w = _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(valid, w, _mm512_set1_ps(r.min_p), _CMP_GE_OQ), w);
-        sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_castps512_ps256(w)));
-        sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)));
-        _mm512_mask_i32scatter_ps(out, valid, tokens.ids_at(i), w, 4);
+        f32x16 w = weights.of(load(tokens.x + i, tokens.n - i));
+        w = where(first_lanes(tokens.n - i) & at_least(w, floats(r.min_p)), w, floats(0.0f));
+        alignas(64) float ws[LANES];
+        store(ws, w);
+        for (int lane = 0; lane < 8; lane++) sums[lane] = sums[lane] + ws[lane] + ws[lane + 8];
+        for (int lane = 0; lane < std::min<int64_t>(LANES, tokens.n - i); lane++)
+          out[tokens.ids ? tokens.ids[i + lane] : i + lane] = ws[lane];
       }
-      const float sum = _mm512_reduce_add_pd(sums);
+      for (int step : {4, 2, 1})
+        for (int lane = 0; lane < step; lane++) sums[lane] += sums[lane + step];
+      const float sum = sums[0];
       for (int64_t v = 0; v < V; v++) out[v] /= sum;
     });
   });

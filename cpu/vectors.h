@@ -1,6 +1,7 @@
 // Vectors of 16 elements: the small set of types and functions that all kernels are written with.
 //
 //   f32x16  16 float32 elements    i32x16  16 int32 elements    u8x64  64 bytes, four for each of 16 lanes
+//   i64x16  16 int64 elements      Lanes   a bit for each of 16 lanes: those that are selected
 //
 // One file for each vector width defines them with the processor's instructions: vectors_avx512.h (one register of 512
 // bits each) and vectors_avx2.h (two of 256 bits). cpu/install.py sets VECTOR_BITS to choose one. Everything else is
@@ -13,6 +14,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -24,9 +26,14 @@ using at::Tensor;
 using bf16 = at::BFloat16;
 using half = at::Half;
 
+using Lanes = uint16_t;
+
 constexpr int LANES = 16;
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504f;  // exp(x) = 2^(x LOG2E)
+
+// The first n lanes: all for n >= 16, none for n <= 0.
+inline Lanes first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
 }  // namespace fastpath
 
@@ -37,6 +44,11 @@ constexpr float LOG2E = 1.44269504f;  // exp(x) = 2^(x LOG2E)
 #endif
 
 namespace fastpath {
+
+inline i32x16 load_ints(const int32_t* p, int64_t n = LANES) { return as_ints(load((const float*)p, n)); }
+inline i32x16 where(Lanes lanes, i32x16 yes, i32x16 no) {
+  return as_ints(where(lanes, as_floats(yes), as_floats(no)));
+}
 
 // exp(x) to float32 precision, as 2^n e^r with |r| <= ln(2) / 2 and a polynomial for e^r. NaN stays NaN.
 inline f32x16 fast_exp(f32x16 x) {

@@ -14,6 +14,9 @@ struct i32x16 {
 struct u8x64 {
   __m256i low, high;
 };
+struct i64x16 {
+  int64_t lane[LANES];
+};
 
 // ---------------------------------------------------------------- operators
 
@@ -27,6 +30,7 @@ inline i32x16 operator+(i32x16 a, i32x16 b) {
 inline i32x16 operator-(i32x16 a, i32x16 b) {
   return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
 }
+inline i32x16 operator^(i32x16 a, i32x16 b) { return {a.low ^ b.low, a.high ^ b.high}; }
 inline i32x16 operator&(i32x16 a, i32x16 b) { return {a.low & b.low, a.high & b.high}; }
 inline i32x16 operator<<(i32x16 x, int n) { return {_mm256_slli_epi32(x.low, n), _mm256_slli_epi32(x.high, n)}; }
 inline i32x16 operator>>(i32x16 x, int n) { return {_mm256_srai_epi32(x.low, n), _mm256_srai_epi32(x.high, n)}; }
@@ -146,6 +150,11 @@ inline f32x16 round_to_integers(f32x16 x) {
   constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.low, NEAREST), _mm256_round_ps(x.high, NEAREST)};
 }
+inline f32x16 floor(f32x16 x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
+inline f32x16 rounded(f32x16 x) {
+  asm("" : "+x"(x.low), "+x"(x.high));
+  return x;
+}
 // Two multiplications, as 2^n may be too small for a float32. Only the second one rounds, if x is near 1.
 inline f32x16 times_power_of_2(f32x16 x, f32x16 n) {
   const i32x16 all = to_ints(n), half = all >> 1, bias = ints(127);
@@ -163,13 +172,91 @@ inline f32x16 where_below(i32x16 a, i32x16 b, f32x16 yes, f32x16 no) {
 inline f32x16 first_of(f32x16 x, int64_t n) {
   return n >= LANES ? x : where_below(lane_indices(), ints(std::max<int64_t>(n, 0)), x, floats(0.0f));
 }
-inline uint32_t equal_lanes(f32x16 a, f32x16 b) {
-  const __m256 low = _mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), high = _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ);
-  return _mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8;
+inline Lanes lanes_of(__m256 low, __m256 high) { return _mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8; }
+inline Lanes lanes_of(__m256i low, __m256i high) { return lanes_of(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)); }
+inline Lanes equal_lanes(f32x16 a, f32x16 b) {
+  return lanes_of(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
+}
+inline Lanes above(f32x16 a, f32x16 b) {
+  return lanes_of(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ));
+}
+inline Lanes above(i32x16 a, i32x16 b) {
+  return lanes_of(_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high));
+}
+inline Lanes at_least(f32x16 a, f32x16 b) {
+  return lanes_of(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ));
+}
+inline Lanes at_least(i32x16 a, i32x16 b) { return ~above(b, a); }
+inline __m256 where(int lanes, __m256 yes, __m256 no) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i selected = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(lanes), bits), bits);
+  return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(selected));
+}
+inline f32x16 where(Lanes lanes, f32x16 yes, f32x16 no) {
+  return {where(lanes, yes.low, no.low), where(lanes >> 8, yes.high, no.high)};
 }
 inline u8x64 look_up_bytes(const uint8_t (&table)[16], u8x64 x) {
   const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   return {_mm256_shuffle_epi8(entries, x.low), _mm256_shuffle_epi8(entries, x.high)};
+}
+
+inline i32x16 max(i32x16 a, i32x16 b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
+inline i32x16 min(i32x16 a, i32x16 b) { return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)}; }
+inline i32x16 times(i32x16 a, i32x16 b) {
+  return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+}
+inline i32x16 unsigned_shift(i32x16 x, int n) { return {_mm256_srli_epi32(x.low, n), _mm256_srli_epi32(x.high, n)}; }
+inline f32x16 unsigned_to_floats(i32x16 x) {  // rounded once, by fma
+  return fma(to_floats(unsigned_shift(x, 16)), floats(65536.0f), to_floats(x & ints(0xffff)));
+}
+
+// ---------------------------------------------------------------- selected lanes: one after the other in memory
+
+template <class T>
+inline void store_selected(T* p, Lanes lanes, const T* x) {
+  for (; lanes; lanes &= lanes - 1) *p++ = x[std::countr_zero(lanes)];
+}
+inline void store_selected(float* p, Lanes lanes, f32x16 x) {
+  alignas(32) float all[LANES];
+  store(all, x), store_selected(p, lanes, all);
+}
+inline void store_selected(int32_t* p, Lanes lanes, i32x16 x) {
+  alignas(32) int32_t all[LANES];
+  store(all, x), store_selected(p, lanes, all);
+}
+
+// ---------------------------------------------------------------- 64 bits: the compiler vectorizes these loops
+
+// Adding 2^52 to a double leaves its integer part, without rounding, in the lower bits.
+inline i64x16 to_int64(f32x16 x) {
+  alignas(32) float whole[LANES];
+  store(whole, floor(x));
+  i64x16 result;
+  const __m256d base = _mm256_set1_pd(0x1p52);
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES; i += 4) {
+    const __m256d sum = _mm256_cvtps_pd(_mm_load_ps(whole + i)) + base;
+    _mm256_storeu_si256((__m256i*)(result.lane + i), _mm256_castpd_si256(_mm256_xor_pd(sum, base)));
+  }
+  return result;
+}
+inline i64x16 load_int64(const int64_t* p) {
+  i64x16 x;
+  std::memcpy(x.lane, p, sizeof x.lane);
+  return x;
+}
+inline void store(int64_t* p, i64x16 x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline i64x16 add_selected(i64x16 a, Lanes lanes, i64x16 b) {
+  for (int i = 0; i < LANES; i++) a.lane[i] += b.lane[i] & -(int64_t)(lanes >> i & 1);
+  return a;
+}
+inline i64x16 operator+(i64x16 a, i64x16 b) { return add_selected(a, 0xffff, b); }
+inline void store_selected(int64_t* p, Lanes lanes, i64x16 x) { store_selected(p, lanes, x.lane); }
+inline int64_t first_lane(i64x16 x) { return x.lane[0]; }
+inline int64_t sum_of_lanes(i64x16 x) {
+  int64_t sum = 0;
+  for (int64_t lane : x.lane) sum += lane;
+  return sum;
 }
 
 // ---------------------------------------------------------------- over all lanes
@@ -187,6 +274,12 @@ inline float max_of_lanes(f32x16 x) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+inline int32_t max_of_lanes(i32x16 x) {
+  alignas(32) int32_t all[LANES];
+  store(all, x);
+  return *std::max_element(all, all + LANES);
+}
+inline int32_t min_of_lanes(i32x16 x) { return ~max_of_lanes({~x.low, ~x.high}); }
 inline int32_t sum_of_lanes(i32x16 x) {
   const __m256i eight = _mm256_add_epi32(x.low, x.high);
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));

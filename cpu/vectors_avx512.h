@@ -8,8 +8,10 @@ using f32x16 = __m512;
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
 
-// A mask of the first n lanes; of all lanes for n >= 16, of none for n <= 0.
-inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
+struct i64x16 {  // 16 int64 elements: lanes 0 to 7, and 8 to 15
+  __m512i low, high;
+};
+
 // The same of the first n of 32 elements with 16 bits.
 inline __mmask32 first_halves(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
 
@@ -81,6 +83,12 @@ inline f32x16 max(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }  // b if o
 inline f32x16 min(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 inline f32x16 abs(f32x16 x) { return _mm512_abs_ps(x); }
 inline f32x16 round_to_integers(f32x16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+inline f32x16 floor(f32x16 x) { return _mm512_floor_ps(x); }
+// x, rounded to float32: the compiler must not make one operation of this one and the next.
+inline f32x16 rounded(f32x16 x) {
+  asm("" : "+v"(x));
+  return x;
+}
 inline f32x16 times_power_of_2(f32x16 x, f32x16 n) { return _mm512_scalef_ps(x, n); }  // n: integers, -160 to 130
 inline u8x64 shift_left(u8x64 x, int n) { return (u8x64)_mm512_slli_epi16((__m512i)x, n); }  // of each 16 bits
 inline u8x64 shift_right(u8x64 x, int n) { return (u8x64)_mm512_srli_epi16((__m512i)x, n); }
@@ -91,17 +99,61 @@ inline f32x16 where_below(i32x16 a, i32x16 b, f32x16 yes, f32x16 no) {
 // The first n lanes of x; others are zero.
 inline f32x16 first_of(f32x16 x, int64_t n) { return _mm512_maskz_mov_ps(first_lanes(n), x); }
 // A bit for each lane: whether a and b are equal there.
-inline uint32_t equal_lanes(f32x16 a, f32x16 b) { return _mm512_cmpeq_ps_mask(a, b); }
+inline Lanes equal_lanes(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline Lanes above(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }  // a > b
+inline Lanes above(i32x16 a, i32x16 b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
+inline Lanes at_least(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }  // a >= b
+inline Lanes at_least(i32x16 a, i32x16 b) { return _mm512_cmpge_epi32_mask((__m512i)a, (__m512i)b); }
+inline f32x16 where(Lanes lanes, f32x16 yes, f32x16 no) { return _mm512_mask_blend_ps(lanes, no, yes); }
 // Each byte of x, 0 to 15, replaced by its entry of the table.
 inline u8x64 look_up_bytes(const uint8_t (&table)[16], u8x64 x) {
   const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
   return (u8x64)_mm512_shuffle_epi8(entries, (__m512i)x);
 }
 
+inline i32x16 max(i32x16 a, i32x16 b) { return (i32x16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+inline i32x16 min(i32x16 a, i32x16 b) { return (i32x16)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+inline i32x16 times(i32x16 a, i32x16 b) { return (i32x16)_mm512_mullo_epi32((__m512i)a, (__m512i)b); }  // lower halves
+inline i32x16 unsigned_shift(i32x16 x, int n) { return (i32x16)_mm512_srli_epi32((__m512i)x, n); }  // to the right
+inline f32x16 unsigned_to_floats(i32x16 x) { return _mm512_cvtepu32_ps((__m512i)x); }
+
+// ---------------------------------------------------------------- selected lanes: one after the other in memory
+
+inline void store_selected(float* p, Lanes lanes, f32x16 x) {
+  _mm512_mask_storeu_ps(p, first_lanes(std::popcount(lanes)), _mm512_maskz_compress_ps(lanes, x));
+}
+inline void store_selected(int32_t* p, Lanes lanes, i32x16 x) { store_selected((float*)p, lanes, as_floats(x)); }
+
+// ---------------------------------------------------------------- 64 bits
+
+// 0 <= x < 2^52, rounded towards zero.
+inline i64x16 to_int64(f32x16 x) {
+  return {_mm512_cvttps_epi64(_mm512_castps512_ps256(x)), _mm512_cvttps_epi64(_mm512_extractf32x8_ps(x, 1))};
+}
+inline i64x16 load_int64(const int64_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 8)}; }
+inline void store(int64_t* p, i64x16 x) { _mm512_storeu_si512(p, x.low), _mm512_storeu_si512(p + 8, x.high); }
+inline i64x16 operator+(i64x16 a, i64x16 b) {
+  return {_mm512_add_epi64(a.low, b.low), _mm512_add_epi64(a.high, b.high)};
+}
+// a + b in the selected lanes, and a in the others.
+inline i64x16 add_selected(i64x16 a, Lanes lanes, i64x16 b) {
+  return {_mm512_mask_add_epi64(a.low, lanes, a.low, b.low), _mm512_mask_add_epi64(a.high, lanes >> 8, a.high, b.high)};
+}
+inline void store_selected(int64_t* p, Lanes lanes, i64x16 x) {
+  const Lanes low = lanes & 0xff, high = lanes >> 8;
+  const int count = std::popcount(low);
+  _mm512_mask_storeu_epi64(p, first_lanes(count), _mm512_maskz_compress_epi64(low, x.low));
+  _mm512_mask_storeu_epi64(p + count, first_lanes(std::popcount(high)), _mm512_maskz_compress_epi64(high, x.high));
+}
+inline int64_t first_lane(i64x16 x) { return _mm_cvtsi128_si64(_mm512_castsi512_si128(x.low)); }
+inline int64_t sum_of_lanes(i64x16 x) { return _mm512_reduce_add_epi64(_mm512_add_epi64(x.low, x.high)); }
+
 // ---------------------------------------------------------------- over all lanes
 
 inline float first_lane(f32x16 x) { return _mm512_cvtss_f32(x); }
 inline float max_of_lanes(f32x16 x) { return _mm512_reduce_max_ps(x); }
+inline int32_t max_of_lanes(i32x16 x) { return _mm512_reduce_max_epi32((__m512i)x); }
+inline int32_t min_of_lanes(i32x16 x) { return _mm512_reduce_min_epi32((__m512i)x); }
 inline int32_t sum_of_lanes(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
 // In a fixed order: lanes i and i + 8 are added first, then i and i + 4, i + 2, i + 1.
 inline float sum_of_lanes(f32x16 x) {

@@ -30,6 +30,7 @@ from kernels import KERNELS, attention_reference
 from load import install_kernels, load_model
 from model import Config, Embedding, Linear
 from quantize import quantize_checkpoint
+from sampling import Sampling, SamplingParams
 
 if not kernels_cpu.load_kernels():
     pytest.skip("the kernels need AVX2 and a C++ compiler", allow_module_level=True)
@@ -646,10 +647,25 @@ def products_of_integers() -> dict[str, torch.Tensor]:
     return found
 
 
+def samples() -> dict[str, torch.Tensor]:
+    """Tokens, log-probabilities and distributions of rows with every setting."""
+    rows = Sampling.make(5, 777)
+    choices = [
+        {"temperature": 0}, {}, {"top_k": 40, "temperature": 0.8}, {"top_p": 0.9, "min_p": 0.01},
+        {"top_k": 300, "top_p": 0.99, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    ]  # fmt: skip
+    for row, choice in enumerate(choices):
+        rows.set_row(row, SamplingParams(seed=row, **choice), [3, 1, 4, 1, 5])
+    where = torch.arange(5), torch.arange(5) + 7, torch.full((5, 1), 9)
+    arguments = numbers(5, 2, 777, seed=3, dtype=torch.bfloat16) * 3, *where, *rows
+    names = ("ids", "logprobs", "probabilities")
+    return dict(zip(names, (*ops.sample(*arguments), ops.probabilities(*arguments))))
+
+
 @pytest.mark.skipif("EXPECTED_PRODUCTS" not in os.environ, reason="runs in test_other_instruction_sets")
-def test_products_have_the_bits_of_the_best_instruction_set():
+def test_bits_are_those_of_the_best_instruction_set():
     expected = load_file(os.environ["EXPECTED_PRODUCTS"])
-    found = products_of_integers()
+    found = products_of_integers() | samples()
     assert found.keys() == expected.keys() and OTHER
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
@@ -658,11 +674,10 @@ def test_products_have_the_bits_of_the_best_instruction_set():
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER, reason="this process tests another instruction set already")
 def test_other_instruction_sets(tmp_path, python, name):
-    """The tests of this file once more, in a process with other kernels. Their libraries have no instruction that their
-    instruction set lacks: the first byte of all AVX-512 instructions is 62."""
-    save_file(products_of_integers(), tmp_path / "expected.safetensors")
-    options = ["-x", "-p", "no:cacheprovider", "--kernels", name, "-m", "quick", "-k", "not opcheck"]
-    command = [*python, "-m", "pytest", *options, __file__]
+    """The tests of this file and of sampling once more, in a process with other kernels."""
+    save_file(products_of_integers() | samples(), tmp_path / "expected.safetensors")
+    options = ["-x", "-p", "no:cacheprovider", "--kernels", name, "-m", "quick", "-k", "not opcheck and not reference"]
+    command = [*python, "-m", "pytest", *options, __file__, str(ROOT / "tests" / "test_sampling.py")]
     environment = os.environ | {"EXPECTED_PRODUCTS": str(tmp_path / "expected.safetensors")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]

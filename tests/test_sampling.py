@@ -32,7 +32,7 @@ ops = torch.ops.fastpath
 REFERENCE = SimpleNamespace(sample=sampling.sample_reference, probabilities=sampling.probabilities_reference)
 kernels_cpu.load_kernels()
 IMPLEMENTATIONS = {"reference": REFERENCE} | ({"C++": ops} if "sample" in KERNELS.get("cpu", ()) else {})
-needs_cpp = pytest.mark.skipif("C++" not in IMPLEMENTATIONS, reason="the sampling kernels need AVX-512 and a compiler")
+needs_cpp = pytest.mark.skipif("C++" not in IMPLEMENTATIONS, reason="the kernels need AVX2 and a compiler")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

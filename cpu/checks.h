@@ -99,7 +99,8 @@ PreparedLayer make_layer(const std::string& format, const Tensor& weight, const 
   if (l.format == DENSE) {
     checked(weight, "weight", *made.dtype, {N, K});
   } else if (l.format == TILES) {
-    TORCH_CHECK(amx_allowed && made.dtype == at::kBFloat16, "packed bfloat16 weights need AMX and bfloat16 activations");
+    const bool works = amx_allowed && made.dtype == at::kBFloat16;
+    TORCH_CHECK(works, "packed bfloat16 weights need AMX and bfloat16 activations");
     TORCH_CHECK(N % LANES == 0 && K % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", K, " columns");
     checked(weight, "packed weight", at::kBFloat16, {N / LANES, l.Kb, GROUP / 2, LANES, 2});
   } else {

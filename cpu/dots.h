@@ -33,8 +33,8 @@ struct Dot {
 #else
 constexpr bool DOT_NEEDS_MOST = true;
 
-// Without VNNI, an instruction adds two products in 16 bits (vpmaddubsw). If the levels are small, several of these sums
-// fit in 16 bits, and they are added before they are converted to 32 bits.
+// Without VNNI, an instruction adds two products in 16 bits (vpmaddubsw). If the levels are small, several of these
+// sums fit in 16 bits, and they are added before they are converted to 32 bits.
 template <int MOST, int OFFSET, int COUNT>
 struct Dot {
   static constexpr int FIT = std::min(32767 / (2 * 127 * MOST), COUNT);

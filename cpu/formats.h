@@ -113,8 +113,8 @@ struct SixBits {
 // `load` reads them; then it has the 16 rows' scales and mins of group i. Where HALVES, each half of a group of columns
 // has its own scale.
 
-// float16, one for each `groupsize` columns; with MINS, a min as well. Without, a line has those of two such groups. FIXED:
-// the groupsize is 32.
+// float16, one for each `groupsize` columns; with MINS, a min as well. Without, a line has those of two such groups.
+// FIXED: the groupsize is 32.
 template <bool MINS, bool FIXED>
 struct HalfScales {
   static constexpr bool HAS_MINS = MINS, HALVES = false;
@@ -123,7 +123,10 @@ struct HalfScales {
 
   const half* at;
   int64_t groups_per_scale;
-  void load(const uint8_t* from, int64_t per_scale) { at = (const half*)from, groups_per_scale = FIXED ? 1 : per_scale; }
+  void load(const uint8_t* from, int64_t per_scale) {
+    at = (const half*)from;
+    groups_per_scale = FIXED ? 1 : per_scale;
+  }
   f32x16 scale(int64_t i, int) const { return fastpath::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
   f32x16 min(int64_t) const { return fastpath::load(at + LANES); }
 
@@ -138,9 +141,9 @@ struct HalfScales {
   }
 };
 
-// For 8 groups, a scale and a min of 6 bits each, in units of two float16 numbers, d and dmin. First comes a line with d
-// and dmin. Then come three lines with 4 * 64 numbers: the scales of groups 0..3 and 4..7, and the mins. The first three
-// of these four lines of numbers are in the lower six bits, and the fourth is in the upper two bits of all three.
+// For 8 groups, a scale and a min of 6 bits each, in units of two float16 numbers, d and dmin. First comes a line with
+// d and dmin. Then come three lines with 4 * 64 numbers: the scales of groups 0..3 and 4..7, and the mins. The first
+// three of these four lines of numbers are in the lower six bits, and the fourth is in the upper two bits of all three.
 struct SixBitScales {
   static constexpr bool HAS_MINS = true, HALVES = false;
   static constexpr int BYTES = 256, GROUPS = 8;
@@ -177,7 +180,8 @@ struct SixBitScales {
   }
 };
 
-// For 8 groups, or the halves of 8 groups, signed numbers of 8 bits in units of one float16 number, d, which comes first.
+// For 8 groups, or the halves of 8 groups, signed numbers of 8 bits in units of one float16 number, d, which comes
+// first.
 template <bool HAS_HALVES>
 struct ByteScales {
   static constexpr bool HAS_MINS = false, HALVES = HAS_HALVES;
@@ -350,7 +354,8 @@ struct Q6_K : Blocks<256, 210> {
 struct TableNibbles : Nibbles {
   static constexpr int MOST = 255;
   // llama.cpp's table with OFFSET added
-  alignas(16) static constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+  alignas(16) static constexpr uint8_t TABLE[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                    129, 141, 153, 166, 181, 197, 217, 241};
   [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
     Nibbles::unpack(group, step, levels);
     for (u8x64& level : levels) level = look_up_bytes(TABLE, level);
@@ -378,7 +383,8 @@ struct Iq4Xs : Blocks<256, 136> {
   }
 };
 
-using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Iq4Nl, Iq4Xs>;
+using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
+                           Q6_K, Iq4Nl, Iq4Xs>;
 
 // Calls work(F()) with the format of this number.
 template <class Work>

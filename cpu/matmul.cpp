@@ -51,8 +51,8 @@ struct Ahead {
 
 constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
 
-// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights. A group of
-// q has so many bytes. Prefetches so many lines for each group.
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights. A group
+// of q has so many bytes. Prefetches so many lines for each group.
 template <int COUNT>
 void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&weights)[COUNT],
                      __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
@@ -76,8 +76,8 @@ void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&w
 #undef STORE
 }
 
-// A block of packed weights times a tile of rows of x that are quantized to 8 bits, from row m0: acc (rows,16). The bits
-// are those of block_dot_int8.
+// A block of packed weights times a tile of rows of x that are quantized to 8 bits, from row m0: acc (rows,16). The
+// bits are those of block_dot_int8.
 template <class F>
 void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
   using L = typename F::Levels;

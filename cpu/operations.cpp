@@ -2,10 +2,10 @@
 // attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
 // cpu/install.py compiles this file and matmul.cpp for the instruction set of the processor, and packs the weights.
-// kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed and
-// multiplied with it, and many rows or queries at once use it for quantized weights and for attention.
-// Read this file last: it defines the operations, which check their arguments and divide the work among the threads.
-// Before it come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
+// kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed
+// and multiplied with it, and many rows or queries at once use it for quantized weights and for attention. Read this
+// file last: it defines the operations, which check their arguments and divide the work among the threads. Before it
+// come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
 // blocks.h, sampling.h, checks.h and medusa.h, in this order.
 //
 // A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
@@ -72,7 +72,8 @@ int64_t stack_layers(at::IntArrayRef layers, const MaybeTensor& bias) {
   return prepared_layers.add(stack(prepared, bias));
 }
 
-// Packs the parts of a matrix (N,K) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their dtype.
+// Packs the parts of a matrix (N,K) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their
+// dtype.
 void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int64_t groupsize, const Tensor& to) {
   const int64_t N = parts.at(0).size(0), Kb = (K + GROUP - 1) / GROUP;
   checked(to, "packed weight", at::kByte, {packed_bytes(format, N, K, groupsize)});
@@ -81,14 +82,15 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int6
   for (size_t i = 0; i < parts.size(); i++) {
     TORCH_CHECK(parts[i].dim() == 2 && parts[i].size(0) == N && parts[i].is_contiguous(), "part ", i, ": ",
                 parts[i].sizes());
-    source.parts[i] = (const uint8_t*)parts[i].const_data_ptr(), source.row_bytes[i] = parts[i].size(1) * parts[i].itemsize();
+    source.parts[i] = (const uint8_t*)parts[i].const_data_ptr();
+    source.row_bytes[i] = parts[i].size(1) * parts[i].itemsize();
   }
   with_format(checked_format(format, K, groupsize), [&](auto f) {
     using F = decltype(f);
     TORCH_CHECK(parts.size() == F::PARTS, F::NAME, " has ", F::PARTS, " parts, not ", parts.size());
     if constexpr (F::PARTS == 1)
-      TORCH_CHECK(source.row_bytes[0] == (K + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ", source.row_bytes[0],
-                  " bytes for ", K, " columns");
+      TORCH_CHECK(source.row_bytes[0] == (K + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ",
+                  source.row_bytes[0], " bytes for ", K, " columns");
     const int64_t per_scale = groups_per_scale(groupsize, K), bytes = packed_block_bytes<F>(Kb, per_scale);
     uint8_t* out = to.data_ptr<uint8_t>();
     parallel(N * K < MIN_PARALLEL_WORK, [&](const Team& team) {
@@ -103,7 +105,8 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int6
 Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t K) {
   const auto prepared = prepared_layers.get(layer);
   const Layer& l = prepared->layer;
-  TORCH_CHECK(l.pieces.size() == 1 && l.pieces[0].is_quantized() && l.K == K, "a quantized table (N,", K, ") was expected");
+  const bool is_table = l.pieces.size() == 1 && l.pieces[0].is_quantized() && l.K == K;
+  TORCH_CHECK(is_table, "a quantized table (N,", K, ") was expected");
   const Tensor ids = checked(tokens.contiguous(), "tokens", at::kLong, tokens.sizes());
   auto sizes = tokens.sizes().vec();
   sizes.push_back(l.K);

@@ -10,8 +10,8 @@
 
 #include "vectors.h"
 
-// The OpenMP runtime that torch has loaded, called by its functions and not by pragmas: so every compiler will do, and our
-// threads are torch's. GOMP_parallel calls function(argument) on so many threads (flags: 0).
+// The OpenMP runtime that torch has loaded, called by its functions and not by pragmas: so every compiler will do, and
+// our threads are torch's. GOMP_parallel calls function(argument) on so many threads (flags: 0).
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
 int omp_get_thread_num();

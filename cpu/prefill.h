@@ -1,8 +1,9 @@
 // Products of packed weights with many rows of x, as in prefill.
 //
 // BLOCKS blocks of 16 weight rows are unpacked once for up to 256 rows of x: their levels to bytes, their scales to
-// float32. A tile of 4 rows of x and these blocks has its sums in registers, and each 4 bytes of x that are loaded serve
-// all blocks. Some groups are unpacked at a time, so that they stay in the L1 cache; the sums wait in memory meanwhile.
+// float32. A tile of 4 rows of x and these blocks has its sums in registers, and each 4 bytes of x that are loaded
+// serve all blocks. Some groups are unpacked at a time, so that they stay in the L1 cache; the sums wait in memory
+// meanwhile.
 
 #pragma once
 
@@ -12,8 +13,8 @@
 
 namespace fastpath {
 
-// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows. In 256 bits, where
-// few sums fit in the registers, it is always faster for formats that are unpacked with few instructions.
+// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows. In 256 bits,
+// where few sums fit in the registers, it is always faster for formats that are unpacked with few instructions.
 template <class F>
 constexpr int MAX_TILED_ROWS = VECTOR_BITS == 512 || F::Levels::LINES > F::Levels::STEPS ? 28 : INT_MAX;
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
@@ -43,8 +44,8 @@ template <class F>
   }
 }
 
-// acc (MT,BLOCKS,16) += the products of groups b..b+groups of the weights and of MT rows of x, from row m0. The bits are
-// those of block_dot_int8.
+// acc (MT,BLOCKS,16) += the products of groups b..b+groups of the weights and of MT rows of x, from row m0. The bits
+// are those of block_dot_int8.
 template <class Sums, int MT>
 [[gnu::noinline]] void add_groups(const Unpacked* w, int groups, const Input& x, int64_t m0, int64_t b, f32x16* acc) {
   f32x16 total[MT][BLOCKS];

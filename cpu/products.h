@@ -1,8 +1,8 @@
 // Products of weights and rows of x: layers, the conversion of x, and the products of tiles.
 //
-// Quantized weights are packed in blocks of 16 rows (formats.h). Activations are quantized to 8 bits, with one scale for
-// each group of 32 columns: the dot product of a group is then an exact int32. With `exact`, activations stay as they
-// are, and weights are converted to float32 in registers.
+// Quantized weights are packed in blocks of 16 rows (formats.h). Activations are quantized to 8 bits, with one scale
+// for each group of 32 columns: the dot product of a group is then an exact int32. With `exact`, activations stay as
+// they are, and weights are converted to float32 in registers.
 
 #pragma once
 
@@ -60,8 +60,9 @@ constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
 // Rows of x that are multiplied with a block at a time: for more, the registers do not suffice.
 constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4, FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;
 
-// M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one may
-// have fewer), so that a product finds the rows of a group one after the other: (tiles,Kb,rows,32), where `at` says.
+// M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one
+// may have fewer), so that a product finds the rows of a group one after the other: (tiles,Kb,rows,32), where `at`
+// says.
 struct Input {
   const void* x;  // (M,K)
   int64_t M, Kb;
@@ -72,7 +73,8 @@ struct Input {
   float* as_float;    // (M,Kb*32), x in float32, for exact activations
 
   int64_t rows_of_tile(int64_t m) const { return std::min<int64_t>(TILE_ROWS, M - m / TILE_ROWS * TILE_ROWS); }
-  // The place of a group of row m. The next row of the tile is at the next place, the next group rows_of_tile(m) further.
+  // The place of a group of row m. The next row of the tile is at the next place, the next group rows_of_tile(m)
+  // further.
   int64_t at(int64_t m, int64_t group) const {
     return m / TILE_ROWS * TILE_ROWS * Kb + group * rows_of_tile(m) + m % TILE_ROWS;
   }

@@ -268,11 +268,14 @@ Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weig
   // Tokens that weigh less than (total - target) / n have less than total - target together, so none of them is kept.
   const float least = std::max<int64_t>(1, (total - target) / tokens.n) * 0x1p-40f;
   const f32x16 bound = floats(std::log(least) - 1e-4f);
-  auto kept = collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes { return at_least(weights.log_of(x), bound) & valid; });
+  auto kept = collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes {
+    return at_least(weights.log_of(x), bound) & valid;
+  });
   write_sort_keys(kept.x, kept.n, s.sort_keys);
-  for (int64_t i = 0; i < kept.n; i += LANES) store(s.masses + i, fixed_point(weights.of(load(kept.x + i, kept.n - i))));
+  for (int64_t i = 0; i < kept.n; i += LANES)
+    store(s.masses + i, fixed_point(weights.of(load(kept.x + i, kept.n - i))));
   const Threshold threshold = find_threshold(target, s.sort_keys, s.masses, kept.n);
-  const int64_t each = first_lane(fixed_point(weights.of(floats(threshold.x))));  // the mass of a token at the threshold
+  const int64_t each = first_lane(fixed_point(weights.of(floats(threshold.x))));  // mass of a token at the threshold
   return keep_above(kept, s, threshold.x, (target - threshold.mass_above + each - 1) / each);
 }
 
@@ -411,8 +414,8 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
 
 // ---------------------------------------------------------------- the operations
 
-// The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses their
-// names. register_kernels compares the names with those of the schema.
+// The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses
+// their names. register_kernels compares the names with those of the schema.
 #define SAMPLING_NAMES                                                                                      \
   logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
       frequency_penalty, presence_penalty, counts

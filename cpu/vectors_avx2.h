@@ -1,5 +1,5 @@
-// The vectors of vectors.h in two registers of 256 bits each, for AVX2 with FMA and F16C, and AVX-VNNI where there is it.
-// Functions without a comment are explained in vectors_avx512.h.
+// The vectors of vectors.h in two registers of 256 bits each, for AVX2 with FMA and F16C, and AVX-VNNI where there is
+// it. Functions without a comment are explained in vectors_avx512.h.
 
 #pragma once
 
@@ -55,7 +55,8 @@ inline i32x16 to_ints(f32x16 x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtp
 
 // 8 lanes in bfloat16, each in the upper half of its 32 bits.
 inline __m256i rounded_bits(__m256 x) {
-  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
@@ -78,7 +79,8 @@ inline __m256i to_bf16(f32x16 x) {
 
 inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline f32x16 load(const half* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  const __m128i* at = (const __m128i*)p;
+  return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
 }
 inline i32x16 load_uint16(const void* p) {
   const __m128i* at = (const __m128i*)p;
@@ -86,8 +88,8 @@ inline i32x16 load_uint16(const void* p) {
 }
 inline f32x16 load(const bf16* p) { return as_floats(load_uint16(p) << 16); }
 inline i32x16 load_int8(const void* p) {
-  const __m128i* at = (const __m128i*)p;
-  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(at)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((char*)p + 8)))};
+  const __m128i all = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(all, all))};
 }
 inline i32x16 load_uint8(const void* p) { return load_int8(p) & ints(255); }
 inline u8x64 load_line(const void* p) {
@@ -173,7 +175,9 @@ inline f32x16 first_of(f32x16 x, int64_t n) {
   return n >= LANES ? x : where_below(lane_indices(), ints(std::max<int64_t>(n, 0)), x, floats(0.0f));
 }
 inline Lanes lanes_of(__m256 low, __m256 high) { return _mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8; }
-inline Lanes lanes_of(__m256i low, __m256i high) { return lanes_of(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)); }
+inline Lanes lanes_of(__m256i low, __m256i high) {
+  return lanes_of(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
+}
 inline Lanes equal_lanes(f32x16 a, f32x16 b) {
   return lanes_of(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
 }

@@ -475,7 +475,7 @@ def piece_rows(config: Config, name: str) -> list[int]:
 
 
 def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> StackedLinear:
-    """An empty StackedLinear in the place of a Linear, with pieces of so many rows."""
+    """An empty StackedLinear in the place of a Linear, with pieces of these numbers of rows."""
     if len(schemes) != len(rows):
         raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
     K = plain.weight.shape[1]

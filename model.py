@@ -447,7 +447,7 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
         keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:  # yarn
 
-        def dimension(rotations):  # the index of the frequency with so many rotations in the training context
+        def dimension(rotations):  # the index of the frequency with this many rotations in the training context
             return E * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

@@ -6,7 +6,7 @@ and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
 Read down: verify and accept, on which exactness depends; what a draft is; Speculation, whose `step` the engine calls.
 The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained heads), and
-controller.py, which decides who proposes how many tokens. Knows nothing of text.
+controller.py, which decides which draft proposes how many tokens. Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -159,13 +159,13 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
 #                            number of filled cache positions of each row
 #   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
-#   catch_up(rows)           optional: reads what the draft has not read yet of the rows' prompts; returns the seconds
+#   catch_up(rows)           optional: reads the parts of the rows' prompts that the draft has not read yet; returns the
+#                            seconds that it took
 #   prior                    optional: as in controller.Controller
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
-# and `name`, what the report calls it. A draft that takes next to no time has, instead of `propose`, `choices` and
-# `bytes_read`:
+# and `name`, for the report. A draft that takes next to no time has, instead of `propose`, `choices` and `bytes_read`:
 #   find(rows, k)            returns, for each of these rows (engine.Row), a pair of lists: up to k tokens, and for each
-#                            the estimated probability that it is accepted if those before it are
+#                            the estimated probability (its chance) that it is accepted if those before it are
 # It is asked first, and its chances decide how many of the tokens are used.
 
 
@@ -224,10 +224,10 @@ class Report:
     proposed: int = 0  # tokens
     draft_s: float = 0.0
     target_s: float = 0.0  # of the target model's passes, those of plain steps included
-    accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their place in the proposal
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their position in the proposal
     judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
-    # By the draft's name: "steps" that verified its proposals, "proposed_tokens", "accepted_tokens", and "seconds" in
-    # which it proposed, also what was not used then
+    # By the draft's name: "steps" that verified its proposals, "proposed_tokens", "accepted_tokens", and the "seconds"
+    # that proposing took, unused proposals included
     drafts: dict[str, Counter] = field(default_factory=dict)
 
     def count(self, draft: str, **counts):
@@ -266,7 +266,7 @@ class Report:
 
 
 class Drafted(NamedTuple):
-    """What came of asking the drafts in a step, and what it took. Without a proposal it is a plain step."""
+    """The result of drafting in a step, and what it cost. Without a proposal, the step is a plain one."""
 
     choice: Candidate | None = None
     proposal: Proposal | None = None
@@ -373,7 +373,7 @@ class Speculation:
         return Drafted(choice, proposal, prefill_s, *nbytes, is_trial)
 
     def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
-        """What a draft may be asked for. It does not change, and a step of a small model has no time to spare."""
+        """The proposals that a draft can make. They are cached: a step of a small model takes few milliseconds."""
         draft, rows = self.drafts[index], batch.inputs.shape[1]
         if (index, rows) not in self.candidates:
             tokens = {k: width_of(k) - 1 if self.steps.fixed_shapes else k for k in draft.choices(self.k)}
@@ -382,7 +382,8 @@ class Speculation:
         return self.candidates[index, rows]
 
     def _known_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
-        """Of what a draft has found, the n likeliest tokens of all rows, or with fixed shapes the first n of each."""
+        """A candidate for each n: the n likeliest tokens that a draft has found for all rows, or with fixed shapes the
+        first n of each row."""
         likely = [likelihoods(chances) for _, chances in found]
         if self.steps.fixed_shapes:
             sizes = full_width_choices(max(map(len, likely))) if any(likely) else []
@@ -414,7 +415,7 @@ class Speculation:
         self.report.target_s += seconds[1]
         choice, proposal = drafted.choice, drafted.proposal
         lengths = [] if proposal is None else proposal.lengths.tolist()[: len(batch.rows)]
-        is_reading = choice is not None and not any(lengths)  # a draft model that still reads the prompts
+        is_reading = choice is not None and not any(lengths)  # a draft model that is still reading the prompts
         if self.automatic and not is_trial and not is_reading:
             self.controller.update(len(batch.rows), choice, seconds, accepted)
         if choice is None:

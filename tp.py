@@ -176,7 +176,7 @@ class Shard:
         return ops.wait_tensor(ops.all_reduce(x, "sum", self.group))
 
     def embed(self, table: nn.Module, rows: int, tokens: Tensor) -> Tensor:
-        """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has so many rows: one rank has the
+        """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has `rows` rows: one rank has the
         vector of a token, the others add zeros to it."""
         row = tokens - self.rank * rows
         here = (row >= 0) & (row < rows)

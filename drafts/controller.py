@@ -17,11 +17,11 @@ from typing import NamedTuple
 WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
 FIRST_PLAIN_STEPS = 2  # with each number of rows
-MARGIN = 1.05  # estimates err, so a proposal has to promise this many times the tokens per second of plain steps
+MARGIN = 1.05  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
 FEW_TOKENS = 8  # in a pass, up to which a further token takes no longer than in prefill
-LONGER = 1.4  # times as long as in prefill: a further token of a pass over more (measured: 1.1 to 1.6)
-PRIOR = 0.5, 2.0  # of a draft of which nothing is known: the share of accepted tokens, and the tokens that it counts as
-DECAY = 0.98  # what remains of the count of accepted tokens when another one is added
+LONGER = 1.4  # in longer passes, a further token takes this many times as long as in prefill (measured: 1.1 to 1.6)
+PRIOR = 0.5, 2.0  # for a draft without measurements: share of accepted tokens, and how many tokens this counts as
+DECAY = 0.98  # older counts are multiplied by this when a new one is added
 
 
 class Recent:

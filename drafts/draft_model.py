@@ -31,8 +31,8 @@ UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
 class DraftVocabulary(nn.Module):
     """The output head for some tokens only, in int8 (arXiv:2502.14856).
 
-    A model says a few thousand tokens nearly always, and reading the output vectors of all others takes a large part of
-    a draft's time. Tokens outside are never proposed; they come from the target's own pass.
+    Nearly all text consists of a few thousand tokens, and reading the output vectors of all others takes a large part
+    of a draft's time. Tokens outside are never proposed; only the target generates them.
 
     ids (W,) int64: the tokens; vectors (W,D): their output vectors.
     """
@@ -69,7 +69,7 @@ def int8_layer(packed: dict[str, Tensor]) -> QuantizedLinear:
 def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
     """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
 
-    Each logit of a unit vector is one element of an output vector: this is true in any format, and of a split model.
+    Each logit of a unit vector is one element of an output vector. This works in any format, and with a split model.
     """
     unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
     columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each

@@ -1,6 +1,6 @@
-"""Medusa heads (arXiv:2401.10774): a small layer on the target model's last hidden state that guesses the next tokens.
+"""Medusa heads (arXiv:2401.10774): small layers on the target's last hidden state that predict the next tokens.
 
-The target's hidden state at a token gives the next token, x_1. The heads go on from there, one for each further token:
+The target's last hidden state gives the next token, x_1. Each head gives one more token:
 
     state_0     = the hidden state that x_1 was sampled from
     gate, up    = W1 [norm(state_(i-1)), norm(embedding of x_i)]
@@ -8,14 +8,14 @@ The target's hidden state at a token gives the next token, x_1. The heads go on 
     the logits of x_(i+1) are the products of state_i with the output vectors of the draft vocabulary
 
 So a head is a residual block, and sees the tokens that were proposed before its own, as in Hydra (arXiv:2402.05109).
-All heads share W1 and W2, as in ReDrafter (arXiv:2403.09919): in a file of the same size, one larger block that
-learns from every place was right more often than blocks of their own. The draft vocabulary holds the few thousand
-tokens that the target says most: its whole output matrix would cost more than the heads gain. The output vectors are
-the target's own, so a file holds W1 and W2 in 8 bits, and the ids of the vocabulary (see training/medusa.py).
+All heads share W1 and W2, as in ReDrafter (arXiv:2403.09919): for the same file size, one larger shared block was more
+accurate than one block per head. The draft vocabulary holds the few thousand tokens that the target generates most:
+its whole output matrix would cost more than the heads gain. The output vectors are the target's own, so a file holds W1
+and W2 in 8 bits, and the ids of the vocabulary (see training/medusa.py).
 
-The proposal is a chain, not a tree. A row that samples at random proposes with its own noise, that of the target, for
-each token. The same noise picks the same token from distributions that are similar, and the target accepts a token if
-it samples the same one. So the draft counts as deterministic, and the tokens are always those of plain decoding.
+The proposal is a chain, not a tree. For a row with a temperature, the draft samples with the same noise as the target.
+From similar distributions, the same noise mostly picks the same token, and the target accepts a token if it samples the
+same one. So the draft counts as deterministic, and the tokens are always those of plain decoding.
 
 Read down: MedusaHeads; their file; MedusaDraft, the draft for speculative.Speculation.
 """
@@ -105,7 +105,7 @@ class HeadsFile(NamedTuple):
 
     # W1 and W2 as "gate_up" (2F,2D) and "down" (D,F), the parts of int8 matrices
     packed: dict[str, dict[str, Tensor]]
-    vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then those that the model says most
+    vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then the most frequent ones
     heads: int  # the number of tokens that were proposed in training
     tokens: int  # the heads propose from the first `tokens` ids of the vocabulary; a draft model may use all
 
@@ -147,13 +147,13 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     is_valid = is_valid and all(tensor.isfinite().all() for tensor in tensors.values())
     vocabulary = tensors["vocabulary"].long()
     if not is_valid or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
-        raise UserError(f"{path} is damaged: it holds weights or token ids that cannot be")
+        raise UserError(f"{path} is damaged: it holds impossible weights or token ids")
     packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
     return HeadsFile(packed, vocabulary.to(model.device), *numbers)
 
 
 def describe_heads(path: Path) -> dict:
-    """What a file of heads says of itself. UserError if it is no such file."""
+    """The description in a file of heads. UserError if it is another kind of file."""
     check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
@@ -164,7 +164,7 @@ def describe_heads(path: Path) -> dict:
 
 
 def read_description(metadata: dict[str, str]) -> dict | None:
-    """What a file says of its heads, or None if it is no file of heads."""
+    """The description in a file's metadata, or None if it is not a file of heads."""
     try:
         description = json.loads(metadata[FORMAT])
     except (KeyError, ValueError, RecursionError):

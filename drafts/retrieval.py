@@ -1,10 +1,10 @@
 """A draft without a model: it finds earlier occurrences of the newest tokens, and proposes what followed them.
 
 It searches the row's own tokens, prompt included (prompt lookup), and other texts, if there are any (retrieval). The
-longest match, among the latest places, wins. If it occurs at several places, the tokens that followed there are counted
-as votes. The share of the votes and the length of the match give the probability that a proposed token is accepted.
-Both ideas are those of SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them
-takes microseconds, and where the last two tokens never occurred before, it is a look into a dictionary.
+longest match wins. If it occurs several times, the tokens that followed each occurrence are counted as votes. The share
+of the votes and the length of the match give the probability that a proposed token is accepted. Both ideas are from
+SuffixDecoding (arXiv:2411.04975). A search runs no PyTorch operations, because each of them takes microseconds. If the
+last two tokens have not occurred before, it is one lookup in a dictionary.
 """
 
 from array import array
@@ -19,11 +19,11 @@ import torch
 from drafts.controller import Rate
 from speculative import MAX_K, DraftContext
 
-MAX_PLACES = 32  # occurrences of the last tokens that are compared
-MAX_MATCH = 16  # tokens that are compared at each place
+MAX_OCCURRENCES = 32  # of the last two tokens, the latest ones, that are compared
+MAX_MATCH = 16  # tokens that are compared at each occurrence
 
-# RowIndex and TextIndex have `tokens`, and a function find(tail), which finds the last two tokens of `tail`: it returns
-# up to MAX_PLACES positions of tokens that follow them. A single token says too little.
+# RowIndex and TextIndex have `tokens`, and a function find(tail): it finds the last two tokens of `tail`, and returns
+# up to MAX_OCCURRENCES positions of the tokens that follow them. Matches of a single token would predict too little.
 
 
 class RowIndex:
@@ -45,16 +45,15 @@ class RowIndex:
 
     def find(self, tail: list[int]) -> list[int]:
         found, end = [], self.latest.get(tuple(tail[-2:]), 0)
-        while end and len(found) < MAX_PLACES:  # the latest one comes first
+        while end and len(found) < MAX_OCCURRENCES:  # the latest one comes first
             found.append(end)
             end = self.previous[end]
         return found
 
 
 class TextIndex:
-    """An index of a text that does not grow: its positions, sorted by the MAX_MATCH tokens before them, nearest first.
-
-    So the positions with the longest match are neighbours. Text and index take 16 bytes per token.
+    """A suffix array of a text that does not grow: its positions, sorted by the MAX_MATCH tokens before them, from the
+    nearest one on. So the positions with the longest match are neighbours. Text and index take 16 bytes per token.
     """
 
     def __init__(self, tokens: list[int]):
@@ -74,15 +73,15 @@ class TextIndex:
         pair = tail[-1] << 32 | tail[-2] if len(tail) > 1 else -1
         low = bisect_left(self.pairs, pair)
         high = bisect_right(self.pairs, pair, low)
-        if high - low > MAX_PLACES:
+        if high - low > MAX_OCCURRENCES:
             before = lambda end: self.tokens[max(0, end - MAX_MATCH) : end][::-1]  # noqa: E731
             middle = bisect_left(self.sorted_ends, array("i", tail[: -MAX_MATCH - 1 : -1]), low, high, key=before)
-            low, high = max(low, middle - MAX_PLACES // 2), min(high, middle + MAX_PLACES // 2)
+            low, high = max(low, middle - MAX_OCCURRENCES // 2), min(high, middle + MAX_OCCURRENCES // 2)
         return self.sorted_ends[low:high].tolist()
 
 
-# After a match of m tokens, a token with v of n votes is the right one with a probability of about (v - m ** -0.8) / n.
-# Such an absolute discount, known from Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts.
+# After a match of m tokens, a token with v of n votes is accepted with a probability of about (v - m ** -0.8) / n. Such
+# an absolute discount, as in Kneser-Ney smoothing, fits the answers of SmolLM2-135M to open prompts.
 DISCOUNTS = [1.0, *(m**-0.8 for m in range(1, MAX_MATCH + MAX_K + 1))]
 
 
@@ -99,8 +98,8 @@ NO_MATCH = Match(0, [], [])
 def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     """Find the longest match with the end of `tail`, and choose n tokens that follow.
 
-    The votes choose a token, and the places at which it followed vote on the next one. If fewer than n tokens follow
-    somewhere, they are repeated, which continues a loop.
+    The votes choose a token, and the occurrences that it followed vote on the next one. If fewer than n tokens follow
+    an occurrence, they are repeated, which continues a loop.
     """
     text, length = index.tokens, 2
     ends = index.find(tail)
@@ -116,23 +115,23 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     tokens, shares = [], []
     while len(voters) > 1:
         i, votes = len(tokens), {}
-        for voter, places in voters.items():
-            votes[voter[i]] = votes.get(voter[i], 0) + places
+        for voter, count in voters.items():
+            votes[voter[i]] = votes.get(voter[i], 0) + count
         token = max(votes, key=votes.get)  # of equal ones, the first
         tokens.append(token)
         shares.append((votes[token] - DISCOUNTS[length + i]) / sum(votes.values()))
-        voters = {voter: places for voter, places in voters.items() if voter[i] == token}
-    [(voter, places)] = voters.items()
+        voters = {voter: count for voter, count in voters.items() if voter[i] == token}
+    [(voter, count)] = voters.items()
     tokens += voter[len(tokens) :]
-    shares += [1 - discount / places for discount in DISCOUNTS[length + len(shares) : length + n]]
+    shares += [1 - discount / count for discount in DISCOUNTS[length + len(shares) : length + n]]
     return Match(length, tokens, shares)
 
 
 class Calibration:
     """Learns how many tokens of a text are accepted, relative to the sum of their shares of the votes.
 
-    rates[b] is that of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token. Matches of
-    2 and 3 tokens have to prove themselves first: where a text does not repeat itself, they mean little.
+    rates[b] is that of matches of 2 ** (b - 1) to 2 ** b - 1 tokens. A match grows with each accepted token. The
+    rate of matches of 2 and 3 tokens starts lower, because many of them are accidental.
     """
 
     def __init__(self):
@@ -144,7 +143,7 @@ class Calibration:
         return [min(0.99, rate[n.bit_length()] * share) for n, share in enumerate(match.shares, match.length)]
 
     def update(self, match: Match, new_tokens: list[int]):
-        """Judge the match by the tokens that came, up to the first difference."""
+        """Compare the match with the tokens that were generated, up to the first difference."""
         for i, (token, new) in enumerate(zip(match.tokens, new_tokens)):
             self.rates[(match.length + i).bit_length()].add(token == new, match.shares[i])
             if token != new:
@@ -152,7 +151,7 @@ class Calibration:
 
 
 class RetrievalDraft:
-    """Proposes, for each row, from that text in which the most tokens are expected to be accepted."""
+    """Proposes the tokens of the text from which the most tokens are expected to be accepted, for each row."""
 
     def __init__(self, texts: list[list[int]] = (), name: str = "prompt-lookup"):
         self.name = name
@@ -173,7 +172,7 @@ class RetrievalDraft:
         self.matches.pop(row, None)
 
     def accepted(self, row: int, tokens: list[int]):
-        """The tokens also judge the matches that were not proposed, or only in part."""
+        """Matches that were not proposed, or only in part, are compared with the new tokens as well."""
         for calibration, match in zip(self.calibrations, self.matches.pop(row, ())):
             calibration.update(match, tokens)
         self.rows[row].extend(tokens)

@@ -38,7 +38,7 @@ class Submit:
 
 @dataclass
 class Cancel:
-    """Asks the engine to end a request, because nobody will read the rest of its answer."""
+    """Asks the engine to end a request whose answer is no longer needed."""
 
     request_id: int
 

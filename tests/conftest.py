@@ -48,6 +48,11 @@ load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that ne
 
 hypothesis.settings.load_profile("ci")  # the same examples in every run; --hypothesis-profile default has new ones
 
+# The kernels that Skylake-X gets: AVX-512 without VNNI and BF16.
+SKYLAKE = install.InstructionSet(
+    "avx512-skylake", install.AVX512.needs, ("-march=skylake-avx512", *install.AVX512.flags[1:])
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
 
@@ -121,7 +126,7 @@ def save_tiny(name: str, directory: Path, **save):
 
 
 def pytest_addoption(parser):
-    names = ("auto", "avx512", "avx2", "avx2-vnni")
+    names = ("auto", "avx512", "avx512-skylake", "avx2", "avx2-vnni")
     parser.addoption("--kernels", choices=names, default="auto", help="the CPU kernels that this process tests")
 
 
@@ -129,6 +134,8 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
     if (name := config.getoption("--kernels", "auto")) == "auto":
         return
+    if name == "avx512-skylake":
+        install.INSTRUCTION_SETS[:] = [SKYLAKE]
     if name == "avx2-vnni" and not install.AVX2_VNNI.is_in(install.processor_flags()):
         # AVX-512 has the same instruction for 256 bits.
         needs, flags = install.AVX2.needs | {"avx512_vnni", "avx512vl"}, ("-mavx512vnni", "-mavx512vl")

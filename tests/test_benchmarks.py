@@ -233,7 +233,7 @@ def test_what_speculation_gains(tiny_model):
     assert lookup["predicted_over_plain"] > 0 and "mean_accepted_tokens" not in plain
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gpu_kernels(python, tmp_path):
     """Tiny sizes in Triton's interpreter, with tuning, whose result is then used."""
     pytest.importorskip("triton")

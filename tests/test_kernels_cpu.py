@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import attention_case, numbers, quantized
-from conftest import ROOT, greedy, only_torch, random_prompts
+from conftest import ROOT, SKYLAKE, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -39,7 +39,7 @@ ops = torch.ops.fastpath
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # tolerances
 sizes = {"M": st.sampled_from([*range(1, 18), 45, 300]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
 threads = st.integers(1, 3)
-OTHER = kernels_cpu.LOADED[0] is not kernels_cpu.choose_instruction_set("auto")  # see test_other_instruction_sets
+OTHER = "EXPECTED_BITS" in os.environ  # this process runs in test_other_instruction_sets
 
 
 def examples(n):
@@ -662,15 +662,17 @@ def samples() -> dict[str, torch.Tensor]:
     return dict(zip(names, (*ops.sample(*arguments), ops.probabilities(*arguments))))
 
 
-@pytest.mark.skipif("EXPECTED_PRODUCTS" not in os.environ, reason="runs in test_other_instruction_sets")
+@pytest.mark.skipif(not OTHER, reason="runs in test_other_instruction_sets")
 def test_bits_are_those_of_the_best_instruction_set():
-    expected = load_file(os.environ["EXPECTED_PRODUCTS"])
+    expected = load_file(os.environ["EXPECTED_BITS"])
     found = products_of_integers() | samples()
-    assert found.keys() == expected.keys() and OTHER
+    assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("name", ["avx2", pytest.param("avx2-vnni", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [
+    "avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("avx2-vnni", "avx512-skylake"))
+])  # fmt: skip
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER, reason="this process tests another instruction set already")
 def test_other_instruction_sets(tmp_path, python, name):
@@ -678,7 +680,7 @@ def test_other_instruction_sets(tmp_path, python, name):
     save_file(products_of_integers() | samples(), tmp_path / "expected.safetensors")
     options = ["-x", "-p", "no:cacheprovider", "--kernels", name, "-m", "quick", "-k", "not opcheck and not reference"]
     command = [*python, "-m", "pytest", *options, __file__, str(ROOT / "tests" / "test_sampling.py")]
-    environment = os.environ | {"EXPECTED_PRODUCTS": str(tmp_path / "expected.safetensors")}
+    environment = os.environ | {"EXPECTED_BITS": str(tmp_path / "expected.safetensors")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
@@ -692,14 +694,16 @@ def instructions_of(library: Path) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump, which comes with GCC")
 @pytest.mark.parametrize("instructions", [
-    kernels_cpu.AVX2, pytest.param(kernels_cpu.AVX2_VNNI, marks=pytest.mark.full)
+    kernels_cpu.AVX2, *(pytest.param(one, marks=pytest.mark.full) for one in (kernels_cpu.AVX2_VNNI, SKYLAKE))
 ], ids=lambda one: one.name)  # fmt: skip
 def test_no_instruction_that_the_instruction_set_lacks(instructions):
     """All instructions of AVX-512 begin with the byte 62, and only AVX-VNNI has vpdpbusd without it."""
     found = instructions_of(kernels_cpu.build(kernels_cpu.find_compiler(), instructions))
-    assert len(found) > 10_000 and not any("zmm" in text or code.startswith("62 ") for code, text in found)
+    has_avx512 = any("zmm" in text or code.startswith("62 ") for code, text in found)
+    assert len(found) > 10_000 and has_avx512 == (instructions is SKYLAKE)
     assert any("vpdpbusd" in text for _, text in found) == ("avx_vnni" in instructions.needs)
     assert any("vpmaddubsw" in text for _, text in found) != ("avx_vnni" in instructions.needs)
+    assert not any("dpbf16ps" in text for _, text in found)
 
 
 @pytest.mark.parametrize("processor, chosen", [
@@ -864,7 +868,8 @@ def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.full  # a build with sanitizers takes a minute
-def test_under_sanitizers(tmp_path):
+@pytest.mark.parametrize("kernels", ["auto", "avx2"])
+def test_under_sanitizers(tmp_path, kernels):
     """Every operation under ASan and UBSan, at sizes where the last elements end with their storage."""
     compiler = os.environ.get("CXX") or "g++"
     code = """if True:
@@ -876,7 +881,7 @@ def test_under_sanitizers(tmp_path):
         from checkpoint import Writer, empty_model
         from model import Config
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-        assert kernels_cpu.load_kernels()
+        assert kernels_cpu.load_kernels(KERNELS)
         ops = torch.ops.fastpath
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for N, K in ((1, 1), (17, 33), (37, 96), (16, 150), (35, 31)):
@@ -933,7 +938,7 @@ def test_under_sanitizers(tmp_path):
                 for S, start in ((3, 0), (1, 19), (16, 3)):
                     pos = torch.arange(start, start + S).expand(2, S)
                     model(torch.ones(2, S, dtype=torch.int64), pos, torch.tensor([1, 0]))
-        print("clean")"""
+        print("clean")""".replace("KERNELS", repr(kernels))
     libraries = [
         subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
         for name in ("asan", "ubsan")

@@ -8,7 +8,7 @@ import pytest
 from drafts import controller
 from drafts.retrieval import (
     MAX_MATCH,
-    MAX_PLACES,
+    MAX_OCCURRENCES,
     Calibration,
     Match,
     RetrievalDraft,
@@ -87,8 +87,8 @@ def test_matches_in_a_growing_text():
         while len(in_pieces.tokens) < len(text):
             in_pieces.extend(text[len(in_pieces.tokens) :][: rng.randrange(5)])
         match, ends = find(RowIndex(text), text, n), all_ends(text, text)
-        long += len(ends) > MAX_PLACES
-        check(match, text, ends[-MAX_PLACES:], text, n)
+        long += len(ends) > MAX_OCCURRENCES
+        check(match, text, ends[-MAX_OCCURRENCES:], text, n)
         assert find(grown, text, n) == find(in_pieces, text, n) == match
     assert long > 5
 
@@ -103,7 +103,7 @@ def test_matches_in_a_text_that_does_not_grow():
             start = rng.randrange(len(text))
             tail += text[start : start + rng.randrange(40)]
         match, ends = find(TextIndex(text), tail, n), all_ends(text, tail)
-        if len(ends) <= MAX_PLACES:
+        if len(ends) <= MAX_OCCURRENCES:
             check(match, text, ends, tail, n)
             continue
         long += 1  # then it compares only some of the places, but always one with the longest match

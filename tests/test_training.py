@@ -141,14 +141,14 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
             n += len(states)
     assert n > 40 and same > 0.9 * n  # two tokens may be equally likely in bfloat16
     model.norm.weight[2] += 1  # now it is another model
-    with pytest.raises(UserError, match=r"text-\w{12}.states is missing or too short: .* is another model's"):
+    with pytest.raises(UserError, match=r"text-\w{12}.states is missing or too short: .* was written by another model"):
         read_teacher_text(path, model)
 
 
 def test_one_process_writes_a_file(tmp_path, chat_checkpoint):
     model = load_model(chat_checkpoint)
     file = self_text.SampleFile(tmp_path / "text.jsonl", model)
-    with pytest.raises(UserError, match="another process writes"):
+    with pytest.raises(UserError, match="another process is writing"):
         self_text.SampleFile(tmp_path / "text.jsonl", model)
     file.close()
     self_text.SampleFile(tmp_path / "text.jsonl", model).close()
@@ -222,7 +222,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "draft.state"
     module = torch.nn.Linear(3, 2)
     common.Trainer(module, 10, 0.1, path, {"width": 32}).save()
-    with pytest.raises(UserError, match="draft.state is of a run with another width; delete it"):
+    with pytest.raises(UserError, match="draft.state belongs to a run with another width; delete it"):
         common.Trainer(module, 10, 0.1, path, {"width": 64})
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(UserError, match=r"draft.state cannot be read as the state of a training run: .*"):
@@ -415,16 +415,16 @@ def trained_heads(teacher: TeacherText, head: torch.Tensor, state: Path, epochs:
 
 
 @pytest.fixture
-def few_places(monkeypatch):
+def few_positions(monkeypatch):
     monkeypatch.setattr(medusa_trainer, "BATCH_TOKENS", 24 * 8)
     monkeypatch.setattr(medusa_trainer, "PEAK", 0.01)
 
 
-def test_heads_learn_from_their_teacher(tmp_path, few_places, capfd):
+def test_heads_learn_from_their_teacher(tmp_path, few_positions, capfd):
     """And score at chance if their targets are those of the token after."""
     teacher, head = made_up_teacher()
     _, held_out = split_held_out(teacher.sequences)
-    places = medusa_trainer.places_of(held_out, 3)
+    places = medusa_trainer.positions_of(held_out, 3)
     losses, hits = trained_heads(teacher, head, tmp_path / "state", 8).accuracy(places)
     assert len(hits) == 3 and min(hits) > 0.6 and max(losses) < 0.6, (losses, hits)
     assert "head 1: " in capfd.readouterr().err
@@ -436,13 +436,13 @@ def test_heads_learn_from_their_teacher(tmp_path, few_places, capfd):
     assert max(hits) < chance + 0.1 and min(losses) > 1, (losses, hits, chance)
 
 
-def test_heads_see_only_places_where_all_of_them_have_a_target():
+def test_heads_see_only_positions_where_all_of_them_have_a_target():
     batch = [(0, 3, 9), (9, 12, 14), (14, 15, 18)]
-    assert medusa_trainer.places_of(batch, 2).tolist() == [2, 3, 4, 5, 14]
-    assert medusa_trainer.places_of(batch, 1).tolist() == [2, 3, 4, 5, 6, 11, 14, 15]
+    assert medusa_trainer.positions_of(batch, 2).tolist() == [2, 3, 4, 5, 14]
+    assert medusa_trainer.positions_of(batch, 1).tolist() == [2, 3, 4, 5, 6, 11, 14, 15]
 
 
-def test_heads_are_the_same_after_an_interruption(tmp_path, few_places):
+def test_heads_are_the_same_after_an_interruption(tmp_path, few_positions):
     teacher, head = made_up_teacher(1, 60)
     whole = trained_heads(teacher, head, tmp_path / "whole", 2)
     with pytest.raises(KeyboardInterrupt):

@@ -23,8 +23,8 @@ from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, pr
 
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
-REPORTS = 20  # times that a run reports how good the draft is
-ROWS = 256  # of logits that are in memory at a time: with 10,000 columns, those of one operation fit in the caches
+REPORTS = 20  # how often a run reports the quality of the draft
+ROWS = 256  # of logits in memory at a time: with 10,000 columns, they fit in the processor's caches
 
 # ---------------------------------------------------------------- the options
 
@@ -38,9 +38,9 @@ def make_parser(description: str) -> ArgumentParser:
     target = "the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct"
     add("--checkpoint_path", help=target)
     add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
-    add("--epochs", type=positive, default=3, help="how often every sequence of the text is learned from")
+    add("--epochs", type=positive, default=3, help="passes over the text")
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
-    add("--seed", type=seed, default=0, help="of the first weights and of the order of the sequences")
+    add("--seed", type=seed, default=0, help="of the initial weights and of the order of the sequences")
     return parser
 
 
@@ -51,10 +51,10 @@ def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: 
     """The mean over n positions of KL(p_target || p_draft), where p_draft is softmax(x @ matrix.T + bias), and p_target
     is softmax(teacher_x @ teacher_matrix.T + bias).
 
-    x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D') and teacher_matrix (m,D') are constant, and so is bias
-    (m,), for a vocabulary of which some tokens stand for others. Products are computed in bfloat16. The gradient
-    of the logits, p_draft - p_target, is used while a few rows of them are in the caches, so no tensor (n,m) is ever in
-    memory.
+    x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D'), teacher_matrix (m,D') and bias (m,) are constants.
+    With a sampled vocabulary, bias gives each sampled token the weight of those that were not sampled. Products are
+    computed in bfloat16. The gradient of the logits is p_draft - p_target. It is computed and used for ROWS positions
+    at a time, so no tensor (n,m) is ever in memory.
     """
     return KLDivergence.apply(x, matrix, teacher_x, teacher_matrix, bias)
 
@@ -105,7 +105,7 @@ def load_state(path: Path) -> dict | None:
     try:
         state = torch.load(path, weights_only=True)
         if not isinstance(state, dict) or state.keys() != {"settings", "step", "parameters", "optimizer"}:
-            raise ValueError("it is no state of a run")
+            raise ValueError("it is not the state of a training run")
         return state
     except Exception as error:  # torch raises errors of many types for a damaged file
         raise UserError(f"{path} cannot be read as the state of a training run: {first_line(error)}") from None
@@ -115,7 +115,7 @@ def load_state(path: Path) -> dict | None:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """The rate of a step: it rises evenly for WARM_UP steps, or a tenth of a short run, and falls to 0 as a cosine."""
+    """Linear warm-up for WARM_UP steps (or a tenth of a short run), then cosine decay to 0."""
     warm_up = min(WARM_UP, steps // 10 + 1)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -124,11 +124,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @contextmanager
 def deferred_signals():
-    """Within the block, Ctrl-C and SIGTERM only append their number to the list that the block gets."""
-    came = []
-    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    """Within the block, Ctrl-C and SIGTERM only append their signal number to a list, which the context yields."""
+    received = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -137,7 +137,7 @@ def deferred_signals():
 class Trainer:
     """Trains the parameters of a module that need gradients with AdamW, for a number of steps known in advance.
 
-    settings: whatever the run depends on, as plain values; a state file of a run with other settings is refused.
+    settings: everything that determines the result, as plain values; a state file with other settings is refused.
     """
 
     def __init__(self, module: nn.Module, steps: int, peak: float, state: Path, settings: dict):
@@ -154,13 +154,13 @@ class Trainer:
         if state is None:
             return
         if differing := [name for name in self.settings if state["settings"].get(name) != self.settings[name]]:
-            raise UserError(f"{self.path} is of a run with another {differing[0]}; delete it to begin a new one")
+            raise UserError(f"{self.path} belongs to a run with another {differing[0]}; delete it to start a new run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        print_status(f"going on from step {self.step} of {self.steps}, which {self.path} holds")
+        print_status(f"resuming at step {self.step} of {self.steps} from {self.path}")
 
     def save(self):
         parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -170,8 +170,8 @@ class Trainer:
     def run(self, loss: Callable[[int], Tensor], report: Callable[[], str]):
         """Train to the end. loss(step) computes the loss of a batch that depends on nothing but `step`.
 
-        report() says how good the draft is, in a few words. Ctrl-C and SIGTERM take effect after the current step, when
-        the state file has been written.
+        report() describes the quality of the draft in a few words. Ctrl-C and SIGTERM take effect after the current
+        step, when the state file has been written.
         """
         every, saved = max(1, self.steps // REPORTS), time.monotonic()
         losses = []
@@ -189,7 +189,7 @@ class Trainer:
             if signals:
                 self.save()
         if signals:
-            print_status(f"stopped at step {self.step} of {self.steps}; the same command goes on from there")
+            print_status(f"stopped at step {self.step} of {self.steps}; the same command resumes there")
             signal.raise_signal(signals[0])
 
     def take_step(self, loss: Tensor) -> float:

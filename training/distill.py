@@ -1,11 +1,11 @@
 """Trains a small draft model for a target model, on the target's own text and probabilities.
 
-Read up from `main`. The draft is a Llama of a few narrow layers. Its tied embedding begins as the best approximation of
-the target's output head in so few columns. It then learns to give the target's probabilities of each next token
-(distillation, arXiv:1503.02531), because a proposed token is accepted with the probability sum min(p_target, p_draft).
+Read up from `main`. The draft is a Llama with a few narrow layers. Its tied embedding starts as the best low-rank
+approximation of the target's output head. It learns to predict the target's probabilities of each next token
+(distillation, arXiv:1503.02531), because a proposed token is accepted with probability sum min(p_target, p_draft).
 
-A step computes only the logits of the tokens that the target often says, and of random others, which stand for all
-others: a token that is never trained would soon be too likely.
+A step computes the logits of the target's most frequent tokens only, and of a random sample of all others, weighted to
+stand for them: the logits of tokens that are never trained would drift upwards.
 """
 
 import sys
@@ -32,9 +32,9 @@ from model import Attention, Block, Config, Transformer, rope_frequencies, rope_
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
-LIKELY, OTHERS = 8192, 2048  # tokens that have logits in each step, and others that are drawn anew for every step
-SAMPLE = 4096  # hidden states of the target from which the scale of the draft's is taken
-FIRST_SCALE = 0.2  # of the first logits, which are wrong, so that they should not be as clear-cut as the target's
+LIKELY, OTHERS = 8192, 2048  # tokens with logits in every step, and others that are sampled for each step
+SAMPLE = 4096  # hidden states of the target from which the draft's initial scale is estimated
+FIRST_SCALE = 0.2  # of the initial logits: they are still wrong, so they should be less confident than the target's
 CHECKED = 32  # held-out sequences in the reports during training
 
 # ---------------------------------------------------------------- the draft model
@@ -76,16 +76,17 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
 @dataclass
 class Batch:
-    """B sequences of at most L tokens, one after the other; n tokens in all, after g of which the draft has to guess.
+    """B sequences of at most L tokens, concatenated: n tokens, of which g have a next token that the draft must
+    predict.
 
-    There is no padding but in the attention, where the tokens are places of B rows of L."""
+    Only attention pads: there, the tokens are scattered into B rows of L."""
 
     B: int
     L: int
     tokens: Tensor  # (n,)
     input_pos: Tensor  # (n,)
-    places: Tensor  # (n,) from 0 to B L - 1
-    guesses: Tensor  # (g,) indices into `tokens`: the last token of the prompt and all new tokens but the last
+    padded: Tensor  # (n,) the index of each token in the B rows of L
+    predicting: Tensor  # (g,) indices into `tokens`: the last token of the prompt and all new tokens but the last
     indices: Tensor  # (g,) of the same tokens in the whole text
 
 
@@ -93,10 +94,11 @@ def make_batch(tokens: Tensor, sequences: list[Sequence]) -> Batch:
     sequences = sorted(sequences)
     B, L = len(sequences), max(end - start for start, _, end in sequences)
     input_pos = [torch.arange(end - start) for start, _, end in sequences]
-    places = torch.cat([row * L + positions for row, positions in enumerate(input_pos)])
+    padded = torch.cat([row * L + positions for row, positions in enumerate(input_pos)])
     indices = torch.cat([start + positions for (start, _, _), positions in zip(sequences, input_pos)])  # ascending
-    guesses = torch.tensor(new_token_positions(sequences))
-    return Batch(B, L, tokens[indices], torch.cat(input_pos), places, torch.searchsorted(indices, guesses), guesses)
+    positions = torch.tensor(new_token_positions(sequences))
+    predicting = torch.searchsorted(indices, positions)
+    return Batch(B, L, tokens[indices], torch.cat(input_pos), padded, predicting, positions)
 
 
 def draft_states(draft: Transformer, batch: Batch) -> Tensor:
@@ -125,18 +127,18 @@ def attend(layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batc
     H, E = layer.config.n_head, layer.config.head_dim
     qk, v = F.linear(x, layer.qkv.weight).view(1, -1, 3 * H, E).split([2 * H, H], dim=2)
     qkv = torch.cat([rotate(qk, rope), v], 2)[0]  # (n,3H,E)
-    rows = qkv.new_zeros(batch.B * batch.L, 3 * H, E).index_copy(0, batch.places, qkv)
+    rows = qkv.new_zeros(batch.B * batch.L, 3 * H, E).index_copy(0, batch.padded, qkv)
     q, k, v = rows.view(batch.B, batch.L, 3, H, E).permute(2, 0, 3, 1, 4)  # (B,H,L,E) each
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # padding is after the tokens, so none attends to it
     y = y.transpose(1, 2).reshape(batch.B * batch.L, H * E)
-    return F.linear(y.index_select(0, batch.places), layer.out.weight)
+    return F.linear(y.index_select(0, batch.padded), layer.out.weight)
 
 
 # ---------------------------------------------------------------- training
 
 
 class Distillation:
-    """The loss of each step, and how good the draft is on sequences that it does not learn from."""
+    """The loss of each step, and the quality of the draft on held-out sequences."""
 
     def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
         self.draft, self.head = draft, head
@@ -148,8 +150,8 @@ class Distillation:
         self.others = is_other.nonzero()[:, 0]
 
     def some_tokens(self, step: int) -> tuple[Tensor, Tensor]:
-        """The tokens (m,) that have logits in a step, and what is added to their logits (m,), so that the other tokens
-        that were drawn stand for all others."""
+        """The tokens (m,) that have logits in a step, and the biases (m,) of their logits, with which the sampled
+        tokens stand for all that were not sampled."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         others = self.others[torch.randperm(len(self.others), generator=generator)[:OTHERS]].sort().values
         weight = len(self.others) / max(1, len(others))
@@ -164,10 +166,10 @@ class Distillation:
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The hidden states of draft (g,D) and target (g,D') where the draft has to guess."""
+        """The hidden states of draft (g,D) and target (g,D') from which the next tokens are predicted."""
         with torch.autocast("cpu", torch.bfloat16):
             x = draft_states(self.draft, batch)
-        return x.index_select(0, batch.guesses), self.text.states(batch.indices)
+        return x.index_select(0, batch.predicting), self.text.states(batch.indices)
 
     @torch.no_grad()
     def report(self, sequences: list[Sequence] | None = None) -> str:

@@ -4,10 +4,9 @@
     python training/medusa.py --text self_text.jsonl --out heads.safetensors
     python generate.py --draft medusa:heads.safetensors --prompt "Hello"
 
-At each place of the text, head i gets the state of the head before it and the i-th next token of the text, and learns
-the target's own distribution of the token after that (distillation), over the draft vocabulary. It also learns the
-target's hidden state, as in EAGLE (arXiv:2401.15077), which says more than one token does. Only the matrices of the
-heads are trained. A run that is stopped goes on where it ended.
+At each position of the text, head i gets the state of the head before it and the i-th next token. It learns the
+target's distribution of the token after that (distillation) over the draft vocabulary, and the target's hidden state,
+as in EAGLE (arXiv:2401.15077). Only the matrices of the heads are trained. A run that was stopped can be resumed.
 """
 
 import sys
@@ -31,15 +30,15 @@ from load import load_model
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate
-MODEL_TOKENS = 16384  # tokens that draft models propose from, which compute the logits of a whole vocabulary otherwise
-REPORT_PLACES = 8192  # held-out places on which the accuracy is measured
+MODEL_TOKENS = 16384  # size of the vocabulary that the file has for draft models
+REPORT_POSITIONS = 8192  # held-out positions on which the accuracy is measured
 
 
 class TrainedHeads(nn.Module):
     """The matrices of the heads, with gradients, and what they are trained against.
 
     embedding: the target's, a function of tokens (n,). matrix (W,D): the output vectors of the draft vocabulary. shift:
-    how many tokens too late the targets are; not 0 only to test that such heads learn nothing.
+    delays the targets by this many tokens; only tests use it, to see that such heads learn nothing.
     """
 
     def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0, shift: int = 0):
@@ -52,40 +51,42 @@ class TrainedHeads(nn.Module):
         self.teacher, self.embedding = teacher, embedding
         self.matrix = matrix.to(torch.bfloat16)
 
-    def states(self, places: Tensor):
-        """Yields each head's states (n,D) at places (n,) of the text, and the places whose next token they predict."""
-        state = self.teacher.states(places).float()
+    def states(self, positions: Tensor):
+        """Yields each head's states (n,D) for positions (n,) of the text, and the positions whose next token they
+        predict."""
+        state = self.teacher.states(positions).float()
         for i in range(1, self.n + 1):
-            embedded = self.embedding(self.teacher.tokens[places + i])  # (n,D)
+            embedded = self.embedding(self.teacher.tokens[positions + i])  # (n,D)
             x = block_input(state, embedded).to(torch.bfloat16)
             gate, up = (x @ self.gate_up.to(torch.bfloat16).t()).chunk(2, -1)
             state = state + ((F.silu(gate) * up) @ self.down.to(torch.bfloat16).t()).float()
-            yield state, places + i
+            yield state, positions + i
 
-    def loss(self, places: Tensor) -> Tensor:
+    def loss(self, positions: Tensor) -> Tensor:
         losses = []
-        for state, at in self.states(places):
-            right = self.teacher.states(at + self.shift)
+        for state, at in self.states(positions):
+            expected = self.teacher.states(at + self.shift)
             losses.append(
-                kl_divergence(state, self.matrix, right, self.matrix) + F.smooth_l1_loss(state, right.float())
+                kl_divergence(state, self.matrix, expected, self.matrix) + F.smooth_l1_loss(state, expected.float())
             )
         return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def accuracy(self, places: Tensor) -> tuple[list[float], list[float]]:
-        """For each head, the KL divergence, and how often its likeliest token is the target's, of the vocabulary."""
+    def accuracy(self, positions: Tensor) -> tuple[list[float], list[float]]:
+        """For each head, the KL divergence, and how often its likeliest token is the target's, within the
+        vocabulary."""
         losses, hits = [], []
-        for state, at in self.states(places):
-            right = self.teacher.states(at + self.shift)
-            losses.append(float(kl_divergence(state, self.matrix, right, self.matrix)))
-            pairs = zip(state.to(torch.bfloat16).split(1024), right.split(1024))
+        for state, at in self.states(positions):
+            expected = self.teacher.states(at + self.shift)
+            losses.append(float(kl_divergence(state, self.matrix, expected, self.matrix)))
+            pairs = zip(state.to(torch.bfloat16).split(1024), expected.split(1024))
             same = [(x @ self.matrix.t()).argmax(1) == (y @ self.matrix.t()).argmax(1) for x, y in pairs]
             hits.append(float(torch.cat(same).float().mean()))
         return losses, hits
 
 
-def places_of(batch: list, heads: int) -> Tensor:
-    """The places of a batch of sequences at which all heads have a token to predict."""
+def positions_of(batch: list, heads: int) -> Tensor:
+    """The positions of a batch of sequences at which all heads have a token to predict."""
     ends = [(start, first_new, end - heads) for start, first_new, end in batch if end - heads > first_new]
     return torch.tensor(new_token_positions(ends), dtype=torch.int64)
 
@@ -93,13 +94,13 @@ def places_of(batch: list, heads: int) -> Tensor:
 def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
     n = heads.n
     batches, held_out = heads.teacher.batches(BATCH_TOKENS, epochs, seed)
-    batches = [places for batch in batches if len(places := places_of(batch, n))]
-    test_places = places_of(held_out, n)[:REPORT_PLACES]
-    if not batches or not len(test_places):
+    batches = [positions for batch in batches if len(positions := positions_of(batch, n))]
+    test_positions = positions_of(held_out, n)[:REPORT_POSITIONS]
+    if not batches or not len(test_positions):
         raise UserError("the text is too short: no answer is longer than the number of heads")
 
     def report() -> str:
-        losses, hits = heads.accuracy(test_places)
+        losses, hits = heads.accuracy(test_positions)
         parts = (f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in enumerate(zip(losses, hits), 1))
         return "held-out loss and accuracy of head " + "; ".join(parts)
 

@@ -1,14 +1,13 @@
 """Text in a model's own words, for training its drafts: the engine answers thousands of prompts in one large batch.
 
-A draft has to guess what this model says, not what people wrote, so its training text is made by the model. Each prompt
-comes from text that installed Python packages ship (their descriptions and docstrings): a task about a word or a
-passage of it, a passage to go on with, and questions that the model asks itself, by writing the user's turn of its own
-chat template (arXiv:2406.08464). Half of the answers are greedy, half are sampled at temperature 0.8.
+A draft predicts what this model generates, not what people write, so the model generates its training text. The prompts
+are made from the descriptions and docstrings of the installed Python packages: a task about a word or a passage, or a
+passage to continue. Others are questions that the model itself generates, as the user's turn of its chat template
+(arXiv:2406.08464). Half of the answers are greedy, half are sampled at temperature 0.8.
 
 The output is a text file with one JSON object per line: {"index", "prompt", "new"}, token ids both. A file beside it
-holds the hidden state that each new token was sampled from, in bfloat16: they are what the drafts learn from, and
-computing them again would take as long as the text. A run that was stopped goes on where it ended: prompt number
-`index` is a function of the seed and the packages, not of time.
+holds the hidden state that each new token was sampled from, in bfloat16, so that training need not run the model again.
+A run that was stopped can be resumed: prompt number `index` is a function of the seed and the packages only.
 """
 
 import fcntl
@@ -50,7 +49,7 @@ from tokenizer import ChatTemplate, Tokenizer
 FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
-COMPARED = 100  # samples of an existing file whose prompts are compared with those that the seed gives now
+COMPARED = 100  # samples of an existing file whose prompts are checked against the seed
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
 Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
 I am|I have|I need|Is it|Do you|Please||"""
@@ -86,7 +85,7 @@ class PackageTexts:
 
 
 class Prompts:
-    """Makes the request of each index. For every second index, there is a request for the question before it."""
+    """Makes the request of each index. For every second index, the model first generates the question."""
 
     def __init__(self, directory: Path, seed: int, max_new_tokens: int):
         self.tokenizer, self.texts = Tokenizer(directory), PackageTexts()
@@ -99,21 +98,21 @@ class Prompts:
         self.user_turn = self.template.render([{"role": "user", "content": marker}]).partition(marker)[0]
 
     def first(self, index: int) -> tuple[Request, str | None]:
-        """The request of an index, and the question's first words if it is one for a question."""
-        chance = random.Random(f"{self.seed} {index}")
+        """The first request of an index; also the first words of the question, if it asks the model for a question."""
+        rng = random.Random(f"{self.seed} {index}")
         if index % 2:
-            opening = chance.choice(variants(OPENINGS))
+            opening = rng.choice(variants(OPENINGS))
             ids = self.tokenizer.encode(self.user_turn + opening, add_bos=False)
             return Request(ids, self.sampled(index), QUESTION_TOKENS, self.stop_ids), opening
-        word, other = chance.sample(self.texts.words, 2)
-        passage = chance.choice(self.texts.passages)
+        word, other = rng.sample(self.texts.words, 2)
+        passage = rng.choice(self.texts.passages)
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
-        return self.answer(index, chance.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
+        return self.answer(index, rng.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
 
     def check_samples(self, samples: list[dict], path: Path):
-        """UserError if the first samples of a file do not have these prompts. A prompt with a question that the model
-        asked itself (an odd index) cannot be compared."""
+        """UserError if the first samples of a file have other prompts. Those with an odd index, whose question the
+        model generated, cannot be checked."""
         for sample in samples[:COMPARED]:
             if sample["index"] % 2 == 0 and sample["prompt"] != self.first(sample["index"])[0].prompt:
                 why = "another seed, or other Python packages were installed when it was written"
@@ -134,14 +133,14 @@ class Prompts:
 
 
 def read_samples(path: Path) -> list[dict]:
-    """The samples of a file. A last line that is not complete, because a run was stopped, is left out."""
+    """The samples of a file. An incomplete last line, of a run that was stopped, is left out."""
     try:
         text = path.read_text()
         if text and not FIRST_LINE.startswith(text[: len(FIRST_LINE)]):
             raise ValueError("its first line is not that of a sample")
         samples = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         if not all(isinstance(s, dict) and s.keys() == {"index", "prompt", "new"} and s["new"] for s in samples):
-            raise ValueError("it holds lines that are no samples")
+            raise ValueError("some of its lines are not samples")
         return samples
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a file of self_text.py: {error}") from None
@@ -185,12 +184,12 @@ class SampleFile:
             self.lines, self.states = path.open("ab"), states.open("ab")
             fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
-            raise UserError(f"another process writes {path} at the moment") from None
+            raise UserError(f"another process is writing {path}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error}") from None
         size = 2 * model.config.dim * self.tokens  # bytes
         if self.states.tell() < size:
-            raise UserError(f"{states} is shorter than {path} says, or {path} is another model's; remove both")
+            raise UserError(f"{states} is too short for {path}, or {path} was written by another model; remove both")
         self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
         self.states.truncate(size)
 
@@ -225,14 +224,14 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
                 index += 1
             finished = engine.step()
             for request, row in zip(finished, engine.released, strict=True):  # both in the order in which they ended
-                its_index, opening = indices.pop(request), openings.pop(request)
+                sample_index, opening = indices.pop(request), openings.pop(request)
                 if opening is not None:
                     ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
-                    answer = prompts.answer(its_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
-                    indices[answer], openings[answer] = its_index, None
+                    answer = prompts.answer(sample_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
+                    indices[answer], openings[answer] = sample_index, None
                     engine.add(answer)
                 elif request.finish_reason != "error":
-                    sample = {"index": its_index, "prompt": request.prompt, "new": request.new_tokens}
+                    sample = {"index": sample_index, "prompt": request.prompt, "new": request.new_tokens}
                     file.add(sample, torch.stack(steps.states[row]))
                     if len(file.samples) % 500 == 0:
                         print_status(f"{file.tokens:,} of {tokens:,} tokens")
@@ -244,7 +243,7 @@ def main():
     parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
     source = "as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct"
     parser.add_argument("--checkpoint_path", help=source)
-    parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to go on with")
+    parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to continue")
     parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
     parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
     parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")

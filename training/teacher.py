@@ -1,7 +1,7 @@
-"""The text that drafts learn from, with the hidden states of the model that wrote it: a file of self_text.py, opened.
+"""Training text for drafts: tokens that the target generated (self_text.py), and its hidden states for each of them.
 
-A hidden state times the output matrix gives the target's distribution of the next token. So the states are what the
-trainers of this directory imitate, and for Medusa heads also the input.
+A hidden state times the output matrix gives the target's distribution of the next token. The trainers of this directory
+learn to predict these distributions, and the states are also the input of Medusa heads.
 """
 
 import random
@@ -17,9 +17,9 @@ from cli import UserError
 from model import Transformer
 from tokenizer import ChatTemplate, Tokenizer
 
-HELD_OUT = 50  # every fiftieth sequence is not trained on
+HELD_OUT = 50  # every fiftieth sequence is held out for evaluation
 
-Sequence = tuple[int, int, int]  # start, first_new, end: the prompt, and from first_new on the new tokens
+Sequence = tuple[int, int, int]  # (start, first_new, end): prompt start..first_new, answer first_new..end
 
 
 @dataclass
@@ -31,9 +31,9 @@ class TeacherText:
     hidden: Tensor  # (n,D) bfloat16, for the n new tokens of all sequences
     row: Tensor  # (N,) int64: the row of `hidden` that predicts the token after this one; -1 if there is none
 
-    def states(self, places: Tensor) -> Tensor:
-        """The hidden states (n,D) that predict the tokens after places (n,), each the place before a new token."""
-        return self.hidden[self.row[places]]
+    def states(self, positions: Tensor) -> Tensor:
+        """The hidden states (n,D) that predict the tokens after positions (n,) of the text."""
+        return self.hidden[self.row[positions]]
 
     @property
     def answers(self) -> Tensor:
@@ -42,7 +42,7 @@ class TeacherText:
 
     @property
     def checksum(self) -> str:
-        """Tells the state file of a run which text it learned from."""
+        """Identifies the text in the state file of a training run."""
         return f"{len(self.tokens)} tokens with sum {self.tokens.sum()}"
 
     def batches(self, tokens: int, epochs: int, seed: int) -> tuple[list[list[Sequence]], list[Sequence]]:
@@ -71,14 +71,14 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
         raise UserError(f"{text} holds {len(sequences)} samples; make more with training/self_text.py")
     path, D = states_path(text, model), model.config.dim
     if not path.exists() or path.stat().st_size < 2 * D * n:
-        raise UserError(f"{path} is missing or too short: {text} is another model's, or should be made again")
+        raise UserError(f"{path} is missing or too short: {text} was written by another model, or must be made again")
     if max(tokens) >= model.config.vocab_size or min(tokens) < 0:
         raise UserError(f"{text} has token ids that the model does not have")
     hidden = torch.from_file(str(path), size=n * D, dtype=torch.bfloat16).view(n, D)
     return TeacherText(torch.tensor(tokens), sequences, hidden, torch.tensor(row))
 
 
-# ---------------------------------------------------------------- what is learned from it
+# ---------------------------------------------------------------- vocabulary and batches
 
 
 def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
@@ -97,16 +97,15 @@ def end_tokens(directory: Path) -> set[int]:
 
 
 def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences to train on, and every fiftieth, which show how good a draft is. Not the last ones: long answers
-    are finished last."""
+    """(training sequences, held-out sequences). Every fiftieth is held out, not the last ones, because long answers
+    finish last."""
     if len(sequences) < 2:
         raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
     return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 
 def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
-    """All batches of a run: in each epoch every sequence once, in random order, as many per batch as fit into this many
-    tokens."""
+    """All batches of a run, of at most `tokens` tokens each. An epoch has every sequence once, in random order."""
     batches = []
     for epoch in range(epochs):
         order = list(sequences)
@@ -123,5 +122,5 @@ def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int)
 
 
 def new_token_positions(batch: list[Sequence]) -> list[int]:
-    """The indices of the tokens after which the teacher wrote another one: the places where a draft is to guess."""
+    """The positions whose next token the teacher generated: those at which a draft learns to predict."""
     return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]

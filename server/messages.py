@@ -33,6 +33,8 @@ class Submit:
     request: Request  # for the engine, without on_token
     stop: tuple[str, ...] = ()  # stop strings
     continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
+    grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
+    shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, such as the marks of tool calls
     can_time_out: bool = True  # in the queue, after --queue_seconds
 
 

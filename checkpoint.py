@@ -26,7 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, print_status, progress_bar
-from model import Config, KVCache, RopeScaling, Transformer
+from model import Config, KVCache, Transformer
+from positions import RopeScaling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -38,6 +38,15 @@ def and_more(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
+def check_positive(numbers: dict, kinds: tuple = (int, float)):
+    """ValueError if a value of a checkpoint's config (name -> value) is not a number above 0 and not absurdly large."""
+    for name, value in numbers.items():
+        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
+            kind = "integer" if kinds == (int,) else "number"
+            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
+
+
 def check_is_file(path: Path):
     """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
     if path.exists() and not path.is_file():

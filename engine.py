@@ -34,6 +34,7 @@ class Request:
     on_token(id) is called with each new token and ends the request by returning True. logprobs=n records the
     log-probability of each new token and of the n likeliest ones, from the logits before penalties and temperature.
     prompt_logprobs=n does the same for the prompt, which is then read in full, even if the cache holds a prefix of it.
+    grammar says which tokens may come next, as a grammar.Grammar does; it belongs to this request alone.
     """
 
     prompt: list[int]
@@ -43,6 +44,7 @@ class Request:
     on_token: Callable[[int], bool] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: object | None = None
     # Written by the engine:
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
@@ -236,7 +238,7 @@ class Engine:
             request = self.waiting.popleft()
             where = self._choose_row(request)
             self._start(request, *where)
-            plan.admitted.append((replace(request, on_token=None), *where))  # a function cannot be pickled
+            plan.admitted.append((replace(request, on_token=None, grammar=None), *where))  # which cannot be pickled
         active = [row for row in self.rows if row.request is not None]
         plan.decoding = [row.index for row in active if row.request.new_tokens]
         plan.chunk = self._choose_chunk([row for row in active if not row.request.new_tokens], bool(plan.decoding))
@@ -299,6 +301,7 @@ class Engine:
             if not row.unread and row.request.max_new_tokens < 1:
                 self._finish(row.request, "length", row)
         if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
+            self.set_masks([rows[i] for i in done])
             targets = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
             ids, logprobs, logits = draw(model, logits[done], *targets.t().contiguous(), self.sampling)
             self._accept([rows[i] for i in done], ids.tolist(), logprobs, logits)
@@ -313,6 +316,18 @@ class Engine:
                 logits = self.model.head(states[start : start + len(ids)])[:, : self.model.config.n_token]  # (n,V)
                 row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
 
+    def set_masks(self, rows: list[Row], proposal=None):
+        """Let the grammars of rows say which tokens may come next, and after each token of a speculative.Proposal."""
+        if all(row.request.grammar is None for row in rows):
+            return
+        drafted = [[]] * len(rows)
+        if proposal is not None:
+            drafted = [ids[:n] for ids, n in zip(proposal.drafted.tolist(), proposal.lengths.tolist())]
+        for row, ids in zip(rows, drafted):
+            if (grammar := row.request.grammar) is not None:
+                position = len(row.request.prompt) + len(row.request.new_tokens)
+                self.sampling.set_masks(row.index, position, grammar, ids)
+
     def _decode(self, rows: list[Row]):
         start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
@@ -321,6 +336,7 @@ class Engine:
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         drafted = None
         if self.speculation is None:
+            self.set_masks(rows)
             with self.threads.of("decode", len(rows), fixed=not self.model.backend.thread_invariant):
                 ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
@@ -359,6 +375,7 @@ class Engine:
         reason = "length" if len(request.new_tokens) >= min(request.max_new_tokens, room) else None
         reason, error = "stop" if token in request.stop_ids else reason, None
         try:
+            reason = "stop" if request.grammar is not None and request.grammar.accept(token) else reason
             reason = "stop" if request.on_token is not None and request.on_token(token) else reason
         except Exception as failure:  # an error of the caller's code ends this request only
             reason, error = "error", first_line(failure)

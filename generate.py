@@ -54,6 +54,8 @@ def parse_arguments(argv=None):
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
+    schema = "generate JSON that fits the JSON schema in this file (needs llguidance)"
+    add("--json_schema", type=Path, metavar="FILE", help=schema)
     add_sampling_options(add)
     add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
@@ -88,12 +90,14 @@ def check_arguments(args):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
-        if args.json or args.profile or any(batch):
-            raise UserError("--interactive is one conversation: use --prompt for prompts, and no --json or --profile")
+        if args.json or args.profile or args.json_schema or any(batch):
+            text = "use --prompt for prompts, and no --json, --json_schema or --profile"
+            raise UserError(f"--interactive is one conversation: {text}")
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
     try:
-        args.params = SamplingParams(**{field.name: getattr(args, field.name) for field in fields(SamplingParams)})
+        options = [field.name for field in fields(SamplingParams) if hasattr(args, field.name)]
+        args.params = SamplingParams(**{name: getattr(args, name) for name in options})
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return args
@@ -182,7 +186,8 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     requests = []
     for row, prompt in enumerate(prompts):
         params = replace(args.params, seed=args.seed + n * len(prompts) + row)
-        requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener(row)))
+        request = Request(prompt, params, args.max_new_tokens, stop_ids, listener(row), grammar=args.make_grammar())
+        requests.append(request)
     if streaming:
         print(before[0], end="", flush=True)
     engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
@@ -264,6 +269,12 @@ def main(ranks=None):
 
         run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
     else:
+        args.make_grammar = lambda: None
+        if args.json_schema is not None:
+            from grammar import read_schema
+
+            vocabulary = checkpoint.tokenizer, checkpoint.config.vocab_size
+            args.make_grammar = read_schema(args.json_schema, *vocabulary, stop_ids)
         result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)
     engine.close()
     if args.interactive:

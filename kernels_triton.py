@@ -785,10 +785,11 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
     return tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
 
 
-@triton.jit(do_not_specialize=["S", "V", "W", "D", "b_stride", "s_stride"])
+@triton.jit(do_not_specialize=["S", "V", "W", "P", "N", "D", "b_stride", "s_stride"])
 def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty,
-    presence_penalty, counts, x, ids, logprobs, S, V, W, D, b_stride, s_stride, BLOCK: tl.constexpr,
+    presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids, logprobs, S, V, W, P, N, D, b_stride,
+    s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
     first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
@@ -801,6 +802,9 @@ def sample_kernel(
     frequency = tl.load(frequency_penalty + row)
     presence = tl.load(presence_penalty + row)
     temperature = tl.load(temperature + row)
+    has_bias, first_masked = tl.load(biased + row), tl.load(mask_start + row)
+    logit_bias += row * W
+    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * N  # those of P positions, N words each
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
     if place > 0:
@@ -815,6 +819,11 @@ def sample_kernel(
             if (repetition != 1) | (frequency != 0) | (presence != 0):
                 before = D - S + 1 + s  # of the D drafted tokens
                 y = penalize(y, at, before, V, counts + row * W, drafted + b * D, repetition, frequency, presence)
+            if has_bias:
+                y += tl.load(logit_bias + at, mask=at < V, other=0.0)
+            if first_masked >= 0:
+                words = tl.load(masks + at // 32, mask=at < V, other=0)
+                y = tl.where(((words >> (at % 32)) & 1) != 0, y, float("-inf"))
             best_at = tl.where(y > best, at, best_at)
             best = tl.where(y > best, y, best)
             if temperature > 0:
@@ -844,7 +853,8 @@ def sample(logits, rows, position, drafted, *settings):
     ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
     x = logits.new_empty(B, S, V, dtype=torch.float32)
     tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
-    sizes = (S, V, sampling.Sampling(*settings).counts.shape[1], drafted.shape[1], *logits.stride()[:2])
+    named = sampling.Sampling(*settings)
+    sizes = (S, V, named.counts.shape[1], *named.masks.shape[1:], drafted.shape[1], *logits.stride()[:2])
     with torch.cuda.device_of(logits):
         sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
     return ids, logprobs

@@ -1,15 +1,15 @@
 """A decoder-only transformer in one file.
 
-Read down: Config, Transformer, Block, Attention, KVCache, MLP, layers, positions. Knows nothing of text, sampling,
-files or devices: kernels.py defines the operations and dispatches them to the kernels of the device.
+Read down: Config, Transformer, Block, Attention, KVCache, MLP, layers, inputs. RoPE and ALiBi are in positions.py.
+Knows nothing of text, sampling, files or devices: kernels.py defines the operations and dispatches them to the kernels
+of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
   H query heads  K key/value heads           E head width    F hidden width
 
-Sources: Llama (arXiv:2302.13971), RoPE (arXiv:2104.09864), grouped-query attention (arXiv:2305.13245),
-sliding window (Mistral, arXiv:2310.06825), YaRN (arXiv:2309.00071), QK norm (Qwen3, arXiv:2505.09388), BLOOM
-(arXiv:2211.05100), ALiBi (arXiv:2108.12409).
+Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), sliding window (Mistral,
+arXiv:2310.06825), QK norm (Qwen3, arXiv:2505.09388), BLOOM (arXiv:2211.05100).
 """
 
 import math
@@ -21,47 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli import check_positive
 from kernels import Backend, attention, layer_norm, linear, rms_norm
+from positions import RopeScaling, alibi_slopes, rope_frequencies, rope_table, rotate
 
 # ---------------------------------------------------------------- Config
-
-
-def check_positive(numbers: dict, kinds: tuple = (int, float)):
-    for name, value in numbers.items():
-        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
-            kind = "integer" if kinds == (int,) else "number"
-            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
-
-    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
-    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own).
-    """
-
-    kind: str
-    factor: float = 1.0
-    original_max_seq_length: int = 0  # llama3, yarn: the training context
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
-    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
-    factors: tuple[float, ...] = ()  # factors: E/2 divisors
-
-    def __post_init__(self):
-        if self.kind not in ("linear", "llama3", "yarn", "factors"):
-            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: linear, llama3, yarn, factors")
-        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
-        if self.kind in ("llama3", "yarn"):
-            numbers.append("original_max_seq_length")
-        check_positive({name: getattr(self, name) for name in numbers} | dict(enumerate(self.factors)))
-        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
-            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
 
 
 @dataclass(frozen=True)
@@ -425,57 +389,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-# ---------------------------------------------------------------- positions
-
-
-def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns."""
-    if base == math.inf:  # a layer without RoPE: cos is 1 and sin is 0
-        return torch.zeros(E // 2, device="cpu")
-    freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
-    if scaling is None:
-        return freqs
-    if scaling.kind == "linear":
-        return freqs / scaling.factor
-    if scaling.kind == "factors":
-        return freqs / torch.tensor(scaling.factors)
-    context = scaling.original_max_seq_length
-    if scaling.kind == "llama3":
-        # Frequencies with more than high_freq_factor rotations in the training context are kept; those with fewer than
-        # low_freq_factor are divided by factor; those between are interpolated. `keep` is the weight of the original.
-        rotations = context * freqs / (2 * math.pi)
-        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:  # yarn
-
-        def dimension(rotations):  # the index of the frequency with this many rotations in the training context
-            return E * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-        low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, E - 1)
-        high += 0.001 * (low == high)  # avoids a division by zero
-        keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
-    keep = keep.clamp(0, 1)
-    return freqs * keep + freqs / scaling.factor * (1 - keep)
-
-
-def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
-    angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
-    cos, sin = angles.cos(), angles.sin()
-    if scaling is not None and scaling.attention_factor != 1.0:
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def alibi_slopes(H: int) -> Tensor:
-    """ALiBi's H slopes in float32 (arXiv:2108.12409). The first n heads, n being the largest power of two up to H, have
-    2^(-8/n), 2^(-16/n) ... As in the authors' code, the other heads have every second slope of the series for 2n."""
-    n = 2 ** int(math.log2(H))
-    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
-    slopes += [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * (H - n), 2)]
-    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
+# ---------------------------------------------------------------- inputs
 
 
 def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
@@ -487,10 +401,3 @@ def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple
         tokens[row, : len(part)] = torch.tensor(part)
         input_pos[row, : len(part)] = torch.arange(start, start + len(part))
     return tokens, input_pos
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
-    cos, sin = rope
-    y = x.float()  # first, because torch multiplies tensors of different dtypes ten times slower
-    return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -1,7 +1,7 @@
 """From logits to probabilities to token ids. Each row has its own settings.
 
 Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
-penalties and filters. Knows nothing of models or text.
+penalties, masks and filters. Knows nothing of models or text.
 
 The token that a row samples depends only on its logits, settings, seed and position: not on the other rows, nor on
 whether the code is compiled. Therefore the noise is a hash of (seed, position, token id) instead of the output of a
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import define, exponential_noise, float_to_sortable_int, has_kernel, top_mass
+from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sortable_int, has_kernel, top_mass
 
 # ---------------------------------------------------------------- settings
 
@@ -36,6 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
     temperature: float = 1.0  # 0: greedy, exactly the argmax of the logits
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # sample from the fewest tokens that have this probability together (arXiv:1904.09751)
@@ -43,18 +44,27 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name, value in vars(self).items():
+        for name, value in self.numbers().items():
             low, high = RANGES[name]
             kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
             if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
                 raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
         if self.top_p == 0 or self.min_p == 1:
             raise ValueError("top_p must be above 0 and min_p below 1")
+        if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):
+            raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
+
+    def numbers(self) -> dict:
+        """The settings that are numbers: all but logit_bias."""
+        return {name: value for name, value in vars(self).items() if name != "logit_bias"}
 
     @property
     def penalizes(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
+
+MAX_BIAS = 1000
+MASKED_POSITIONS = MAX_DECODE_TOKENS  # of each row: as many as a step samples with speculation
 
 # Larger penalties would overflow float32 with ordinary logits.
 RANGES = {
@@ -70,7 +80,8 @@ RANGES = {
 
 
 class Sampling(NamedTuple):
-    """The settings of R cache rows: (R,) tensors by the names of SamplingParams, and the counts of tokens.
+    """The settings of R cache rows: (R,) tensors by the names of SamplingParams, the counts and biases of tokens, and
+    the masks of rows whose request has a grammar.
 
     This is also the order of the arguments of the operations `sample` and `probabilities`. Kernels that do not take
     exactly these arguments are not used.
@@ -85,23 +96,54 @@ class Sampling(NamedTuple):
     frequency_penalty: Tensor
     presence_penalty: Tensor
     counts: Tensor  # (R,V) int32: twice the occurrences of a token in the answer, plus 1 if it is in the prompt
+    biased: Tensor  # bool: whether logit_bias is used
+    logit_bias: Tensor  # (R,V)
+    # (R,n,W) int32, n = MASKED_POSITIONS: whether a token may be sampled. Bit i % 32 of masks[r, s, i // 32] is that of
+    # token i at position mask_start[r] + s.
+    masks: Tensor
+    mask_start: Tensor  # int64; -1 if the row has no masks
 
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
         """Settings of R greedy rows without penalties or filters."""
-        neutral, dtypes = vars(SamplingParams(temperature=0.0)), {int: torch.int64, float: torch.float32}
+        neutral, dtypes = SamplingParams(temperature=0.0).numbers(), {int: torch.int64, float: torch.float32}
         settings = {n: torch.full((R,), x, dtype=dtypes[type(x)], device=device) for n, x in neutral.items()}
-        return cls(**settings, counts=torch.zeros(R, V, dtype=torch.int32, device=device))
+        return cls(
+            **settings,
+            counts=torch.zeros(R, V, dtype=torch.int32, device=device),
+            biased=torch.zeros(R, dtype=torch.bool, device=device),
+            logit_bias=torch.zeros(R, V, device=device),
+            masks=torch.zeros(R, MASKED_POSITIONS, (V + 31) // 32, dtype=torch.int32, device=device),
+            mask_start=torch.full((R,), -1, device=device),
+        )
 
     def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
         """Give a row the settings of a request with this prompt."""
-        for name, value in vars(params).items():
+        for name, value in params.numbers().items():
             values = getattr(self, name)
             # float(): torch assigns a Python integer as an int64, and 10**20 is a temperature, too
             values[row] = float(value) if values.is_floating_point() else value
         if params.penalizes:  # else the counts are not used
             self.counts[row] = 0
             self.counts[row, torch.tensor(prompt, dtype=torch.int64, device=self.counts.device)] = 1
+        self.mask_start[row], self.biased[row] = -1, bool(params.logit_bias)
+        if params.logit_bias:
+            tokens, biases = zip(*params.logit_bias)
+            self.logit_bias[row] = 0
+            self.logit_bias[row, list(tokens)] = self.logit_bias.new_tensor(biases)
+
+    def set_masks(self, row: int, position: int, grammar, drafted: list[int]):
+        """Mask the tokens that a grammar (as in engine.Request) forbids at a position, and after each drafted token."""
+        masks = self.masks[row, : len(drafted) + 1]
+        on_cpu = masks.cpu()  # the same tensor, if it is there already
+        grammar.fill(on_cpu, drafted)
+        if on_cpu is not masks:
+            masks.copy_(on_cpu)
+        self.mask_start[row] = position
+
+    def without_masks(self) -> "Sampling":
+        """The same settings, for drafts: what a draft proposes need not fit a grammar."""
+        return self._replace(mask_start=torch.full_like(self.mask_start, -1))
 
     def count(self, new_tokens: list[tuple[int, list[int]]]):
         """Add new tokens, given as (row, tokens), to the counts of their rows; -1 is no token."""
@@ -132,9 +174,9 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, sett
     padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1: with speculation, the drafted tokens
     before the last position, so that the penalties count them; a negative id is no token.
 
-    Returns ids (B,S) int64, which are -1 for padding and where the largest logit is not finite (a logit is NaN or inf,
-    or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32, NaN where the id is
-    -1.
+    Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask forbids is not finite (a
+    logit is NaN or inf, or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32,
+    NaN where the id is -1.
     """
     operation = torch.ops.fastpath.sample if has_kernel("sample", logits.device) else sample_reference
     return operation(logits, rows, position, drafted, *settings)
@@ -150,7 +192,7 @@ def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tenso
 
 def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor, Tensor]:
     settings = Sampling(*settings)
-    x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
+    x = adjusted(logits.float(), rows, position, drafted, settings)  # (B,S,V)
     largest, ids = x.max(-1)  # the lowest id of equal logits
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
@@ -167,7 +209,7 @@ def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor
 
 def probabilities_reference(logits, rows, position, drafted, *settings) -> Tensor:
     settings = Sampling(*settings)
-    x = penalized(logits.float(), rows, drafted, settings)  # (B,S,V)
+    x = adjusted(logits.float(), rows, position, drafted, settings)  # (B,S,V)
     largest, ids = x.max(-1, keepdim=True)
     greedy = torch.zeros_like(x).scatter(-1, ids, 1.0)
     random = settings.temperature[rows, None, None] > 0
@@ -195,6 +237,21 @@ def any_row(used: Tensor) -> bool:
     """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where reading the tensor would
     wait for the device."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
+
+
+def adjusted(x: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
+    """Logits x (B,S,V) float32 after penalties and biases; -inf for masked tokens."""
+    x = penalized(x, rows, drafted, settings)
+    if any_row(biased := settings.biased[rows, None, None]):
+        x = torch.where(biased, x + settings.logit_bias[rows, None, : x.shape[2]], x)
+    start = settings.mask_start[rows, None]  # (B,1)
+    if not any_row(start >= 0):
+        return x
+    offset, token = (torch.arange(n, device=x.device) for n in x.shape[1:])
+    place = (position[:, None] + offset - start).clamp(0, MASKED_POSITIONS - 1)  # (B,S)
+    words = settings.masks[rows[:, None], place][:, :, token // 32]  # (B,S,V)
+    forbidden = (words >> (token % 32) & 1) == 0
+    return x.masked_fill(forbidden & (start >= 0)[..., None], float("-inf"))
 
 
 def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:

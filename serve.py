@@ -22,15 +22,16 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
-from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command
+from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, run_command
 from engine import Engine
-from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from grammar import GrammarThread
+from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.messages import Cancel, EngineStatus, Settings, Submit, Update
 from start import compile_while_serving, load_engine, warm_up
-from tokenizer import TextStream, Tokenizer
+from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
 STALLED_TIMEOUT_S = 30  # a client that reads nothing of its response for so long is disconnected
@@ -38,6 +39,7 @@ SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its clien
 DEFAULT_CONTEXT = 4096  # positions of a cache row, unless --max_seq_length is given or the model has fewer
 RANK_TIMEOUT_S = 8.0  # a rank without a heartbeat for so long ends the server
 HTTP_EXIT_TIMEOUT_S = 10.0  # for the HTTP process to exit after the drain time
+COMPILING_S = 0.002  # between looks at the thread that compiles grammars, while nothing else is to be done
 IDLE_S = 0.25  # between steps without a request: they tell the other ranks and the HTTP process that we are alive
 
 # ---------------------------------------------------------------- options and main
@@ -95,6 +97,7 @@ def main(ranks=None):
         api_key=args.api_key,
     )
     with http_process(settings, listener) as connection:
+        grammars = GrammarThread(checkpoint.tokenizer, config.vocab_size, end_ids(checkpoint))
         later = compiles_later(args.model, ranks)
         args.model.compile = args.model.compile and not later
         engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
@@ -110,8 +113,17 @@ def main(ranks=None):
         connection.send(EngineStatus("ready", [], warm_up_s))
         about = f"{checkpoint.name} ({engine.model.backend.name} kernels)"
         print_status(f"serving {about} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        run_engine(engine, checkpoint.tokenizer, connection, shutdown, args.queue_seconds)
+        server = EngineServer(engine, checkpoint.tokenizer, connection, grammars)
+        server.run(shutdown, args.queue_seconds)
     engine.close()
+
+
+def end_ids(checkpoint: Checkpoint) -> set[int]:
+    """The tokens that may end an answer."""
+    ids = set(checkpoint.tokenizer.eos_ids)
+    with suppress(UserError):  # there is no chat template, or it fails
+        ids |= ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer).end_ids()
+    return ids
 
 
 def check_web_libraries():
@@ -193,7 +205,8 @@ class TextRequest:
     def __init__(self, tokenizer: Tokenizer, submit: Submit):
         self.submit, self.request = submit, submit.request
         self.request.on_token = self.add_token
-        self.stream = TextStream(tokenizer, self.request.prompt if submit.continues_prompt else (), submit.stop)
+        context = self.request.prompt if submit.continues_prompt else ()
+        self.stream = TextStream(tokenizer, context, submit.stop, submit.shown_ids)
         self.offsets: list[int] = []  # in the text, where each token begins
         self.unsent_text, self.sent_chars = "", 0
         self.sent_tokens, self.sent_logprobs = 0, 0
@@ -209,7 +222,8 @@ class TextRequest:
     def has_timed_out(self, now: float, queue_seconds: float) -> bool:
         """Whether it has waited too long for a row."""
         times = self.request.times
-        return self.submit.can_time_out and "started" not in times and now - times["added"] > queue_seconds
+        waited = now - times.get("added", now)
+        return self.submit.can_time_out and "started" not in times and waited > queue_seconds
 
     def update(self) -> Update:
         """What is new since the last update."""
@@ -256,48 +270,76 @@ class Shutdown:
         return "draining" if now <= self.deadline else "ended"
 
 
-def run_engine(engine: Engine, tokenizer: Tokenizer, connection, shutdown: Shutdown, queue_seconds: float):
-    """Run the requests that come through the pipe, until EOFError says that the HTTP process has exited, which it does
-    when the server is shutting down and all requests have been answered."""
-    requests: dict[int, TextRequest] = {}
-    while True:
-        receive_messages(engine, requests, tokenizer, connection)
-        start, was_active = time.perf_counter(), engine.active
-        state = shutdown.state(start)
-        engine.step()
+class EngineServer:
+    """The loop of the engine's process: runs the requests that come through the pipe, and sends back what is new."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, connection, grammars: GrammarThread):
+        self.engine, self.tokenizer, self.connection = engine, tokenizer, connection
+        self.grammars = grammars
+        self.requests: dict[int, TextRequest] = {}
+
+    def run(self, shutdown: Shutdown, queue_seconds: float):
+        """Run until EOFError says that the HTTP process has exited, which it does when the server is shutting down and
+        all requests have been answered."""
+        while True:
+            self._receive()
+            self._add_compiled()
+            start = time.perf_counter()
+            state = shutdown.state(start)
+            self._step(state)
+            if state == "ended" and start > shutdown.deadline + HTTP_EXIT_TIMEOUT_S:
+                return  # the HTTP process hangs
+            for request in self.requests.values():
+                if state == "ended" or request.has_timed_out(start, queue_seconds):
+                    self.engine.cancel(request.request)
+
+    def _receive(self):
+        """Handle what has come through the pipe. An idle engine waits for messages, but not for long."""
+        timeout = 0.0 if self.engine.active else COMPILING_S if self.grammars.pending else IDLE_S
+        while self.connection.poll(timeout):
+            message, timeout = self.connection.recv(), 0.0
+            if isinstance(message, Submit):
+                request = self.requests[message.request_id] = TextRequest(self.tokenizer, message)
+                if message.grammar is None:
+                    self.engine.add(request.request)
+                else:
+                    self.grammars.add(request, message.grammar)
+            elif isinstance(message, Cancel) and message.request_id in self.requests:
+                request = self.requests[message.request_id]
+                if self.grammars.discard(request):
+                    del self.requests[message.request_id]
+                else:
+                    self.engine.cancel(request.request)
+
+    def _add_compiled(self):
+        """Pass requests whose grammars have been compiled on to the engine."""
+        for request, grammar in self.grammars.finished():
+            if isinstance(grammar, Exception):  # the HTTP process has compiled it before, so this is not expected
+                request.request.finish_reason, request.request.error = "error", first_line(grammar)
+            else:
+                request.request.grammar = grammar
+                self.engine.add(request.request)
+
+    def _step(self, state: str):
+        """Do a step of the engine, and send a status with the updates of all requests."""
+        start, was_active = time.perf_counter(), self.engine.active
+        self.engine.step()
         step_s = time.perf_counter() - start
-        updates = [request.update() for request in requests.values() if request.has_update()]
+        updates = [request.update() for request in self.requests.values() if request.has_update()]
         for update in updates:
             if update.finish_reason is not None:
-                del requests[update.request_id]
-        active = sum(row.request is not None for row in engine.rows)
+                del self.requests[update.request_id]
+        active, speculation = sum(row.request is not None for row in self.engine.rows), self.engine.speculation
         status = EngineStatus(
             state,
             updates,
             step_s if was_active else 0.0,
-            waiting=len(requests) - active,
+            waiting=len(self.requests) - active,
             active=active,
-            prefill_tokens=engine.timing.prefill_tokens,
-            drafts=engine.speculation.report.drafts if engine.speculation is not None else {},
+            prefill_tokens=self.engine.timing.prefill_tokens,
+            drafts=speculation.report.drafts if speculation is not None else {},
         )
-        connection.send(status)
-        if state == "ended" and start > shutdown.deadline + HTTP_EXIT_TIMEOUT_S:
-            return  # the HTTP process hangs
-        for request in requests.values():
-            if state == "ended" or request.has_timed_out(start, queue_seconds):
-                engine.cancel(request.request)
-
-
-def receive_messages(engine: Engine, requests: dict[int, TextRequest], tokenizer: Tokenizer, connection):
-    """Pass what has come through the pipe on to the engine. An idle engine waits for messages, but not for long."""
-    timeout = 0.0 if engine.active else IDLE_S
-    while connection.poll(timeout):
-        message, timeout = connection.recv(), 0.0
-        if isinstance(message, Submit):
-            requests[message.request_id] = TextRequest(tokenizer, message)
-            engine.add(requests[message.request_id].request)
-        elif isinstance(message, Cancel) and message.request_id in requests:
-            engine.cancel(requests[message.request_id].request)
+        self.connection.send(status)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ class DraftContext:
     model: object  # the target, a model.Transformer
     rows: int  # of the KV cache
     length: int  # positions of each of them
-    sampling: Sampling  # the settings of all rows
+    sampling: Sampling  # the settings of all rows, without the masks of grammars
     threads: object  # cpu.threads.Threads or kernels.FixedThreads
     compile: Callable  # compiles a function, or returns it as it is
 
@@ -302,7 +302,8 @@ class Speculation:
         self.candidates: dict[tuple[int, int], list[Candidate]] = {}  # by draft and rows, for `_candidates`
         self.weight_bytes = weight_bytes(engine.model, 1)
         shape = len(engine.rows), engine.length
-        context = DraftContext(engine.model, *shape, engine.sampling, engine.threads, engine.steps.compile)
+        sampling = engine.sampling.without_masks()
+        context = DraftContext(engine.model, *shape, sampling, engine.threads, engine.steps.compile)
         for draft in self.drafts:
             draft.begin(context)
 
@@ -324,6 +325,7 @@ class Speculation:
         batch, start = Batch(rows, inputs), time.perf_counter()
         drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
         draft_s = time.perf_counter() - start - drafted.prefill_s
+        self.engine.set_masks(rows, drafted.proposal)
         start = time.perf_counter()
         new_tokens, logprobs, logits, is_trial = self._run_target(batch, drafted.proposal)
         for draft in self.drafts:

@@ -95,9 +95,11 @@ class TextStream:
     more text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = ()):
-        """context: the ids before the first added one (leading spaces depend on them). context_text is their text."""
+    def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = (), shown_ids=()):
+        """context: the ids before the first added one (leading spaces depend on them). context_text is their text.
+        shown_ids: special tokens that count as text (others have none)."""
         self.vocabulary, self.stop = tokenizer.vocabulary, tuple(stop)
+        self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
         self.held, self.stopped = "", False
@@ -119,7 +121,7 @@ class TextStream:
     def _decode(self, ids: Iterable[int], last: bool) -> str:
         if self.vocabulary is None:
             return ""
-        data = b"".join(map(self.vocabulary.token_bytes, ids))
+        data = b"".join(self.shown.get(i) or self.vocabulary.token_bytes(i) for i in ids)
         if data and not self.started:
             self.started = True
             data = data.removeprefix(b" ") if self.vocabulary.begins_with_space else data
@@ -268,6 +270,9 @@ class JsonVocabulary:
         # Unlike `encode`, this lets other threads of a server work meanwhile, and does not compute positions.
         return self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def name(self, i: int) -> str:
+        return self.library.id_to_token(i) or ""
+
     def tokens(self) -> list[str | None]:
         return [self.library.id_to_token(i) for i in range(self.library.get_vocab_size())]
 
@@ -312,6 +317,7 @@ class SentencePieceVocabulary:
         self.special = {self.library.id_to_piece(i): i for i in range(self.size) if self.library.is_control(i)}
         self.special |= config.get("special_tokens") or {}
         self.special_ids = set(self.special.values())
+        self.special_names = {i: text for text, i in self.special.items()}
         self.legacy = bool(config.get("legacy", True))
         longest_first = sorted(self.special, key=len, reverse=True)
         self.splitter = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
@@ -328,9 +334,12 @@ class SentencePieceVocabulary:
                 ids += self.library.encode(part) if self.legacy or not ids else self._encode_inside(part)
         return ids
 
+    def name(self, i: int) -> str:
+        return self.special_names.get(i) or (self.library.id_to_piece(i) if i < self.size else "")
+
     def tokens(self) -> list[str | None]:
         names = {i: self.library.id_to_piece(i) for i in range(self.size)}
-        names |= {i: text for text, i in self.special.items()}
+        names |= self.special_names
         return [names.get(i) for i in range(max(names) + 1)]
 
     def _encode_inside(self, text: str) -> list[int]:

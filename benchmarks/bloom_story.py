@@ -16,7 +16,7 @@ from measure import BF16
 from cli import run_command
 from cpu.memory import keep_freed_memory
 from kernels import attention
-from model import alibi_slopes
+from positions import alibi_slopes
 
 LAYERS, CONTEXT = 24, 1024
 D, H = 1024, 16

@@ -40,7 +40,8 @@ import kernels_triton as kt
 from cli import UserError, print_status, run_command
 from engine import Engine
 from formats import Quantization, QuantizedLinear, Scheme, swap
-from model import Config, RopeScaling, Transformer
+from model import Config, Transformer
+from positions import RopeScaling
 from report import weight_bytes
 from start import compiled_steps
 

@@ -85,17 +85,21 @@ int64_t argmax(float max, const T* x, int64_t V, const float* maxima) {
 struct RowSettings {
   int64_t seed, top_k, position;
   float temperature, top_p, min_p, repetition, frequency, presence;
+  const float* bias;    // (V,), or null
+  const int32_t* mask;  // a bit for each token that may be sampled, or null
   const int32_t* counts;
   const int64_t* drafted;  // (n_drafted,) draft tokens before this position
   int64_t n_drafted;
 
   bool penalizes() const { return repetition != 1 || frequency != 0 || presence != 0; }
+  // Of the 16 tokens from v on, a multiple of 16.
+  Lanes allowed(int64_t v) const { return uint32_t(mask[v / 32]) >> v % 32; }
 };
 
 // One thread's temporary arrays for a row. The memory of the long arrays is touched only as far as tokens are left.
 struct Scratch {
   float* maxima;     // of row_statistics
-  float* x;          // (V,) logits after penalties
+  float* x;          // (V,) logits after penalties, biases and masks
   float* kept;          // (V,) logits of the tokens that passed the filters, by ascending id
   int32_t* ids;       // (V,) the ids of these tokens
   int32_t* sort_keys;  // (V,) logits as integers of the same order
@@ -134,6 +138,20 @@ void penalize_row(const T* x, int64_t V, const RowSettings& r, float* out) {
     if (id < 0) continue;
     const int32_t count = r.counts[id] + 2 * std::count(r.drafted, r.drafted + r.n_drafted, id);
     store(out + id, penalize(floats(float(x[id])), ints(count), r), 1);
+  }
+}
+
+// The logits after penalties and biases; -infinity for masked tokens.
+template <class T>
+void adjust_row(const T* x, int64_t V, const RowSettings& r, float* out) {
+  const bool penalizes = r.penalizes();
+  if (penalizes) penalize_row(x, V, r, out);
+  if (!r.bias && !r.mask) return;
+  for (int64_t v = 0; v < V; v += LANES) {
+    f32x16 y = penalizes ? load(out + v, V - v) : load(x + v, V - v);
+    if (r.bias) y = y + load(r.bias + v, V - v);
+    if (r.mask) y = where(r.allowed(v), y, floats(-INF));
+    store(out + v, y, V - v);
   }
 }
 
@@ -361,12 +379,12 @@ int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, 
 
 // ---------------------------------------------------------------- sampling: rows
 
-// Calls draw(logits, statistics) with the row after penalties; `raw` are the statistics before them.
+// Calls draw(logits, statistics) with the row after adjust_row; `raw` are the statistics before it.
 template <class T, class Draw>
-void with_penalties(const T* x, int64_t V, const RowSettings& r, const RowStatistics& raw, const Scratch& s,
-                    const Draw& draw) {
-  if (!r.penalizes()) return draw(x, raw);
-  penalize_row(x, V, r, s.x);
+void with_adjustments(const T* x, int64_t V, const RowSettings& r, const RowStatistics& raw, const Scratch& s,
+                      const Draw& draw) {
+  if (!r.penalizes() && !r.bias && !r.mask) return draw(x, raw);
+  adjust_row(x, V, r, s.x);
   draw((const float*)s.x, row_statistics(s.x, V, s.maxima));
 }
 
@@ -374,7 +392,7 @@ template <class T>
 void sample_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, int64_t& id, float& logprob) {
   const RowStatistics raw = row_statistics(x, V, s.maxima);
   id = -1, logprob = NAN;
-  with_penalties(x, V, r, raw, s, [&](const auto* x, const RowStatistics& top) {
+  with_adjustments(x, V, r, raw, s, [&](const auto* x, const RowStatistics& top) {
     if (!top.finite) return;
     id = argmax(top.max, x, V, s.maxima);
     if (!(r.temperature > 0)) return;
@@ -389,7 +407,7 @@ void sample_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, i
 template <class T>
 void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, float* out) {
   std::fill(out, out + V, 0.0f);
-  with_penalties(x, V, r, row_statistics(x, V, s.maxima), s, [&](const auto* x, const RowStatistics& top) {
+  with_adjustments(x, V, r, row_statistics(x, V, s.maxima), s, [&](const auto* x, const RowStatistics& top) {
     if (!top.finite) return std::fill(out, out + V, NAN);
     if (!(r.temperature > 0)) return void(out[argmax(top.max, x, V, s.maxima)] = 1);
     const Weights weights(top.max, r.temperature);
@@ -418,24 +436,26 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
 // their names. register_kernels compares the names with those of the schema.
 #define SAMPLING_NAMES                                                                                      \
   logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
-      frequency_penalty, presence_penalty, counts
+      frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start
 #define SAMPLING_ARGUMENTS                                                                                  \
   const Tensor &logits, const Tensor &rows, const Tensor &position, const Tensor &drafted,                  \
       const Tensor &seed, const Tensor &temperature, const Tensor &top_k, const Tensor &top_p,              \
       const Tensor &min_p, const Tensor &repetition_penalty, const Tensor &frequency_penalty,               \
-      const Tensor &presence_penalty, const Tensor &counts
+      const Tensor &presence_penalty, const Tensor &counts, const Tensor &biased, const Tensor &logit_bias, \
+      const Tensor &masks, const Tensor &mask_start
 
 // These arguments after checks, and B, S and V of the logits (B,S,V).
 struct Sampling {
   Tensor logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p;
-  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts;
+  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start;
   int64_t B, S, V;
 
   explicit Sampling(SAMPLING_ARGUMENTS)
       : logits(logits.stride(-1) == 1 ? logits : logits.contiguous()), rows(rows.contiguous()),
         position(position.contiguous()), drafted(drafted.contiguous()), seed(seed), temperature(temperature),
         top_k(top_k), top_p(top_p), min_p(min_p), repetition_penalty(repetition_penalty),
-        frequency_penalty(frequency_penalty), presence_penalty(presence_penalty), counts(counts) {
+        frequency_penalty(frequency_penalty), presence_penalty(presence_penalty), counts(counts), biased(biased),
+        logit_bias(logit_bias), masks(masks), mask_start(mask_start) {
     const auto sizes = logits.sizes();
     TORCH_CHECK(sizes.size() == 3 && sizes[2] > 0 && sizes[2] < INT32_MAX, "logits (B,S,V) expected, got ", sizes);
     B = sizes[0], S = sizes[1], V = sizes[2];
@@ -451,9 +471,15 @@ struct Sampling {
     checked(presence_penalty, "presence_penalty", at::kFloat, {R});
     checked(counts, "counts", at::kInt, {R, -1});
     TORCH_CHECK(counts.size(1) >= V, "counts of ", counts.size(1), " tokens for logits of ", V);
+    checked(biased, "biased", at::kBool, {R}), checked(logit_bias, "logit_bias", at::kFloat, {R, -1});
+    TORCH_CHECK(logit_bias.size(1) >= V, "biases of ", logit_bias.size(1), " tokens for logits of ", V);
+    checked(masks, "masks", at::kInt, {R, -1, -1}), checked(mask_start, "mask_start", at::kLong, {R});
+    TORCH_CHECK(masks.size(2) * 32 >= V, "masks of ", masks.size(2), " words for logits of ", V);
     for (int64_t b = 0; b < B; b++) {
       const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
       TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
+      const int64_t place = mask_place(b);
+      TORCH_CHECK(place < 0 || is_padding(b) || place + S <= masks.size(1), "no mask for position ", place + S - 1);
     }
     for (int64_t i = 0; i < this->drafted.numel(); i++) {
       const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
@@ -462,6 +488,12 @@ struct Sampling {
   }
 
   bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
+
+  // Which of its row's masks the first position uses; -1 if it has none.
+  int64_t mask_place(int64_t b) const {
+    const int64_t start = mask_start.const_data_ptr<int64_t>()[rows.const_data_ptr<int64_t>()[b]];
+    return start < 0 ? -1 : std::max<int64_t>(0, position.const_data_ptr<int64_t>()[b] - start);
+  }
 
   RowSettings row_settings(int64_t b, int64_t place) const {
     const int64_t row = rows.const_data_ptr<int64_t>()[b], n = drafted.size(1);
@@ -474,6 +506,10 @@ struct Sampling {
     r.repetition = float_of(repetition_penalty), r.frequency = float_of(frequency_penalty);
     r.presence = float_of(presence_penalty);
     r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
+    const bool has_bias = biased.const_data_ptr<bool>()[row];
+    r.bias = has_bias ? logit_bias.const_data_ptr<float>() + row * logit_bias.size(1) : nullptr;
+    const int64_t mask = mask_place(b) < 0 ? -1 : row * masks.size(1) + mask_place(b) + place;
+    r.mask = mask < 0 ? nullptr : masks.const_data_ptr<int32_t>() + mask * masks.size(2);
     r.drafted = drafted.const_data_ptr<int64_t>() + b * n, r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
     return r;
   }

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from model import Config, check_positive
+from cli import check_positive
+from model import Config
 from sources.fields import Fields, hf_rope
 
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from cli import UserError, print_status, printable
-from model import RopeScaling
+from positions import RopeScaling
 
 # Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
 HARMLESS = """

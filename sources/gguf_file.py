@@ -18,7 +18,8 @@ import torch
 from checkpoint import TokenizerFiles, make_config
 from cli import UserError, first_line, print_status, printable
 from formats import FORMATS, Packed, Quantization, Scheme
-from model import Config, RopeScaling
+from model import Config
+from positions import RopeScaling
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
 from sources.gguf_header import TensorInfo, open_file, read_header

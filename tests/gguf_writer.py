@@ -131,7 +131,7 @@ def sentencepiece_fields(library, **more):
 
 def llama3_divisors(config):
     """The tensor rope_freqs.weight that llama.cpp's converter writes for Llama 3's scaling."""
-    from model import rope_frequencies
+    from positions import rope_frequencies
 
     plain = torch.tensor(
         [config.rope_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)], dtype=torch.float32

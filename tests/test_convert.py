@@ -31,7 +31,7 @@ from convert_hf_checkpoint import convert, ensure_checkpoint
 from engine import Engine, Request, generate
 from formats import FORMATS
 from load import load_model
-from model import RopeScaling
+from positions import RopeScaling
 from sampling import SamplingParams
 from sources import hf_directory, hub
 from sources.families import FAMILIES

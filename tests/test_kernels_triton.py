@@ -23,7 +23,8 @@ import kernels
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from kernels import attention_reference
 from load import load_model
-from model import Linear, RMSNorm, RopeScaling, rope_table, rotate
+from model import Linear, RMSNorm
+from positions import RopeScaling, rope_table, rotate
 from quantize import quantize_checkpoint
 
 CHOOSE, ops = kt.choose_tiles, torch.ops.fastpath

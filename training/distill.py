@@ -28,7 +28,8 @@ from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_vectors
 from formats import Quantization
 from load import load_model
-from model import Attention, Block, Config, Transformer, rope_frequencies, rope_table, rotate
+from model import Attention, Block, Config, Transformer
+from positions import rope_frequencies, rope_table, rotate
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3

@@ -1,0 +1,101 @@
+"""Where a token stands in its row: rotary position embedding (RoPE), its scalings, and ALiBi.
+
+Read down: RopeScaling, the frequencies, the table of cos and sin, `rotate`, ALiBi's slopes. E is the head width.
+
+Sources: RoPE (arXiv:2104.09864), YaRN (arXiv:2309.00071), ALiBi (arXiv:2108.12409).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cli import check_positive
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
+
+    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
+    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own).
+    """
+
+    kind: str
+    factor: float = 1.0
+    original_max_seq_length: int = 0  # llama3, yarn: the training context
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors: E/2 divisors
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3", "yarn", "factors"):
+            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: linear, llama3, yarn, factors")
+        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+        if self.kind in ("llama3", "yarn"):
+            numbers.append("original_max_seq_length")
+        check_positive({name: getattr(self, name) for name in numbers} | dict(enumerate(self.factors)))
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
+
+
+def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns."""
+    if base == math.inf:  # a layer without RoPE: cos is 1 and sin is 0
+        return torch.zeros(E // 2, device="cpu")
+    freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
+    if scaling is None:
+        return freqs
+    if scaling.kind == "linear":
+        return freqs / scaling.factor
+    if scaling.kind == "factors":
+        return freqs / torch.tensor(scaling.factors)
+    context = scaling.original_max_seq_length
+    if scaling.kind == "llama3":
+        # Frequencies with more than high_freq_factor rotations in the training context are kept; those with fewer than
+        # low_freq_factor are divided by factor; those between are interpolated. `keep` is the weight of the original.
+        rotations = context * freqs / (2 * math.pi)
+        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:  # yarn
+
+        def dimension(rotations):  # the index of the frequency with this many rotations in the training context
+            return E * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, E - 1)
+        high += 0.001 * (low == high)  # avoids a division by zero
+        keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
+    keep = keep.clamp(0, 1)
+    return freqs * keep + freqs / scaling.factor * (1 - keep)
+
+
+def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
+    angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.attention_factor != 1.0:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
+    cos, sin = rope
+    y = x.float()  # first, because torch multiplies tensors of different dtypes ten times slower
+    return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def alibi_slopes(H: int) -> Tensor:
+    """ALiBi's H slopes in float32 (arXiv:2108.12409). The first n heads, n being the largest power of two up to H, have
+    2^(-8/n), 2^(-16/n) ... As in the authors' code, the other heads have every second slope of the series for 2n."""
+    n = 2 ** int(math.log2(H))
+    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    slopes += [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * (H - n), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")

@@ -3,7 +3,8 @@
 Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; GrammarThread, which does so
 while the engine goes on; the sources of grammars. A grammar is written in the Lark dialect of llguidance, the library
 that does the work (in requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
-allowed if and only if the text with it can still be completed. A request without a grammar does not need this file.
+allowed only if the text with it can still be completed. (Where just one text can follow, only the tokens into which the
+tokenizer would split it are allowed.) A request without a grammar does not need this file.
 
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """
@@ -80,7 +81,8 @@ class GrammarTokenizer:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some errors are found only now
         if matcher.is_error():
-            raise UserError(printable(matcher.get_error()) or "it matches no text")
+            error = printable(matcher.get_error())
+            raise UserError("no text fits it" if error.startswith("NoExtension") else error)
         return Grammar(matcher)
 
 

@@ -1,6 +1,5 @@
 """A model that is a table, so that the distribution of its texts is known exactly."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +11,10 @@ SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
     {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
     {"min_p": 0.15, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": -0.3},
+    {"temperature": 1.3, "masked": True}, {"top_p": 0.9, "logit_bias": ((4, 1.5), (7, -1.0)), "masked": True},
 ]  # fmt: skip
+# With "masked", a token u may follow a token t if t + u is not a multiple of 3.
+MASKS = torch.tensor([sum(1 << u for u in range(V) if (t + u) % 3) for t in range(V)], dtype=torch.int32)
 
 
 class Table:
@@ -41,8 +43,12 @@ MODEL, DRAFT = Table(0.0), Table(1.2)
 def settings_of(rows: int, how: dict) -> Sampling:
     """The same settings for all rows, with different seeds and the prompt [0]."""
     settings = Sampling.make(rows, V)
-    for name, value in dataclasses.asdict(SamplingParams(**how)).items():
+    params = SamplingParams(**{name: value for name, value in how.items() if name != "masked"})
+    for name, value in params.numbers().items():
         getattr(settings, name).fill_(value)
+    for token, bias in params.logit_bias:
+        settings.biased.fill_(True)
+        settings.logit_bias[:, token] = bias
     settings.seed.copy_(torch.arange(rows))
     settings.counts[:, 0] = 1
     return settings
@@ -50,6 +56,13 @@ def settings_of(rows: int, how: dict) -> Sampling:
 
 def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
     settings.counts.index_put_((rows, tokens), settings.counts.new_full((1,), 2), accumulate=True)
+
+
+def mask(settings: Sampling, how: dict, rows: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor):
+    """With "masked", mask what may follow each of these tokens (N,n); what follows the first one is at `position`."""
+    if how.get("masked"):
+        settings.masks[rows, : tokens.shape[1], 0] = MASKS[tokens]
+        settings.mask_start[rows] = position
 
 
 def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
@@ -60,6 +73,7 @@ def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
         count(settings, rows, answers[:, i])
     last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
     empty = torch.zeros(N, 0, dtype=torch.int64)
+    mask(settings, how, rows, torch.full((N,), n + 1), last[:, None])
     return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
 
 

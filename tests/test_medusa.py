@@ -246,7 +246,7 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
     return texts[:, 1:4], kept / judged
 
 
-@pytest.mark.parametrize("how", SETTINGS, ids=repr)
+@pytest.mark.parametrize("how", [how for how in SETTINGS if "masked" not in how], ids=repr)
 @pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_the_model(how):
     tokens, share = three_tokens(how)

@@ -63,7 +63,9 @@ def draws_with_each_seed(implementation, logits, params, seeds, position=7):
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         getattr(settings, name)[:] = getattr(params, name)
     settings.seed[:] = seeds
-    settings = settings._replace(counts=torch.zeros(1, len(logits), dtype=torch.int32).expand(len(seeds), -1).clone())
+    neutral = torch.zeros(len(seeds), len(logits))
+    settings = settings._replace(counts=neutral.int(), logit_bias=neutral)
+    settings = settings._replace(masks=torch.zeros(len(seeds), 1, len(logits) // 32 + 1, dtype=torch.int32))
     return implementation.sample(*arguments(logits.expand(len(seeds), -1), settings, position))[0][:, 0]
 
 
@@ -77,6 +79,8 @@ def oracle(logits, params, counts):
         if count:
             x[i] = x[i] * params.repetition_penalty if x[i] < 0 else x[i] / params.repetition_penalty
         x[i] -= (count // 2) * params.frequency_penalty + (count > 1) * params.presence_penalty
+    for i, bias in params.logit_bias:
+        x[i] += bias
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if params.temperature == 0:
         return [float(i == order[0]) for i in range(len(x))]
@@ -107,6 +111,8 @@ PARAMS = [
     dict(repetition_penalty=1.7, top_k=7),
     dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
     dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
+    dict(logit_bias=((3, 2.5), (52, -4.0)), top_k=9),
+    dict(logit_bias=((3, 2.5), (17, 100.0)), repetition_penalty=1.5, temperature=0.0),
 ]
 
 
@@ -271,6 +277,7 @@ def random_case(seed, max_V=5000):
             min_p=choose([0, 0.05]),
             temperature=choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]),
             seed=choose([-(2**63), -1, 0, 1234, 2**63 - 1]),
+            logit_bias=choose([(), (), ((0, 3.0), (V - 1, -2.5))]) if V > 1 else (),
         )
         settings.set_row(row, params, torch.randint(0, V, (5,)).tolist())
     rows, tokens = torch.randint(0, R, (20,)), torch.randint(0, V, (20, 1))
@@ -284,7 +291,19 @@ def random_case(seed, max_V=5000):
         logits[0, 0, choose(range(V))] = choose([math.nan, math.inf])
     logits = logits.to(choose([torch.float32, torch.bfloat16, torch.float16]))[..., :V]  # a slice of a wider tensor
     position = torch.randint(-1, 6, (B,)) * choose([1, 2**35])
-    return logits, torch.randint(0, R, (B,)), position, torch.randint(-1, V, (B, S - 1)), *settings
+    rows = torch.randint(0, R, (B,))
+    mask_some_rows(settings, rows.tolist(), position.tolist(), S)
+    return logits, rows, position, torch.randint(-1, V, (B, S - 1)), *settings
+
+
+def mask_some_rows(settings, rows, position, S):
+    """Random masks for some of the rows that occur once in a batch, from a position up to 16 - S before theirs on."""
+    shape = settings.masks.shape
+    bits = [torch.randint(-(2**31), 2**31, shape, dtype=torch.int32) for _ in range(2)]
+    settings.masks.copy_(bits[0] & bits[1])
+    for row, place in zip(rows, position):
+        if rows.count(row) == 1 and place > 0 and torch.rand(()) < 0.5:
+            settings.mask_start[row] = max(0, place - int(torch.randint(0, shape[1] - S + 1, ())))
 
 
 def assert_same_draws(found, expected):
@@ -450,8 +469,12 @@ def test_cpp_refuses_what_would_be_read_out_of_bounds():
     refused(6, settings.top_k.int(), "top_k: expected")
     refused(12, settings.counts[:, :8].contiguous(), "counts of 8 tokens for logits of 9")
     refused(12, settings.counts[:1], "counts: expected")
+    refused(14, settings.logit_bias[:, :8].contiguous(), "biases of 8 tokens for logits of 9")
+    refused(15, settings.masks[:, :, :0].contiguous(), "masks of 0 words for logits of 9")
     refused(0, torch.randn(2, 3, 9).double(), "bfloat16, float16 or float32")
     refused(0, torch.randn(2, 9), "logits")
+    args[16] = torch.tensor([-1, 5])
+    refused(2, torch.tensor([99, 5 + settings.masks.shape[1] - 2]), "no mask for position")
 
 
 # ---------------------------------------------------------------- settings
@@ -463,8 +486,8 @@ def test_new_rows_are_greedy_and_use_nothing_else(implementation):
     ids, _ = implementation.sample(*arguments(logits, Sampling.make(2, 9), drafted=drafted))
     assert torch.equal(ids, logits.argmax(-1))
     neutral = SamplingParams(temperature=0.0)
-    for name in Sampling._fields[:-1]:
-        assert (getattr(Sampling.make(2, 9), name) == getattr(neutral, name)).all()
+    for name, value in neutral.numbers().items():
+        assert (getattr(Sampling.make(2, 9), name) == value).all()
 
 
 def test_counts_of_prompt_and_answer():
@@ -475,6 +498,48 @@ def test_counts_of_prompt_and_answer():
     assert settings.seed.tolist() == [0, -4, 0] and settings.top_k.tolist() == [0, 3, 0]
     settings.set_row(1, SamplingParams(presence_penalty=1.0), [])
     assert not settings.counts[1].any() and settings.repetition_penalty[1] == 1
+
+
+class EveryThird:
+    """A grammar that allows the tokens i with i % 3 == n for n = 0, then 1, and so on."""
+
+    def fill(self, masks, drafted=()):
+        ids = torch.arange(32 * masks.shape[1]).view(-1, 32)
+        for n, mask in enumerate(masks):
+            bits = (ids % 3 == n % 3).long() << torch.arange(32)
+            mask.copy_(bits.sum(1).int())
+
+
+def test_masks_forbid_tokens_and_leave_log_probabilities(implementation):
+    """Rows 0 and 2 have masks from positions 5 and 9 on, row 1 has none."""
+    torch.manual_seed(3)
+    V, S = 71, 4
+    for temperature in (0.0, 1.5):
+        settings, logits = make(3, V, SamplingParams(temperature=temperature, top_k=20, seed=5)), torch.randn(3, S, V)
+        settings.set_masks(0, 5, EveryThird(), [1] * (S - 1))
+        settings.set_masks(2, 9, EveryThird(), [1] * (S - 1))
+        args = arguments(logits, settings, torch.tensor([5, 5, 9]))
+        (ids, logprobs), probs = implementation.sample(*args), implementation.probabilities(*args)
+        assert torch.equal(ids[[0, 2]] % 3, torch.tensor([[0, 1, 2, 0]] * 2))
+        allowed = torch.arange(V) % 3 == torch.arange(S)[:, None] % 3
+        assert not probs[0][~allowed].any() and torch.allclose(probs.sum(-1), torch.ones(3, S))
+        raw = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        assert torch.allclose(logprobs, raw, atol=ROUNDING)
+        plain = make(3, V, SamplingParams(temperature=temperature, top_k=20, seed=5))
+        alone = implementation.sample(*arguments(logits, plain, torch.tensor([5, 5, 9])))
+        assert torch.equal(alone[0][1], ids[1])
+        drafts = settings.without_masks()
+        assert torch.equal(implementation.sample(*arguments(logits, drafts, torch.tensor([5, 5, 9])))[0], alone[0])
+        settings.set_row(0, SamplingParams(temperature=temperature, top_k=20, seed=5), [])  # a new request
+        assert torch.equal(
+            implementation.sample(*arguments(logits, settings, torch.tensor([5, 5, 9])))[0][0], alone[0][0]
+        )
+
+
+@pytest.mark.parametrize("bias", [((1, 1e4),), ((1.0, 2),), ((1, math.nan),)], ids=str)
+def test_biases_that_are_refused(bias):
+    with pytest.raises(ValueError, match="logit_bias must"):
+        SamplingParams(logit_bias=bias)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from conftest import ROOT, random_prompts
 from programs import ids, main
 from random_heads import random_heads, some_tokens
 from schedules import GREEDY, random_requests, run_randomly
-from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, p_value, settings_of
+from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, settings_of
 
 import speculative
 from cli import UserError
@@ -289,6 +289,7 @@ OURS = SimpleNamespace(verify=speculative.verify, next_token=draft_model.next_to
 def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor:
     """(ROWS,3): the three tokens after token 0 in each row, by steps with proposals of 2 tokens."""
     settings = settings_of(ROWS, how)
+    drafts_settings = settings.without_masks()
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)  # the last place
     while len(rows := (last < 3).nonzero()[:, 0]):
         place = last[rows]
@@ -299,12 +300,13 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             if deterministic:
                 token, p = DRAFT.logits[token].argmax(1), None
             else:
-                token, p = module.next_token(DRAFT, (token[:, None], at[:, None] - 1, rows), settings, V, True)
+                token, p = module.next_token(DRAFT, (token[:, None], at[:, None] - 1, rows), drafts_settings, V, True)
             drafted.append(token)
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
         p_draft = None if deterministic else torch.stack(probs, 1)
         proposal = Proposal(torch.stack(drafted, 1), lengths, p_draft)
+        mask(settings, how, rows, place + 1, torch.cat([inputs[0][:, None], proposal.drafted], 1))
         found, n, logprobs, *_ = module.verify(MODEL, inputs, proposal, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
         expected = MODEL.logits.log_softmax(-1)[before, found]
@@ -329,6 +331,7 @@ def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
     token = torch.zeros(ROWS, dtype=torch.int64)
     for i in range(3):
         position = torch.full((ROWS,), i + 1)
+        mask(settings, how, rows, position, token[:, None])
         token = sample(MODEL.logits[token][:, None], rows, position, rows[:, None][:, :0], settings)[0][:, 0]
         count(settings, rows, token)
         plain.append(token)

@@ -274,8 +274,8 @@ class EngineServer:
     """The loop of the engine's process: runs the requests that come through the pipe, and sends back what is new."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection, grammars: GrammarThread):
-        self.engine, self.tokenizer, self.connection = engine, tokenizer, connection
-        self.grammars = grammars
+        self.engine, self.tokenizer = engine, tokenizer
+        self.connection, self.grammars = connection, grammars
         self.requests: dict[int, TextRequest] = {}
 
     def run(self, shutdown: Shutdown, queue_seconds: float):

@@ -205,7 +205,7 @@ def test_a_plain_prompt_imports_few_modules(tiny, python):
     command = [*python, "-c", FIRST_KERNEL.replace("OURS", repr({*FILES, *ROOMS})), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     names = done.stdout.split()
-    files = "checkpoint cli engine generate kernels load model sampling start tokenizer".split()  # noqa: SIM905
+    files = "checkpoint cli engine generate kernels load model positions sampling start tokenizer".split()  # noqa: SIM905
     assert [name for name in names if not name.startswith("cpu")] == files, done.stderr
     assert {name for name in names if name.startswith("cpu")} <= {"cpu", "cpu.install", "cpu.memory", "cpu.threads"}
 

@@ -340,12 +340,13 @@ MARKUP = """<script>window.ran = 1; alert(1)</script> <img src=x onerror="window
 @pytest.mark.full
 def test_markup_is_shown_and_does_not_run():
     with scripted([MARKUP[:90], MARKUP[90:]], refusal(500, MARKUP), [MARKUP]) as (page, server):
-        assert page.say(MARKUP) == MARKUP and page.questions == [MARKUP]
+        shown = MARKUP.replace("**strong**", "strong")  # which is the only markup that answers may have
+        assert page.say(MARKUP) == shown and page.questions == [MARKUP]
         page.say("again")
         assert MARKUP in page.notes[-1]
         page.set(system=MARKUP)
         page.load()  # what the browser kept is text, too
-        assert page.answers == [MARKUP] and page.questions == [MARKUP, "again"]
+        assert page.answers == [shown] and page.questions == [MARKUP, "again"]
         page.say("```\n" + MARKUP + "\n```")
         assert page.texts("pre") == [MARKUP]
         assert page.js("return window.ran") is None
@@ -383,6 +384,168 @@ def test_code_blocks():
         page.say("code?")
         assert page.texts("article.assistant pre") == ["x = 1\n  y = 2", "z <b>"]
         assert page.texts("article.assistant .text span") == ["Look:", "and"]
+
+
+def outline(page: Page) -> list:
+    """The last answer as nested lists: a tag and its contents."""
+    return page.js(
+        """
+        const inside = (node) => [...node.childNodes].filter((one) => one.textContent !== "").map((one) =>
+          one.nodeName === "#text" ? one.data : [one.localName, ...inside(one)]);
+        return inside([...document.querySelectorAll("article.assistant .text")].at(-1));
+        """
+    )
+
+
+@pytest.mark.full
+def test_lists_bold_text_and_inline_code():
+    answer = """Two *ways*, `x**2` and **`pow` or more**:
+
+1. **First**
+   - inner `a_b`
+   - other
+2) Second
+   line
+
+   ```c
+   - x;
+   ```
+
+* star
+10. ten
+  * in ten
+The end: 2 ** 3 **4 ** 5.
+"""
+    span = ["span", "Two *ways*, ", ["code", "x**2"], " and ", ["strong", ["code", "pow"], " or more"], ":"]
+    inner = ["ul", ["li", ["span", "inner ", ["code", "a_b"]]], ["li", ["span", "other"]]]
+    code = ["div", ["button", "Copy code"], ["pre", "- x;"]]
+    expected = [
+        span,
+        ["ol", ["li", ["span", ["strong", "First"]], inner], ["li", ["span", "Second\nline"], code]],
+        ["ul", ["li", ["span", "star"]]],
+        ["ol", ["li", ["span", "ten"], ["ul", ["li", ["span", "in ten"]]]]],
+        ["span", "The end: 2 ** 3 **4 ** 5.\n"],
+    ]
+    with scripted([answer], list(answer)) as (page, _):
+        page.say("whole")
+        assert outline(page) == expected
+        assert page.js("return [...document.querySelectorAll('ol')].map((one) => one.start)") == [1, 10]
+        page.say("letter by letter")
+        assert outline(page) == expected
+        page.say("1. My **own** `text`")
+        assert page.questions[-1] == "1. My **own** `text`"
+
+
+HOSTILE = {
+    "unclosed": "`a **b\n** c** d ` e\n**\n`\n-\n1.\n```",
+    "bold": "**a " * 5000,
+    "bold, closed": "a**" * 7000,
+    "ticks": "`" * 20_000,
+    "ticks and letters": "```a" * 5000,
+    "stars": "*" * 20_000,
+    "markers": "- " * 10_000 + "x",
+    "numbers": "1. " * 7000 + "x",
+    "deep": "".join(" " * i + "- x\n" for i in range(200)),
+    "newlines": "\n" * 20_000 + "x",
+    "spaces": " " * 20_000 + "x",
+    "fences": "```\n" * 5000,
+    "long": "word " * 4000,
+}
+
+
+@pytest.mark.full
+def test_hostile_markup():
+    """Each of these texts is drawn, without a letter missing."""
+    script = [[text[:5], text[5:-5], text[-5:]] for text in HOSTILE.values()]
+    with scripted(*script) as (page, _):
+        for name, text in HOSTILE.items():
+            shown = page.say(name)
+            letters = [re.sub("[^a-z]", "", one) for one in (text, shown.replace("Copy code", ""))]
+            assert letters[0] == letters[1], name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("piece", ["A **word** or `two`.\n\n", "- a **word**\n", "1. one\n   - `two`\n", "word **x** "])
+def test_only_the_end_of_a_growing_answer_is_drawn_again(piece):
+    """The nodes that the page makes for an answer of 20,000 letters are about as many as it has in the end."""
+    with scripted() as (page, _):
+        made, left = page.js(
+            """
+            const node = document.createElement("div"), text = arguments[0].repeat(20000 / arguments[0].length);
+            let made = 0;
+            for (const create of ["createElement", "createTextNode"]) {
+              const original = document[create];
+              document[create] = function (...all) { made++; return original.apply(document, all); };
+            }
+            for (let end = 0; end <= text.length; end += 5) drawText(node, text.slice(0, end), LIST_LEVELS + 1);
+            drawText(node, text, LIST_LEVELS + 1);
+            const walker = document.createTreeWalker(node);
+            let left = 0;
+            while (walker.nextNode()) left++;
+            return [made, left];
+            """,
+            piece,
+        )
+        assert left > 1000 and made < 2 * left, (made, left)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clipboard", [True, False])
+def test_code_is_copied(clipboard):
+    """Also where the browser has no clipboard for scripts, as with http from another host; with mouse and keyboard."""
+    code, more = "x = 1\n\tif <b>:\n  y = 2", threading.Event()
+    with scripted(["One:\n```\n1\n```\nTwo:\n```\n" + code + "\n```\n", more, "Done."]) as (page, _):
+        if clipboard:
+            granted = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": page.address}
+            page.driver.execute_cdp_cmd("Browser.grantPermissions", granted)
+        else:
+            page.js("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        page.send("code?")
+        page.wait(lambda: len(page.texts(".code button")) == 2, "the code")
+        page.driver.find_elements(By.CSS_SELECTOR, ".code button")[1].click()  # while the answer goes on
+        page.wait(lambda: page.texts(".code button") == ["Copy code", "Copied"], "the button to say so")
+        page.find("#input").send_keys(Keys.CONTROL + "v" + Keys.NULL)
+        assert page.find("#input").get_attribute("value") == code
+        more.set()
+        page.done()
+        page.wait(lambda: page.texts(".code button") == ["Copy code", "Copy code"], "the buttons to be as before")
+        for name in ("Retry", "Copy code", "Copy code"):
+            page.tab_to(name, Keys.SHIFT + Keys.TAB + Keys.NULL)
+        page.press(Keys.ENTER)
+        page.wait(lambda: page.texts(".code button") == ["Copied", "Copy code"], "the button to say so")
+        page.find("#input").send_keys(Keys.CONTROL + "a" + Keys.NULL, Keys.CONTROL + "v" + Keys.NULL)
+        assert page.find("#input").get_attribute("value") == "1"
+
+
+# ---------------------------------------------------------------- conversations
+
+
+@pytest.mark.full
+def test_a_conversation_of_an_earlier_version_of_the_page_is_kept():
+    kept = {
+        "messages": [
+            {"role": "user", "content": "Hello"},
+            {
+                "role": "assistant",
+                "content": "Hi **you**",
+                "answering": False,
+                "tokens": 2,
+                "firstTokenMs": 80,
+                "note": "",
+            },
+        ],
+        "previous": [{"role": "user", "content": "before"}],
+        "settings": {"system": "Be kind.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "", "seed": "7"},
+    }
+    with scripted(["Yes."]) as (page, server):
+        page.js("localStorage.setItem('fastpath', arguments[0])", json.dumps(kept))
+        page.load()
+        assert page.questions == ["Hello"] and page.answers == ["Hi you"]
+        page.say("Still here?")
+        assert server.messages()[:3] == [("system", "Be kind."), ("user", "Hello"), ("assistant", "Hi **you**")]
+        assert server.bodies[0]["seed"] == 7
+        page.click("New conversation")
+        assert len(page.js("return JSON.parse(localStorage.getItem('fastpath')).previous")) == 4
 
 
 @pytest.mark.full

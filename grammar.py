@@ -1,19 +1,22 @@
 """Grammars: the tokens that may come next, so that an answer fits a JSON schema, a regular expression or any grammar.
 
-Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; their sources. A grammar is
-written in the Lark dialect of llguidance, the library that does the work (in requirements-serve.txt). It knows the
-bytes of every token, so the masks are exact: a token is allowed if and only if the text with it can still be completed.
-A request without a grammar does not need this file.
+Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; GrammarThread, which does so
+while the engine goes on; the sources of grammars. A grammar is written in the Lark dialect of llguidance, the library
+that does the work (in requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
+allowed only if the text with it can still be completed. (Where just one text can follow, only the tokens into which the
+tokenizer would split it are allowed.) A request without a grammar does not need this file.
 
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from torch import Tensor
 
-from cli import UserError, first_line
+from cli import UserError, first_line, printable
 from tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
@@ -49,7 +52,7 @@ class Grammar:
         """Add a token to the answer. Returns whether the answer is complete, so that no token may follow. Raises
         UserError if the grammar has become too complex for the library's limits."""
         if not self.matcher.consume_token(token):
-            raise UserError(f"the grammar failed: {first_line(self.matcher.get_error())}")
+            raise UserError(f"the grammar failed: {printable(self.matcher.get_error())}")
         return self.matcher.is_stopped()
 
 
@@ -57,13 +60,13 @@ class GrammarTokenizer:
     """Compiles grammars for the tokens of a model. Building it takes about a second for 150,000 tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
-        """vocab_size: that of the model's logits, which may be padded. end_ids: tokens that may end a complete answer."""
+        """vocab_size: that of the model's logits, which may be padded. end_ids: they may end a complete answer."""
         try:
             import llguidance
         except ImportError:
-            raise UserError("grammars and JSON schemas need llguidance: pip install -r requirements-serve.txt") from None
+            raise UserError("JSON schemas and grammars need llguidance: pip install llguidance") from None
         if tokenizer.vocabulary is None:
-            raise UserError(f"{tokenizer.path} has no tokenizer, which grammars and JSON schemas need")
+            raise UserError(f"{tokenizer.path} has no tokenizer, which JSON schemas and grammars need")
         self.llguidance = llguidance
         wrapper = llguidance.TokenizerWrapper(TokenBytes(tokenizer, vocab_size, sorted(end_ids)))
         self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=sorted(end_ids))
@@ -78,8 +81,33 @@ class GrammarTokenizer:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some errors are found only now
         if matcher.is_error():
-            raise UserError(first_line(matcher.get_error()) or "it matches no text")
+            error = printable(matcher.get_error())
+            raise UserError("no text fits it" if error.startswith("NoExtension") else error)
         return Grammar(matcher)
+
+
+class GrammarThread:
+    """Compiles the grammars of requests in a thread, one after the other, while the engine goes on."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
+        """Arguments as for GrammarTokenizer, which the thread begins to build at once."""
+        self.thread = ThreadPoolExecutor(1)
+        self.tokenizer = self.thread.submit(GrammarTokenizer, tokenizer, vocab_size, end_ids)
+        self.pending: dict[object, Future] = {}
+
+    def add(self, request, source: str):
+        """Compile a grammar for a request of any kind."""
+        self.pending[request] = self.thread.submit(lambda: self.tokenizer.result().compile(source))
+
+    def discard(self, request) -> bool:
+        """Forget a request. Returns whether it was still waiting for its grammar."""
+        return self.pending.pop(request, None) is not None
+
+    def finished(self) -> list[tuple]:
+        """(request, its grammar or a UserError) of those that were waiting and no longer are."""
+        done = {request: future for request, future in self.pending.items() if future.done()}
+        self.pending = {request: future for request, future in self.pending.items() if request not in done}
+        return [(request, future.exception() or future.result()) for request, future in done.items()]
 
 
 class TokenBytes:
@@ -103,9 +131,10 @@ class TokenBytes:
 # ---------------------------------------------------------------- sources
 
 
-def schema_rule(schema: dict | bool) -> str:
-    """A JSON value that fits a JSON schema, as an expression in a Lark grammar."""
-    options = JSON_OPTIONS if isinstance(schema, dict) else {}
+def schema_rule(schema: dict | bool, lenient: bool = False) -> str:
+    """A JSON value that fits a JSON schema, as an expression in a Lark grammar. lenient: keywords that the library does
+    not support are ignored, instead of refused."""
+    options = JSON_OPTIONS | {"lenient": lenient} if isinstance(schema, dict) else {}
     return "%json " + json.dumps(schema | {"x-guidance": options} if options else schema)
 
 
@@ -124,3 +153,13 @@ def regex_source(pattern: str) -> str:
 def choice_source(texts: list[str]) -> str:
     """The grammar of one of several texts."""
     return "start: " + " | ".join(map(json.dumps, texts))
+
+
+def read_schema(path: Path, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> Callable[[], Grammar]:
+    """A function that returns a new grammar, of the JSON schema in a file, for each answer."""
+    try:
+        source = schema_source(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
+    compiler = GrammarTokenizer(tokenizer, vocab_size, end_ids)
+    return lambda: compiler.compile(source)

@@ -36,6 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
     temperature: float = 1.0  # 0: greedy, exactly the argmax of the logits
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # sample from the fewest tokens that have this probability together (arXiv:1904.09751)
@@ -43,18 +44,26 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name, value in vars(self).items():
+        for name, value in self.numbers().items():
             low, high = RANGES[name]
             kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
             if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
                 raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
         if self.top_p == 0 or self.min_p == 1:
             raise ValueError("top_p must be above 0 and min_p below 1")
+        if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):
+            raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
+
+    def numbers(self) -> dict:
+        """The settings that are numbers: all but logit_bias."""
+        return {name: value for name, value in vars(self).items() if name != "logit_bias"}
 
     @property
     def penalizes(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
+
+MAX_BIAS = 1000
 
 # Larger penalties would overflow float32 with ordinary logits.
 RANGES = {
@@ -89,13 +98,13 @@ class Sampling(NamedTuple):
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
         """Settings of R greedy rows without penalties or filters."""
-        neutral, dtypes = vars(SamplingParams(temperature=0.0)), {int: torch.int64, float: torch.float32}
+        neutral, dtypes = SamplingParams(temperature=0.0).numbers(), {int: torch.int64, float: torch.float32}
         settings = {n: torch.full((R,), x, dtype=dtypes[type(x)], device=device) for n, x in neutral.items()}
         return cls(**settings, counts=torch.zeros(R, V, dtype=torch.int32, device=device))
 
     def set_row(self, row: int, params: SamplingParams, prompt: list[int]):
         """Give a row the settings of a request with this prompt."""
-        for name, value in vars(params).items():
+        for name, value in params.numbers().items():
             values = getattr(self, name)
             # float(): torch assigns a Python integer as an int64, and 10**20 is a temperature, too
             values[row] = float(value) if values.is_floating_point() else value

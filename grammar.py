@@ -131,9 +131,10 @@ class TokenBytes:
 # ---------------------------------------------------------------- sources
 
 
-def schema_rule(schema: dict | bool) -> str:
-    """A JSON value that fits a JSON schema, as an expression in a Lark grammar."""
-    options = JSON_OPTIONS if isinstance(schema, dict) else {}
+def schema_rule(schema: dict | bool, lenient: bool = False) -> str:
+    """A JSON value that fits a JSON schema, as an expression in a Lark grammar. lenient: keywords that the library does
+    not support are ignored, instead of refused."""
+    options = JSON_OPTIONS | {"lenient": lenient} if isinstance(schema, dict) else {}
     return "%json " + json.dumps(schema | {"x-guidance": options} if options else schema)
 
 

@@ -10,9 +10,11 @@ from servers import CONTEXT, MESSAGES
 
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
-from server.api import ApiError, CompletionRequest, ResponseBuilder, ServedModel, encode_json, parse_object
+from server.api import CompletionRequest, ServedModel
+from server.fields import ApiError, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
+from server.responses import ResponseBuilder
 
 
 @pytest.fixture(scope="module")

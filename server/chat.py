@@ -268,7 +268,8 @@ def check_call(call, name: str) -> tuple[str, str, dict]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ApiError(f"{name}.function.arguments must be the JSON text of an object", param=name)
+        param = f"{name}.function.arguments"
+        raise ApiError(f"{param} must be the JSON text of an object", param=param)
     return call["id"], function["name"], parsed
 
 

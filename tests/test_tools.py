@@ -5,6 +5,7 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ PHI_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools is defined %}<|tool|>{{ m.tools }}<|/tool|>"
     "{% endif %}<|end|>{% endfor %}" + PROMPT
 )
-SMOLLM3_TEMPLATE = """{% if tools %}<|im_start|>system
+SMOLLM3_TEMPLATE = """{% if xml_tools %}<|im_start|>system
 Call functions as <tool_call>
-{{ tools | tojson }}
+{{ xml_tools | tojson }}
 </tool_call>, think in <think></think>.<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -65,6 +66,14 @@ DEEPSEEK_TEMPLATE = """{{ tools | tojson if tools else '' }}
     {%- else %}<｜User｜>{{ m.content }}
     {%- endif %}
 {%- endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+# Calls that are not JSON, as of Qwen3-Coder.
+XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+<function={{ c.function.name }}>
+{% for key, value in c.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
 SOURCES = {
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
     "deepseek": DEEPSEEK_TEMPLATE,
@@ -72,8 +81,8 @@ SOURCES = {
     "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
 )}  # fmt: skip
 FORMATS = {
-    "phi-4-mini": ToolFormat(**vars(PHI) | {"in_system": True}),
-    "smollm3": HERMES,
+    "phi-4-mini": replace(PHI, tools_in="system"),
+    "smollm3": replace(HERMES, tools_in="xml_tools"),
     "granite-3.3": GRANITE,
     "qwen2.5": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "qwen3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
@@ -135,12 +144,8 @@ def test_formats_are_found_from_templates(served):
     assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
-    for source in (
-        "{{ tools }}",
-        "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}",
-        "{{ raise_exception('no') }}",
-    ):
-        assert served(source).chat.tool_format is None
+    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", XML_TEMPLATE)
+    assert [served(source).chat.tool_format for source in others] == [None] * 4
     thinking = [name for name in SOURCES if served(name).chat.thinking]
     assert thinking == ["smollm3", "qwen3", "granite-3.3"]
 

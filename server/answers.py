@@ -159,7 +159,8 @@ class AnswerParser:
         before, mark = self._take_until(self.openers)
         self._emit(Content, before)
         if mark:
-            self.held, self.in_array, self.is_closed = mark, False, False
+            self.held = mark
+            self.in_array = self.is_closed = False
             self.read = self._read_name if self.format.keys is None else self._read_opening
         elif self.ended and self.space and not self.calls:
             self.events.append(Content(self.space))
@@ -207,7 +208,8 @@ class AnswerParser:
         self.held += self.text[: len(self.text) - len(stripped)]
         self.text = stripped
         if stripped.startswith("["):
-            self.in_array, self.held, self.text = True, self.held + "[", stripped[1:]
+            self.held += "["
+            self.in_array, self.text = True, stripped[1:]
             return True
         return self._begin_object()
 

@@ -14,7 +14,15 @@ from cli import UserError, print_status
 from server.answers import AnswerSyntax
 from server.constraints import AnswerRules, Constraint
 from server.fields import ApiError, FieldReader
-from server.tools import NAME_PATTERN, Tool, ToolGrammar, find_thinking_marks, find_tool_format, special_tokens
+from server.tools import (
+    NAME_PATTERN,
+    Tool,
+    ToolGrammar,
+    find_thinking_marks,
+    find_tool_format,
+    place_tools,
+    special_tokens,
+)
 from tokenizer import ChatTemplate, Tokenizer
 
 MAX_TOOLS = 128
@@ -94,9 +102,11 @@ class ChatModel:
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
-        format, described = self.tool_format, tools.described or None
-        if tools.tools and format.in_system:
-            messages, described = with_tools_in_system(messages, tools.described), None
+        format, described = self.tool_format, None
+        if tools.tools:
+            messages, places = place_tools(messages, tools.described, format.tools_in)
+            described = places.pop("tools", None)
+            variables = variables | places
         try:
             text = self.template.render(
                 [self.message_for_template(message) for message in messages],
@@ -268,7 +278,8 @@ def check_call(call, name: str) -> tuple[str, str, dict]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ApiError(f"{name}.function.arguments must be the JSON text of an object", param=name)
+        param = f"{name}.function.arguments"
+        raise ApiError(f"{param} must be the JSON text of an object", param=param)
     return call["id"], function["name"], parsed
 
 
@@ -284,14 +295,6 @@ def name_results(messages: list[dict]) -> list[dict]:
         message | {"name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
         for message in messages
     ]
-
-
-def with_tools_in_system(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """Messages whose system message has the tools as JSON text, as Phi-4-mini's template expects them."""
-    has_system = messages[0]["role"] == "system"
-    system = messages[0] if has_system else {"role": "system", "content": ""}
-    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    return [system | {"tools": text}, *messages[has_system:]]
 
 
 def check_tool(tool, name: str) -> Tool:

@@ -54,7 +54,7 @@ class ToolFormat:
     null_content: bool = False  # the content of a message with calls is null, instead of ""
     text_arguments: bool = False  # arguments are JSON text, instead of objects
     in_content: bool = False  # the template does not know calls, so they are written into the content of messages
-    in_system: bool = False  # the tools are JSON text in the system message
+    tools_in: str = "tools"  # the template's variable for tools; "system": they are JSON text in the system message
 
     @property
     def keys(self) -> tuple[str, str] | None:
@@ -102,9 +102,9 @@ PHI = replace(GRANITE, end="]<|/tool_call|>")
 # Of models whose templates do not write calls: a mark in the template, and the format. The first that is there counts.
 KNOWN_FORMATS = {
     "<|/tool_call|>": PHI,
-    "<|tool_call|>": GRANITE,
-    "<tool_call>": HERMES,  # Hermes, SmolLM3
-    "<|tool|>": replace(PHI, in_system=True),  # Phi-4-mini
+    "<|tool_call|>": GRANITE,  # Granite 3
+    "<tool_call>": HERMES,  # SmolLM3
+    "<|tool|>": PHI,  # Phi-4-mini
 }
 
 # ---------------------------------------------------------------- finding a model's format
@@ -119,70 +119,97 @@ QUESTION = {"role": "user", "content": "Hello"}
 
 def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
     """The format of a model's tool calls; None if its template knows no tools, or if the format is not supported."""
-    if shows_tools(template):
-        for null_content, text_arguments in product((False, True), repeat=2):
-            if (found := probe_format(template, null_content, text_arguments)) is not None:
-                return found
-    for mark, known in KNOWN_FORMATS.items():
-        if mark in template.source and shows_tools(template, known.in_system):
-            return known
+    for place in ("tools", "xml_tools", "system"):
+        if PROBE_FUNCTION["name"] in try_to_render(template, [QUESTION], place):
+            break
+    else:
+        return None
+    for null_content, text_arguments in product((False, True), repeat=2):
+        found = probe_format(Probe(template, place, null_content, text_arguments))
+        if found is not None:
+            return replace(found, tools_in=place, null_content=null_content, text_arguments=text_arguments)
+    without_calls = Probe(template, place, False, False).render(1)
+    if without_calls and PROBE_NAMES[0] not in without_calls:
+        for mark, known in KNOWN_FORMATS.items():
+            if mark in template.source:
+                return replace(known, tools_in=place)
     return None
 
 
-def shows_tools(template: ChatTemplate, in_system: bool = False) -> bool:
-    """Whether the template writes the tools that it gets."""
-    messages, tools = [QUESTION], [PROBE_TOOL]
-    if in_system:
-        messages, tools = [{"role": "system", "content": "", "tools": json.dumps(tools)}, QUESTION], None
-    return PROBE_FUNCTION["name"] in try_to_render(template, messages, tools)
+def place_tools(messages: list[dict], tools: list[dict], place: str) -> tuple[list[dict], dict]:
+    """The messages and the template's variables with the tools in their place, which is that of ToolFormat.tools_in."""
+    if place != "system":
+        return messages, {place: tools}
+    has_system = messages[0]["role"] == "system"
+    system = messages[0] if has_system else {"role": "system", "content": ""}
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [system | {"tools": text}, *messages[has_system:]], {}
 
 
-def try_to_render(template: ChatTemplate, messages: list[dict], tools: list[dict] | None) -> str:
-    """The text without a generation prompt, or no text if the template refuses the messages."""
+def try_to_render(template: ChatTemplate, messages: list[dict], place: str) -> str:
+    """The text with a tool and without a generation prompt, or no text if the template refuses the messages."""
+    messages, variables = place_tools(messages, [PROBE_TOOL], place)
     try:
-        return template.render(messages, add_generation_prompt=False, tools=tools)
+        tools = variables.pop("tools", None)
+        return template.render(messages, add_generation_prompt=False, tools=tools, variables=variables)
     except UserError:
         return ""
 
 
-def probe_format(template: ChatTemplate, null_content: bool, text_arguments: bool) -> ToolFormat | None:
-    """The format in which the template writes calls with such contents and arguments; None if it does not."""
+@dataclass(frozen=True)
+class Probe:
+    """Renders conversations that end with calls. The fields are those of a ToolFormat that is tried."""
 
-    def render(n: int) -> str:
+    template: ChatTemplate
+    place: str
+    null_content: bool
+    text_arguments: bool
+
+    def render(self, n: int) -> str:
         """A conversation that ends with n calls, or with a plain answer for n = 0."""
         answer = {"role": "assistant", "content": PROBE_CONTENT}
         if n:
-            calls = [probe_call(name, text_arguments) for name in PROBE_NAMES[:n]]
-            answer |= {"content": None if null_content else "", "tool_calls": calls}
-        return try_to_render(template, [QUESTION, answer], [PROBE_TOOL])
+            calls = [self.call(name) for name in PROBE_NAMES[:n]]
+            answer |= {"content": None if self.null_content else "", "tool_calls": calls}
+        return try_to_render(self.template, [QUESTION, answer], self.place)
 
-    header, _, end_of_turn = render(0).rpartition(PROBE_CONTENT)
-    single, double = split_at_calls(render(1), PROBE_NAMES[:1]), split_at_calls(render(2), PROBE_NAMES)
+    def call(self, name: str) -> dict:
+        arguments = {"probe_key": name}
+        function = {"name": name, "arguments": json.dumps(arguments) if self.text_arguments else arguments}
+        return {"id": PROBE_ID, "type": "function", "function": function}
+
+
+def probe_format(probe: Probe) -> ToolFormat | None:
+    """The format in which the template writes calls; None if it writes none, or not in a format that is supported."""
+    header, _, end_of_turn = probe.render(0).rpartition(PROBE_CONTENT)
+    single, double = split_at_calls(probe.render(1), PROBE_NAMES[:1]), split_at_calls(probe.render(2), PROBE_NAMES)
     if not header or single is None:
         return None
     start, middle, rest = single
-    start = start.removeprefix(commonprefix([header, start]))
+    start = start.removeprefix(common_start(header, start))
     for _, close in THINKING_MARKS:  # some templates write empty thoughts before the last answer
         start = start.rpartition(close)[2].lstrip() if close in start else start
-    rest = cut_end_of_turn(rest, end_of_turn, template)
+    rest = cut_end_of_turn(rest, end_of_turn, probe.template)
+    if rest is None:
+        return None
     found = ToolFormat(start, middle, rest)
     if double is not None and double[1] == double[3] == middle:
         found = split_between(start, double[2], rest, middle)
-    openers = ("<|python_tag|>",) if "<|python_tag|>" in template.source else ()  # Llama 3's
-    found = replace(found, more_openers=openers, null_content=null_content, text_arguments=text_arguments)
-    names_stand_alone = found.openers and middle.strip() and not set('{"') & set(found.begin + found.prefix)
-    return found if found.keys is not None or names_stand_alone else None
+    if "<|python_tag|>" in probe.template.source:  # Llama 3's
+        found = replace(found, more_openers=("<|python_tag|>",))
+    return found if is_supported(found) else None
 
 
-def probe_call(name: str, text_arguments: bool) -> dict:
-    arguments = {"probe_key": name}
-    function = {"name": name, "arguments": json.dumps(arguments) if text_arguments else arguments}
-    return {"id": PROBE_ID, "type": "function", "function": function}
+def is_supported(format: ToolFormat) -> bool:
+    """Whether a call is a JSON object, or a mark shows where its name begins, and another where its arguments do."""
+    opening, rest = format.begin + format.prefix, format.middle + format.suffix + format.end
+    has_marks = opening[:1] in ("<", "[") and format.middle.strip() != "" and not set('{}"') & set(opening + rest)
+    return PROBE_ID not in opening and (format.keys is not None or has_marks)
 
 
 def split_at_calls(text: str, names: tuple[str, ...]) -> list[str] | None:
-    """The texts around the names and the arguments of each probe_call, in order: one more than there are names and
-    arguments. None if they are not all there, or if the arguments are not written as JSON."""
+    """The texts around the names and the arguments of calls, in order: one more than there are names and arguments.
+    None if they are not all there, or if the arguments are not written as JSON."""
     parts = []
     for name in names:
         before, found, text = text.partition(name)
@@ -194,18 +221,24 @@ def split_at_calls(text: str, names: tuple[str, ...]) -> list[str] | None:
     return [*parts, text]
 
 
-def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str:
-    """The text after a call, without what the template writes after an answer."""
+def common_start(one: str, other: str) -> str:
+    """What two texts begin with, without the beginning of a mark, such as "<tool_", at the end of it."""
+    common = commonprefix([one, other])
+    return common if common in (one, other) else re.sub(r"[<\[][^<>\[\]]*$", "", common)
+
+
+def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str | None:
+    """The text after a call, without what the template writes after an answer; None if there is no end of a turn."""
     if text.endswith(end_of_turn):
         return text.removesuffix(end_of_turn)
     names = template.tokenizer.vocabulary.tokens() if template.tokenizer.vocabulary else []
     ends = [text.find(names[i]) for i in template.tokenizer.eos_ids if i < len(names) and names[i]]
-    return text[: min((at for at in ends if at >= 0), default=len(text))]
+    return min((text[:at] for at in ends if at >= 0), key=len, default=None)
 
 
 def split_between(start: str, between: str, rest: str, middle: str) -> ToolFormat:
     """The format, given what stands before the first call's name, between two calls, and after the last arguments."""
-    suffix = commonprefix([between, rest])
+    suffix = common_start(rest, between)
     between = between.removeprefix(suffix)
     prefix = commonprefix([between[::-1], start[::-1]])[::-1]
     begin, end = start.removesuffix(prefix), rest.removeprefix(suffix)

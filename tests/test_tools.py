@@ -5,6 +5,7 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from checkpoint import read_config, read_tokenizer_files
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
-from server.fields import ApiError
+from server.fields import ApiError, FieldReader
 from server.messages import Update
-from server.responses import ResponseBuilder, message_fields, stream_deltas
+from server.responses import ResponseBuilder
 from server.tools import GRANITE, HERMES, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 # Small templates in the form of families that are not among the files.
@@ -31,9 +32,9 @@ PHI_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools is defined %}<|tool|>{{ m.tools }}<|/tool|>"
     "{% endif %}<|end|>{% endfor %}" + PROMPT
 )
-SMOLLM3_TEMPLATE = """{% if tools %}<|im_start|>system
+SMOLLM3_TEMPLATE = """{% if xml_tools %}<|im_start|>system
 Call functions as <tool_call>
-{{ tools | tojson }}
+{{ xml_tools | tojson }}
 </tool_call>, think in <think></think>.<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -65,6 +66,14 @@ DEEPSEEK_TEMPLATE = """{{ tools | tojson if tools else '' }}
     {%- else %}<｜User｜>{{ m.content }}
     {%- endif %}
 {%- endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+# Calls that are not JSON, as of Qwen3-Coder.
+XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+<function={{ c.function.name }}>
+{% for key, value in c.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
 SOURCES = {
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
     "deepseek": DEEPSEEK_TEMPLATE,
@@ -72,8 +81,8 @@ SOURCES = {
     "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
 )}  # fmt: skip
 FORMATS = {
-    "phi-4-mini": ToolFormat(**vars(PHI) | {"in_system": True}),
-    "smollm3": HERMES,
+    "phi-4-mini": replace(PHI, tools_in="system"),
+    "smollm3": replace(HERMES, tools_in="xml_tools"),
     "granite-3.3": GRANITE,
     "qwen2.5": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "qwen3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
@@ -135,12 +144,8 @@ def test_formats_are_found_from_templates(served):
     assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
-    for source in (
-        "{{ tools }}",
-        "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}",
-        "{{ raise_exception('no') }}",
-    ):
-        assert served(source).chat.tool_format is None
+    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", XML_TEMPLATE)
+    assert [served(source).chat.tool_format for source in others] == [None] * 4
     thinking = [name for name in SOURCES if served(name).chat.thinking]
     assert thinking == ["smollm3", "qwen3", "granite-3.3"]
 
@@ -380,3 +385,196 @@ def test_strict_tools_leave_other_text_free(served, compiler, name):
             assert not fits(model, compiler, source, format.openers[0] + " no call")
             both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
             assert fits(model, compiler, source, both) == several
+
+
+# ---------------------------------------------------------------- requests and responses
+
+
+def function(name, schema=None, **more):
+    return {"type": "function", "function": {"name": name, "parameters": schema or {"type": "object"}} | more}
+
+
+QUESTION = {"role": "user", "content": "Hello"}
+REQUEST = {"messages": [QUESTION], "tools": [function("get_weather"), function("f", POINT)], "max_tokens": 9}
+
+
+def answered(model: ServedModel, body: dict, pieces: list[str]) -> dict:
+    """The response to a request whose answer is text in pieces. It is checked that the stream has the same."""
+
+    def updates(completion):
+        last = len(pieces) - 1
+        reasons = ["stop" if i == last else None for i in range(len(pieces))]
+        return [Update(0, text, i + 1, finish_reason=reason) for i, (text, reason) in enumerate(zip(pieces, reasons))]
+
+    completion = model.parse_chat(REQUEST | body)
+    completion.choices[0].updates += updates(completion)
+    whole = ResponseBuilder(model, completion).whole()["choices"][0]
+    streamed = model.parse_chat(REQUEST | body | {"stream": True})
+    builder = ResponseBuilder(model, streamed)
+    chunks = [chunk for update in updates(streamed) for chunk in builder.chunks(streamed.choices[0], update)]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]
+    assert parts[0]["delta"]["role"] == "assistant" and not any("role" in part["delta"] for part in parts[1:])
+    message = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for delta in (part["delta"] for part in parts):
+        message["content"] += delta.get("content", "")
+        message["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                assert call["id"].startswith("call_") and call["function"]["arguments"] == ""
+                message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            else:
+                assert call.keys() == {"index", "function"}
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    found = whole["message"]
+    assert message == {
+        "content": found["content"] or "",
+        "reasoning_content": found.get("reasoning_content", ""),
+        "tool_calls": [call["function"] for call in found.get("tool_calls", [])],
+    }
+    return whole
+
+
+def test_responses_with_calls_streamed_and_whole(served):
+    model = served("qwen3")
+    text = f"<think>\nHm.\n</think>\n\nSure.{HERMES_CALL}\n{HERMES_CALL.replace('f', 'get_weather', 1)}"
+    for pieces in ([text], list(text), cut(text, [9, 31, 60, 77, 78, 110])):
+        choice = answered(model, {}, pieces)
+        message = choice["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Sure.", "\nHm.\n")
+        calls = [(call["type"], call["function"]) for call in message["tool_calls"]]
+        names = ["f", "get_weather"]
+        assert calls == [("function", {"name": name, "arguments": ARGUMENTS}) for name in names]
+        assert choice["finish_reason"] == "tool_calls"
+    only_call = answered(model, {"parallel_tool_calls": False}, list(text.partition("Sure.")[2]))["message"]
+    assert only_call["content"] is None and len(only_call["tool_calls"]) == 1
+    for body in ({"tool_choice": "none"}, {"tools": []}):
+        plain = answered(model, body, list(HERMES_CALL))
+        assert plain["message"] == {"role": "assistant", "content": HERMES_CALL, "refusal": None}
+        assert plain["finish_reason"] == "stop"
+
+
+def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(served):
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if no %}</think>{% endif %}{# </think> #}"
+    model, body = served(source), {"tools": []}
+    assert answered(model, body, list("a</think> b"))["message"]["reasoning_content"] == "a"
+    body |= {"chat_template_kwargs": {"no": True}, "response_format": {"type": "json_object"}}
+    completion = model.parse_chat(REQUEST | body)
+    assert "thoughts" not in completion.choices[0].submit.grammar
+    body["chat_template_kwargs"] = {"no": False, "messages": 5, "self": 5}
+    completion = model.parse_chat(REQUEST | body)
+    grammar = completion.choices[0].submit.grammar
+    assert fits(model, model.grammars.compiler, grammar, "{ a</think>\n\n{}")
+    assert not fits(model, model.grammars.compiler, grammar, "{}")
+
+
+def test_thoughts_come_before_what_a_grammar_asks_for(served):
+    model, calls = served("qwen3"), "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    for body, text, refused in (
+        ({"response_format": {"type": "json_object"}, "tools": []}, "{}", "Hello"),
+        ({"response_format": {"type": "json_object"}}, "{}", "Hello"),
+        ({"response_format": {"type": "json_object"}}, calls, calls.replace("1", "null")),
+        ({"tool_choice": "required"}, calls, "{}"),
+        ({"tool_choice": "required"}, f"{calls}\n{calls}", f"{calls}{calls}"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, calls, f"{calls}\n{calls}"),
+        ({"tool_choice": function("f")}, calls, f"{calls}\n{calls}"),
+        ({"tool_choice": function("get_weather")}, calls.replace('"f"', '"get_weather"'), calls),
+        ({"tools": [function("f", POINT, strict=True)]}, f"Hello {calls}", "<tool_call>Hello"),
+    ):
+        grammar = model.parse_chat(REQUEST | body).choices[0].submit.grammar
+        compiler = model.grammars.compiler
+        thoughts = "<think>\nI <tool> {}\n</think>\n\n"
+        assert fits(model, compiler, grammar, text) and fits(model, compiler, grammar, thoughts + text)
+        assert not fits(model, compiler, grammar, refused) and not fits(model, compiler, grammar, thoughts + refused)
+        over = REQUEST | body | {"chat_template_kwargs": {"enable_thinking": False}}
+        grammar = model.parse_chat(over).choices[0].submit.grammar
+        assert fits(model, compiler, grammar, text) and "thoughts" not in grammar
+    assert model.parse_chat(REQUEST).choices[0].submit.grammar is None
+
+
+def test_special_tokens_of_calls_are_shown(served):
+    def shown(name, body):
+        model = served(name)
+        ids = model.parse_chat(REQUEST | body).choices[0].submit.shown_ids
+        return {token for token, i in model.chat.special_tokens.items() if i in ids}
+
+    assert shown("mistral-nemo", {}) == {"[TOOL_CALLS]"} and shown("mistral-nemo", {"tools": []}) == set()
+    assert shown("phi-4-mini", {}) == {"<|tool_call|>", "<|/tool_call|>"}
+    assert shown("llama-3.1", {}) == {"<|python_tag|>"} and shown("qwen3", {}) == set()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_and_results_in_the_history(served, name):
+    """The template writes the calls as the model has, and the results. Ids are those of another server."""
+    model = served(name)
+    called = {"name": "f", "arguments": '{"x":1}'}
+    call = {"id": "call_1", "type": "function", "function": called}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It rains."}]},
+    ]
+    conversation = model.chat.read_conversation(FieldReader(REQUEST | {"messages": messages}))
+    expected = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
+    assert expected in conversation.text and "It rains." in conversation.text and "get_weather" in conversation.text
+    assert (
+        refused(model, REQUEST | {"messages": [QUESTION, messages[1] | {"role": "user"}]}) == "messages[1].tool_calls"
+    )
+    for calls, param in (
+        (5, ""), ([{"id": "a"}], "[0]"), ([call | {"id": 5}], "[0]"), ([call | {"function": 5}], "[0]"),
+        ([call | {"function": called | {"name": 'a"\n'}}], "[0].function.name"),
+        *(([call | {"function": called | {"arguments": text}}], "[0].function.arguments")
+          for text in ("{", "[]", "[" * 10**5, 5)),
+    ):  # fmt: skip
+        body = REQUEST | {"messages": [QUESTION, messages[1] | {"tool_calls": calls}, messages[2]]}
+        assert refused(model, body) == f"messages[1].tool_calls{param}"
+    assert refused(model, REQUEST | {"messages": messages[:2]}) == "messages"
+    assert refused(model, REQUEST | {"messages": [*messages[:2], messages[2] | {"tool_call_id": 5}]}) == (
+        "messages[2].tool_call_id"
+    )
+
+
+def refused(model: ServedModel, body: dict) -> str:
+    """The parameter that is named when a request is refused."""
+    with pytest.raises(ApiError) as caught:
+        model.parse_chat(body)
+    assert caught.value.status == 400 and len(str(caught.value)) <= 500
+    return caught.value.param
+
+
+DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": "f"}]}, "tools[0]"),
+        *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "a\nb", "", "x" * 65, "é", 5)),
+        ({"tools": [function("f", ["x"])]}, "tools[0].parameters"),
+        ({"tools": [function("f", {"type": "string"})]}, "tools[0].parameters"),
+        ({"tools": [function("f", description=5)]}, "tools[0]"), ({"tools": [function("f", strict=1)]}, "tools[0]"),
+        ({"tools": [function("f")] * 2}, "tools"), ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [function("f", DEEP, strict=True)]}, "tools"),
+        ({"tools": [function("f", {"properties": {"a": {"type": "x"}}}, strict=True)]}, "tools"),
+        ({"tools": [function("f", {"properties": {"a": {"type": "x"}}})], "tool_choice": "required"}, "tools"),
+        ({"tools": [function("f", {"enum": ["x" * 300_000]}, strict=True)]}, "messages"),  # does not fit the context
+        ({"tools": [function("f", description="\ud800")]}, "messages"),
+        ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ["g"]}}}, "tool_choice"),
+        ({"tool_choice": ["auto"]}, "tool_choice"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"), ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)  # fmt: skip
+def test_requests_that_are_refused(served, fields, param):
+    assert refused(served("qwen2.5"), REQUEST | fields) == param
+
+
+def test_a_template_without_tools_refuses_them(served):
+    for name in ("openhermes-2.5", "gemma-2"):
+        model = served(name)
+        assert refused(model, REQUEST) == "tools"
+        model.parse_chat(REQUEST | {"tool_choice": "none"})
+        result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+        assert refused(model, {"messages": [QUESTION, result]}) == "messages[1].role"

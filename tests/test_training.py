@@ -166,6 +166,34 @@ def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
     assert len(samples) >= 12 and all(len(sample["new"]) == 1 for sample in samples)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_small_batch_ends(tmp_path, chat_checkpoint, rows):
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 6)
+    steps = self_text.RecordedSteps()
+    engine, calls = Engine(model, rows, 1600, StepFunctions(steps.prefill, steps.decode)), iter(range(1000))
+    step = engine.step
+    engine.step = lambda: (next(calls), step())[1]  # StopIteration, if it never ends
+    self_text.write_samples(engine, steps, prompts, tmp_path / "text.jsonl", 40)
+    assert sum(len(sample["new"]) for sample in self_text.read_samples(tmp_path / "text.jsonl")) >= 40
+
+
+def test_samples_of_a_process_that_has_just_ended_are_kept(tmp_path, chat_checkpoint, write_text, monkeypatch):
+    """It held the lock until then, and has written since this process opened the file."""
+    written, path = write_text(tmp_path / "other.jsonl", 60), tmp_path / "text.jsonl"
+    model = load_model(chat_checkpoint, dtype=torch.float32)
+    source, target = (self_text.states_path(tmp_path / name, model) for name in ("other.jsonl", "text.jsonl"))
+
+    def end_of_the_other(file, operation):
+        path.write_bytes((tmp_path / "other.jsonl").read_bytes())
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(self_text.fcntl, "flock", end_of_the_other)
+    file = self_text.SampleFile(path, model)
+    file.close()
+    assert file.samples == list(written.values())
+    assert target.read_bytes() == source.read_bytes()
+
+
 def test_likely_tokens():
     tokens = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4, 12])
     assert likely_tokens(tokens, 2).tolist() == [7, 2]

@@ -177,16 +177,16 @@ class SampleFile:
     def __init__(self, path: Path, model: Transformer):
         if path.suffix != ".jsonl":
             raise UserError(f"--out {path} should end in .jsonl")
-        self.samples = read_samples(path) if path.exists() else []
-        self.tokens = sum(len(sample["new"]) for sample in self.samples)
         states = states_path(path, model)
         try:
-            self.lines, self.states = path.open("ab"), states.open("ab")
-            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            self.lines = path.open("ab")
+            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed; first, or samples are missed
+            self.samples, self.states = read_samples(path), states.open("ab")
         except BlockingIOError:
             raise UserError(f"another process is writing {path}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error}") from None
+        self.tokens = sum(len(sample["new"]) for sample in self.samples)
         size = 2 * model.config.dim * self.tokens  # bytes
         if self.states.tell() < size:
             raise UserError(f"{states} is too short for {path}, or {path} was written by another model; remove both")
@@ -216,7 +216,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
         prompts.check_samples(file.samples, path)
         bar.update(file.tokens)
         while file.tokens < tokens:
-            while len(engine.waiting) < len(engine.rows) // 4:
+            while len(engine.waiting) < max(1, len(engine.rows) // 4):
                 if index not in done:
                     request, openings[request] = prompts.first(index)
                     indices[request] = index
@@ -257,7 +257,8 @@ def main():
     functions = StepFunctions(steps.prefill, steps.decode)
     engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
-    print_status(f"{args.out} holds at least {args.tokens:,} tokens; now: python training/medusa.py --text {args.out}")
+    print_status(f"{args.out} holds at least {args.tokens:,} tokens")
+    print_status(f"next: python training/medusa.py --checkpoint_path {directory} --text {args.out}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, s
 
 import speculative
 from cli import UserError
-from drafts import draft_model
+from drafts import draft_model, loading
 from drafts.controller import Candidate
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
@@ -31,6 +31,7 @@ from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import (
     DEFAULT_HEADS,
+    DraftOption,
     install_kernels,
     load_model,
 )
@@ -507,6 +508,7 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
     assert (
         result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
     )  # limited by the room in the cache
+    monkeypatch.setattr(loading, "read_heads", None)  # lookup needs no heads and no fingerprint of the model
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
 
 
@@ -530,8 +532,8 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
     result, err = main(capsys, monkeypatch, *args)
     [lookup] = result["speculation"]["drafts"]
     assert lookup["steps"] == result["speculation"]["steps"] and "\nprompt-lookup: " in err
-    kinds = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
-    assert lookup_name(kinds) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
+    texts = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
+    assert lookup_name([DraftOption.parse(text) for text in texts]) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
 
 
 @pytest.mark.parametrize(

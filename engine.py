@@ -92,7 +92,7 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
 class Timing:
     """Seconds and counts, summed over steps."""
 
-    first_token_s: float | None = None  # of the first prefill; generate.py writes the longest wait of its prompts
+    first_token_s: float | None = None  # the longest wait for a first token; generate.py writes it
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
@@ -100,19 +100,15 @@ class Timing:
     decode_steps: int = 0
     kv_bytes: float = 0  # keys and values read by decode steps
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
-
-    def add_prefill(self, seconds: float, tokens: int):
-        self.first_token_s = seconds if self.first_token_s is None else self.first_token_s
-        self.prefill_s += seconds
-        self.prefill_tokens += tokens
+    draft_prefill_s: float = 0.0  # in which a draft model read prompts; part of neither prefill_s nor decode_s
 
     def add_step(self, seconds: float, tokens: int, kv_bytes: int, draft=None):
         self.decode_s += seconds
         self.decode_tokens += tokens
         self.decode_steps += 1
         self.kv_bytes += kv_bytes
-        if draft is not None:  # a speculative.Drafted; if it has read a prompt, this counts as prefill
-            self.prefill_s += draft.prefill_s
+        if draft is not None:  # a speculative.Drafted
+            self.draft_prefill_s += draft.prefill_s
             self.decode_s -= draft.prefill_s
             self.draft_bytes += draft.weight_bytes
             self.kv_bytes += draft.kv_bytes
@@ -296,16 +292,22 @@ class Engine:
             logits = model.head(torch.stack([states[len(part) - 1] for states, part in zip(x, parts)]))  # (B,V)
         else:
             logits = self.steps.prefill(model, *inputs)
-        for row, part in zip(rows, parts):
+        for row, part, last in zip(rows, parts, logits[:, : model.config.n_token]):
             row.tokens, row.last_used = row.tokens + part, start
             if not row.unread and row.request.max_new_tokens < 1:
-                self._finish(row.request, "length", row)
+                if last.max().isfinite():
+                    self._finish(row.request, "length", row)
+                else:
+                    self._append_token(row.request, row, -1)
         if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
             self.set_masks([rows[i] for i in done])
             targets = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
             ids, logprobs, logits = draw(model, logits[done], *targets.t().contiguous(), self.sampling)
-            self._accept([rows[i] for i in done], ids.tolist(), logprobs, logits)
-        self.timing.add_prefill(time.perf_counter() - start, sum(map(len, parts)))
+            self._append_tokens([rows[i] for i in done], ids.tolist(), logprobs, logits)
+        else:
+            logits[0, 0].item()  # waits for a GPU, whose time would count as that of the next decode step
+        self.timing.prefill_s += time.perf_counter() - start
+        self.timing.prefill_tokens += sum(map(len, parts))
 
     def _score_prompts(self, rows: list[Row], parts: list[list[int]], x: Tensor):
         """Record prompt_logprobs of a chunk from its hidden states (B,S,D), a few positions at a time."""
@@ -329,16 +331,16 @@ class Engine:
         )
 
     def _decode(self, rows: list[Row]):
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), self.steps  # read once: start.compile_while_serving replaces it
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
+        if steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
         drafted = None
         if self.speculation is None:
             self.set_masks(rows)
             with self.threads.of("decode", len(rows), fixed=not self.model.backend.thread_invariant):
-                ids, logprobs, logits = self.steps.decode(self.model, inputs, self.sampling)
+                ids, logprobs, logits = steps.decode(self.model, inputs, self.sampling)
             new_tokens = ids.tolist()
         else:
             new_tokens, logprobs, logits, drafted = self.speculation.step(rows, inputs)
@@ -346,10 +348,10 @@ class Engine:
             row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start
         kv = self.model.kv_bytes([len(row.tokens) for row in rows])
-        count = self._accept(rows, new_tokens, logprobs, logits)
+        count = self._append_tokens(rows, new_tokens, logprobs, logits)
         self.timing.add_step(time.perf_counter() - start, count, kv, drafted)
 
-    def _accept(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
+    def _append_tokens(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
         """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits B x (n,V)."""
         requests = [row.request for row in rows]
         before = sum(len(request.new_tokens) for request in requests)
@@ -366,7 +368,7 @@ class Engine:
         return sum(len(request.new_tokens) for request in requests) - before
 
     def _append_token(self, request: Request, row: Row, token: int):
-        """Append a token to a request, and finish the request if this is its last token."""
+        """Append a token (-1: the logits are not finite) to a request, and finish it if this is its last token."""
         if token < 0:
             row.tokens = []  # the cache may hold NaN
             return self._finish(request, "error", row, "the model's logits are not finite")

@@ -7,7 +7,7 @@ start.py makes an engine of it. The kernels' files are imported only if they are
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,22 @@ DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medu
 # ---------------------------------------------------------------- options
 
 
+@dataclass(frozen=True)
+class DraftOption:
+    """A value of --draft."""
+
+    kind: str  # "prompt-lookup", "lookup", "medusa", "int4-self" or "none"
+    path: str = ""  # of lookup:FILE or medusa:FILE
+
+    @classmethod
+    def parse(cls, text: str) -> "DraftOption":
+        kind, _, path = text.partition(":")
+        if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
+            return cls(kind, path)
+        kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
+
+
 @dataclass
 class ModelOptions:
     """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`)."""
@@ -40,7 +56,7 @@ class ModelOptions:
     compile: bool = False
     compile_prefill: bool = False
     draft_checkpoint_path: str | None = None
-    draft: list[str] = field(default_factory=list)
+    draft: list[DraftOption] = field(default_factory=list)
     speculate_k: int | str | None = None
 
     @classmethod
@@ -48,17 +64,23 @@ class ModelOptions:
         """The options of a command line. UserError if they contradict each other."""
         options = cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
         options.dtype = DTYPES[args.dtype]
-        options.draft = [kind for kind in args.draft or () if kind != "none"]
+        given = args.draft or []
+        options.draft = [draft for draft in given if draft.kind != "none"]
         if options.draft_checkpoint_path == "":
             raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
         if options.speculate_k and not options.speculates:
             raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
-        if "none" in (args.draft or ()) and (len(args.draft) > 1 or options.draft_checkpoint_path):
+        if len(options.draft) < len(given) and (len(given) > 1 or options.draft_checkpoint_path):
             raise UserError("--draft none and other drafts exclude each other")
-        kinds = [kind.partition(":")[0] for kind in options.draft]
+        kinds = options.draft_kinds
         if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
             raise UserError(f"--draft {twice[0]} is given twice")
         return options
+
+    @property
+    def draft_kinds(self) -> list[str]:
+        """The kinds that --draft asks for."""
+        return [draft.kind for draft in self.draft]
 
     @property
     def speculates(self) -> bool:
@@ -93,7 +115,7 @@ def add_model_options(parser: argparse.ArgumentParser):
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
     kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none (the "
     kinds += "default): no draft"
-    add("--draft", metavar="KIND", type=draft_kind, action="append", help=kinds)
+    add("--draft", metavar="KIND", type=DraftOption.parse, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)
 
@@ -104,14 +126,6 @@ def draft_length(text: str) -> int | str:
     if text == "auto" or (text.isdecimal() and 1 <= int(text) <= most):
         return text if text == "auto" else int(text)
     raise argparse.ArgumentTypeError(f"must be auto, or between 1 and {most}, not {text}")
-
-
-def draft_kind(text: str) -> str:
-    kind, _, path = text.partition(":")
-    if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
-        return text
-    kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
 
 
 # ---------------------------------------------------------------- the checkpoint, before its weights are read
@@ -160,7 +174,7 @@ def find_source(name: str | None) -> Source:
     try:
         from sources.opening import open_source
     except ModuleNotFoundError as error:
-        raise UserError(f"{path} is no checkpoint directory, and to read it, {error.name} is missing") from None
+        raise UserError(f"{path} is not a checkpoint directory, and {error.name} is missing to read it") from None
     return open_source(name)
 
 
@@ -170,9 +184,9 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
     ranks = ranks or SingleProcess()
     source = ranks.in_turn(lambda: find_source(options.checkpoint_path))
     ranks.check_same(source)
-    drafts_itself = "int4-self" in options.draft and not options.draft_checkpoint_path
+    drafts_itself = "int4-self" in options.draft_kinds and not options.draft_checkpoint_path
     if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
-        options.dequantize = True
+        options = replace(options, dequantize=True)
         if ranks.rank == 0:
             print_status(f"--draft int4-self: {source.path.name} drafts in its own bits, and the model is dequantized")
     return Checkpoint(source, options)
@@ -189,7 +203,11 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
     """
     options = options or ModelOptions(**fields)
     device = choose_device(options.device)
-    module = kernels_module(device, options.kernels)
+    return load_with(kernels_module(device, options.kernels), source, device, options, shard)
+
+
+def load_with(module, source: Source | Path, device: torch.device, options: ModelOptions, shard=None) -> Transformer:
+    """`load_model` with a module that `kernels_module` has returned for this device."""
     pack, how = getattr(module, "pack_while_reading", None), {}
     if pack is not None and not options.dequantize:
         how["start"] = partial(pack, kernels=options.kernels, exact_activations=options.exact_activations)
@@ -199,7 +217,7 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
         from formats import repack_layers
 
         repack_layers(model, (), "--dequantize")
-    return install_kernels(model, options.kernels, options.exact_activations)
+    return install_with(module, model, options.kernels, options.exact_activations)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -218,8 +236,8 @@ def fastest_device() -> str:
 
 
 def kernels_module(device: torch.device, kernels: str):
-    """The module that makes models fast on a device, or None: cpu.install, which also manages memory and threads, or
-    kernels_triton, unless `kernels` is "torch"."""
+    """The module that installs the kernels for a device: cpu.install for CPUs, which also manages memory and threads;
+    kernels_triton for CUDA, unless `kernels` is "torch". None if there is no such module."""
     try:
         if device.type == "cpu":
             from cpu import install as module
@@ -230,7 +248,7 @@ def kernels_module(device: torch.device, kernels: str):
         else:
             return None
     except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
-        print_status(f"{error.name} is not there: torch's own operations are used instead of our kernels")
+        print_status(f"{error.name} is missing: torch's own operations are used instead of our kernels")
         return None
     return module
 
@@ -241,7 +259,11 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
-    module = kernels_module(model.device, kernels)
+    return install_with(kernels_module(model.device, kernels), model, kernels, exact_activations)
+
+
+def install_with(module, model, kernels: str, exact_activations: bool):
+    """`install_kernels` with a module that `kernels_module` has returned for the device."""
     if module is not None:
         backend = module.install(model, kernels, exact_activations)
         if isinstance(model, Transformer):

@@ -165,6 +165,8 @@ def measurements(engine, profiled: bool) -> dict:
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
+    if engine.speculation is not None:
+        fields["draft_prefill_s"] = None if profiled else timing.draft_prefill_s
     if model.shard is not None:  # all numbers of bytes are then those of one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = rate and all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
@@ -184,7 +186,8 @@ def print_report(result: dict, timing):
     if (rate := result["prefill_tokens_per_s"]) is not None:
         few = timing.prefill_tokens < FEW_TOKENS  # whose time is mostly that of starting
         speed = f"{1e3 * timing.prefill_s:.0f} ms" if few else f"{rate:.1f} tokens/s"
-        lines.append(f"prefill: {timing.prefill_tokens} tokens, {speed}")
+        draft = f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more" if timing.draft_prefill_s else ""
+        lines.append(f"prefill: {timing.prefill_tokens} tokens, {speed}{draft}")
     if (rate := result["decode_tokens_per_s"]) is not None:
         weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
         got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9

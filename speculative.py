@@ -165,8 +165,8 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 #   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
 # and `name`, for the report. A draft that takes next to no time has, instead of `propose`, `choices` and `bytes_read`:
 #   find(rows, k)            returns, for each of these rows (engine.Row), a pair of lists: up to k tokens, and for each
-#                            the estimated probability (its chance) that it is accepted if those before it are
-# It is asked first, and its chances decide how many of the tokens are used.
+#                            the estimated probability that it is accepted if those before it are
+# It is asked first, and these probabilities decide how many of the tokens are used.
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Report:
     draft_s: float = 0.0
     target_s: float = 0.0  # of the target model's passes, those of plain steps included
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)  # tokens, by their position in the proposal
-    judged: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
+    verified: list[int] = field(default_factory=lambda: [0] * MAX_K)  # accepted tokens, and the first rejected of a row
     # By the draft's name: "steps" that verified its proposals, "proposed_tokens", "accepted_tokens", and the "seconds"
     # that proposing took, unused proposals included
     drafts: dict[str, Counter] = field(default_factory=dict)
@@ -242,18 +242,18 @@ class Report:
         for n, length in zip(accepted, lengths):
             for place in range(min(n + 1, length)):
                 self.accepted[place] += place < n
-                self.judged[place] += 1
+                self.verified[place] += 1
 
     def numbers(self, decode_s: float) -> dict:
         """The fields of --json (docs/speculation.md): means per proposal, acceptance rates by place, shares of decode_s
         seconds, and the counts of each draft."""
-        proposals = max(1, self.judged[0])  # the first token of each proposal is always judged
+        proposals = max(1, self.verified[0])  # the first token of each proposal is always verified
         shares = {"draft": self.draft_s / decode_s, "verify": self.target_s / decode_s} if decode_s else {}
         speculation = {
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "mean_proposed_tokens": self.proposed / proposals,
-            "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.judged) if b],
+            "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.verified) if b],
             "share_of_time": shares and shares | {"rest": 1 - sum(shares.values())},
             "drafts": [
                 {"name": name}
@@ -386,22 +386,22 @@ class Speculation:
     def _known_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
         """A candidate for each n: the n likeliest tokens that a draft has found for all rows, or with fixed shapes the
         first n of each row."""
-        likely = [likelihoods(chances) for _, chances in found]
+        cumulative = [cumulative_acceptance(probs) for _, probs in found]
         if self.steps.fixed_shapes:
-            sizes = full_width_choices(max(map(len, likely))) if any(likely) else []
-            sums = [sum(sum(row[:n]) for row in likely) for n in sizes]
+            sizes = full_width_choices(max(map(len, cumulative))) if any(cumulative) else []
+            sums = [sum(sum(row[:n]) for row in cumulative) for n in sizes]
             rows = batch.inputs.shape[1]
             return [Candidate(index, n, rows * (width_of(n) - 1), total) for n, total in zip(sizes, sums)]
-        sums = accumulate(sorted((p for row in likely for p in row), reverse=True))
+        sums = accumulate(sorted((p for row in cumulative for p in row), reverse=True))
         return [Candidate(index, n, n, total) for n, total in enumerate(sums, 1)]
 
     def _likeliest(self, found: list, choice: Candidate) -> list[list[int]]:
         """The tokens of each row that a candidate of `_known_candidates` stands for."""
         if self.steps.fixed_shapes:
             return [tokens[: choice.k] for tokens, _ in found]
-        likely = [likelihoods(chances) for _, chances in found]
-        least = sorted((p for row in likely for p in row), reverse=True)[choice.k - 1]
-        return [tokens[: sum(p >= least for p in row)] for (tokens, _), row in zip(found, likely)]
+        cumulative = [cumulative_acceptance(probs) for _, probs in found]
+        least = sorted((p for row in cumulative for p in row), reverse=True)[choice.k - 1]
+        return [tokens[: sum(p >= least for p in row)] for (tokens, _), row in zip(found, cumulative)]
 
     def _find(self, index: int, batch: Batch) -> list[tuple[list[int], list[float]]]:
         """What a draft with `find` finds for each row. The report counts its time."""
@@ -481,6 +481,7 @@ class Speculation:
         return Drafted()
 
 
-def likelihoods(chances: list[float]) -> list[float]:
-    """For each token, the probability that it and all before it are accepted."""
-    return list(accumulate(chances, mul))
+def cumulative_acceptance(probs: list[float]) -> list[float]:
+    """For each token, the probability that it and all before it are accepted, from those that it is accepted if all
+    before it are."""
+    return list(accumulate(probs, mul))

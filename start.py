@@ -1,4 +1,4 @@
-"""From a model to a running engine: memory, ranks, drafts, compiled steps.
+"""From an opened checkpoint to a running engine: the check of memory, the weights, the drafts, compiled steps.
 
 Read down: `load_engine`, which puts everything together; the compiled steps; warming up.
 The files of optional features (kernels, drafts, several ranks) are imported only if they are used.
@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint import check_memory
 from cli import Stopwatch, UserError, first_line, print_status
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
-from load import Checkpoint, SingleProcess, choose_device, kernels_module, load_model
+from load import Checkpoint, SingleProcess, choose_device, kernels_module, load_with
 from model import SCRATCH_SLOTS, Config
 from sampling import SamplingParams
 
@@ -49,10 +49,10 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
         drafts = loading.open_drafts(checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, checkpoint.quantization, ranks.portion(device))
-    module = kernels_module(device, "auto")
+    module = kernels_module(device, options.kernels)
     if device.type == "cpu" and module is not None:
         module.prepare_process(options.threads)
-    model = load_model(checkpoint.source, options, ranks.shard(device))
+    model = load_with(module, checkpoint.source, device, options, ranks.shard(device))
     speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)
@@ -68,7 +68,7 @@ def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
     warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16, which torch 2.13 warns about
     compiled = prefill
     if prefilling:
-        options = {"guard_filter_fn": guards_but_global_state}
+        options = {"guard_filter_fn": drop_global_state_guards}
         compiled = torch.compile(prefill, dynamic=True, fullgraph=True, options=options)
     if not decoding:
         return StepFunctions(compiled)
@@ -88,7 +88,7 @@ def compile_per_shape(function: Callable) -> Callable:
         if case not in graphs:
             # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            options = {"triton.cudagraphs": True, "guard_filter_fn": guards_on_arguments}  # like mode="reduce-overhead"
+            options = {"triton.cudagraphs": True, "guard_filter_fn": drop_model_guards}  # like mode="reduce-overhead"
             if model.backend.thread_invariant:  # the kernels have their own threads; other operations are small
                 options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
@@ -106,16 +106,16 @@ def shapes_of(arguments: tuple) -> Iterator:
             yield x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None
 
 
-def guards_but_global_state(guards) -> list[bool]:
-    """Which guards a graph of prefill keeps: all but that on torch's global state, because the number of threads, which
-    changes from step to step, belongs to it."""
+def drop_global_state_guards(guards) -> list[bool]:
+    """For each guard of a graph, whether it is kept: all are, except for that on torch's global state. The number of
+    threads is a part of this state, and changes from step to step."""
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
-def guards_on_arguments(guards) -> list[bool]:
-    """Which guards a graph of `compile_per_shape` keeps: not those on the models either."""
+def drop_model_guards(guards) -> list[bool]:
+    """`drop_global_state_guards` for `compile_per_shape`, which also drops all guards on the models."""
     on_model = re.compile(r"(L\['(model|vocabulary|draft)'\]|(model|vocabulary|draft)\b)")
-    kept = guards_but_global_state(guards)
+    kept = drop_global_state_guards(guards)
     return [keep and on_model.match(guard.name) is None for keep, guard in zip(kept, guards)]
 
 

@@ -82,7 +82,7 @@ def formula(report: Report, plain_s: float) -> dict:
     if report.steps == 0:
         return {"predicted_over_plain": 1.0}
     verify_s = max(0.0, report.target_s - report.plain_steps * plain_s)
-    k, a = report.proposed / report.steps, sum(report.accepted) / sum(report.judged)
+    k, a = report.proposed / report.steps, sum(report.accepted) / sum(report.verified)
     c, v = report.draft_s / report.proposed / plain_s, verify_s / report.steps / plain_s
     tokens = report.steps * expected_tokens(min(a, 0.9999), k) + report.plain_steps
     predicted = tokens / (report.steps * (k * c + v) + report.plain_steps)

@@ -1,13 +1,13 @@
-"""Decides which draft proposes, and how many tokens, so that the new tokens per second are the most.
+"""Chooses the draft and the draft length with the most expected tokens per second.
 
-Read down: Recent and Rate, which estimate times and shares of accepted tokens from the latest steps; Candidate, what
-can be chosen; Controller. Knows numbers only: no model, no tokens.
+Read down: Recent and Rate, which estimate times and acceptance rates from the latest steps; Candidate, a choice;
+Controller. Knows numbers only: no model, no tokens.
 
-What a step costs is known before it is tried. A pass over one token per row takes as long as a plain step, which is
-measured first. Each further token of the pass adds about as much as a token of a prompt takes, which prefill has
-measured; somewhat more in a pass over many tokens. And a draft takes as long as a plain step of as many bytes. These
-prior estimates are replaced by measurements as they come in, and come back when the measurements are old. So a proposal
-that cannot pay by these estimates is never tried.
+The cost of a step is estimated before it is tried. A pass over one token per row takes as long as a plain step, which
+is measured first. Each extra token of the pass adds about as much as a token of a prompt takes, which prefill has
+measured; somewhat more in a pass over many tokens. A draft takes as long as a plain step that reads as many bytes.
+Measurements replace these prior estimates, which apply again when the measurements are old. So a proposal that cannot
+pay by these estimates is never tried.
 """
 
 from collections import defaultdict, deque
@@ -18,9 +18,9 @@ WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
 FIRST_PLAIN_STEPS = 2  # with each number of rows
 MARGIN = 1.05  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
-FEW_TOKENS = 8  # in a pass, up to which a further token takes no longer than in prefill
-LONGER = 1.4  # in longer passes, a further token takes this many times as long as in prefill (measured: 1.1 to 1.6)
-PRIOR = 0.5, 2.0  # for a draft without measurements: share of accepted tokens, and how many tokens this counts as
+FEW_TOKENS = 8  # in a pass, up to which an extra token takes no longer than in prefill
+LONGER = 1.4  # in longer passes, an extra token takes this many times as long as in prefill (measured: 1.1 to 1.6)
+PRIOR = 0.5, 2.0  # for a draft without measurements: its acceptance rate, and how many tokens this counts as
 DECAY = 0.98  # older counts are multiplied by this when a new one is added
 
 
@@ -71,7 +71,8 @@ class Candidate(NamedTuple):
     k: int
     tokens: int  # in the pass that verifies it, beyond one for each row; padding included
     accepted: float | None = None  # how many of them will probably be accepted; None: by the draft's rate of acceptance
-    plain_steps: float = 0.0  # how long proposing takes, by the bytes that it reads
+    # The time of proposing, relative to that of a plain step: k times the c of arXiv:2211.17192. By the bytes read.
+    draft_cost: float = 0.0
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -82,15 +83,15 @@ def expected_tokens(a: float, k: int) -> float:
 class Controller:
     """`choose` before each step, and `update` after it.
 
-    priors: for each draft, the share of its tokens that is expected to be accepted, and the number of tokens that this
-    expectation counts as. token_s: a function that returns the seconds that a token of a prompt takes.
+    priors: for each draft, the expected acceptance rate of its tokens, and the number of tokens that this expectation
+    counts as. token_s: a function that returns the seconds that a token of a prompt takes.
     """
 
     def __init__(self, priors: list[tuple[float, float]], token_s: Callable[[], float]):
         self.token_s, self.steps = token_s, 0
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)  # rows -> seconds of a plain step
-        # Seconds that each further token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... rows and further tokens.
-        self.further: defaultdict[tuple, Recent] = defaultdict(Recent)
+        # Seconds that each extra token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... rows and extra tokens.
+        self.extra_token_s: defaultdict[tuple, Recent] = defaultdict(Recent)
         self.drafting: defaultdict[tuple, Recent] = defaultdict(Recent)  # (rows, draft, k) -> seconds of proposing
         self.acceptance = [Rate(*prior) for prior in priors]
 
@@ -101,7 +102,7 @@ class Controller:
             return None
         best, choice = MARGIN * rows / plain_s, None
         for candidate in candidates:
-            seconds = plain_s + self.further_s(rows, candidate.tokens) + self.draft_s(rows, candidate, plain_s)
+            seconds = plain_s + self.extra_s(rows, candidate.tokens) + self.draft_s(rows, candidate, plain_s)
             rate = self.new_tokens(rows, candidate) / seconds
             if rate > best:
                 best, choice = rate, candidate
@@ -113,29 +114,29 @@ class Controller:
             return rows + candidate.accepted
         return rows * expected_tokens(min(self.acceptance[candidate.draft].value, 0.999), candidate.k)
 
-    def further_s(self, rows: int, tokens: int) -> float:
-        """The seconds that this many further tokens add to a pass over one token per row."""
+    def extra_s(self, rows: int, tokens: int) -> float:
+        """The seconds that this many extra tokens add to a pass over one token per row."""
         prior = self.token_s() * (LONGER if rows + tokens > FEW_TOKENS else 1)
-        return tokens * self.further[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
+        return tokens * self.extra_token_s[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
 
     def draft_s(self, rows: int, candidate: Candidate, plain_s: float) -> float:
         """The seconds of proposing."""
-        by_bytes = candidate.plain_steps * plain_s
-        return self.drafting[rows, candidate.draft, candidate.k].median(self.steps, by_bytes)
+        prior = candidate.draft_cost * plain_s
+        return self.drafting[rows, candidate.draft, candidate.k].median(self.steps, prior)
 
     def update(self, rows: int, choice: Candidate | None, seconds: tuple[float, float], accepted: list[int]):
         """Learn from a step: what was chosen, the seconds of draft and target, how many tokens each row accepted."""
         self.steps += 1
         draft_s, target_s = seconds
         for rate in self.acceptance:
-            rate.fade()  # so what is not used is tried again
+            rate.fade()  # so that a draft that is not used is tried again
         if choice is None:
             return self.plain[rows].add(self.steps, target_s)
         plain_s = self.plain[rows].median(self.steps)
         if plain_s is not None:
-            further_s = max(0.0, target_s - plain_s) / choice.tokens
-            self.further[rows.bit_length(), choice.tokens.bit_length()].add(self.steps, further_s)
+            extra_token_s = max(0.0, target_s - plain_s) / choice.tokens
+            self.extra_token_s[rows.bit_length(), choice.tokens.bit_length()].add(self.steps, extra_token_s)
         if choice.accepted is None:
             self.drafting[rows, choice.draft, choice.k].add(self.steps, draft_s)
-            judged = sum(min(n + 1, choice.k) for n in accepted)  # shorter proposals count as rejected
-            self.acceptance[choice.draft].add(sum(accepted), judged)
+            verified = sum(min(n + 1, choice.k) for n in accepted)  # shorter proposals count as rejected
+            self.acceptance[choice.draft].add(sum(accepted), verified)

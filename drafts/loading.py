@@ -15,7 +15,7 @@ from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, rea
 from drafts.retrieval import RetrievalDraft
 from engine import check_prompt
 from formats import Quantization, quantize_model, swap
-from load import DEFAULT_HEADS, Checkpoint, find_source, install_kernels, load_model
+from load import DEFAULT_HEADS, Checkpoint, DraftOption, find_source, install_kernels, load_model
 from model import Transformer
 from speculative import Speculation
 from tokenizer import Tokenizer
@@ -25,7 +25,6 @@ from tokenizer import Tokenizer
 class DraftSources:
     """What the drafts need from files, apart from weights."""
 
-    kinds: dict[str, str]  # of --draft: kind -> what follows its colon
     texts: list[list[int]]  # token ids of the files of lookup:FILE
     source: Source | None  # of the draft model, if it is read from a checkpoint
 
@@ -33,17 +32,16 @@ class DraftSources:
 def open_drafts(checkpoint: Checkpoint, ranks) -> DraftSources:
     """Check what can be checked before the model's weights are read. ranks: as in start.load_engine."""
     options, quantization = checkpoint.options, checkpoint.quantization
-    kinds = {kind.partition(":")[0]: kind.partition(":")[2] for kind in options.draft}
-    files = [kind.partition(":")[2] for kind in options.draft if kind.startswith("lookup:")]
+    kinds, files = options.draft_kinds, [draft.path for draft in options.draft if draft.kind == "lookup"]
     texts = ranks.share(lambda: [read_lookup_text(file, checkpoint) for file in files])
     if "medusa" in kinds:
-        describe_heads(heads_path(kinds))
+        describe_heads(heads_path(options.draft))
     source = None if options.draft_checkpoint_path is None else open_draft_model(checkpoint, ranks)
     if "int4-self" in kinds and source is None and quantization is not None and quantization.bits < 8:
         four = f"{checkpoint.path} has {quantization.bits} bits already, and a draft should be smaller"
         dtype = str(options.dtype).removeprefix("torch.")
         raise UserError(f"--draft int4-self: {four}; give --dequantize to run the model in {dtype}")
-    return DraftSources(kinds, texts, source)
+    return DraftSources(texts, source)
 
 
 def open_draft_model(checkpoint: Checkpoint, ranks) -> Source:
@@ -53,7 +51,7 @@ def open_draft_model(checkpoint: Checkpoint, ranks) -> Source:
     source = ranks.in_turn(lambda: find_source(checkpoint.options.draft_checkpoint_path))
     ranks.check_same(source)
     path, other = source.path, source.config
-    if "int4-self" in checkpoint.options.draft and other != config:
+    if "int4-self" in checkpoint.options.draft_kinds and other != config:
         raise UserError(f"--draft int4-self: {path} is another model than {target}; leave out --draft int4-self")
     if difference := Tokenizer(source.tokenizer_files()).difference(tokenizer):
         raise UserError(f"{path} cannot propose tokens for {target}: {difference}")
@@ -75,8 +73,8 @@ def make_speculation(checkpoint: Checkpoint, model: Transformer, sources: DraftS
 
 def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list:
     """The drafts that the options ask for, the cheapest first."""
-    options, kinds = checkpoint.options, sources.kinds
-    drafts = []
+    options, kinds = checkpoint.options, set(checkpoint.options.draft_kinds)
+    drafts, file = [], None
 
     def with_kernels(module):
         return install_kernels(module, options.kernels, options.exact_activations)
@@ -87,8 +85,9 @@ def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSource
         ids = file.vocabulary[file.vocabulary < size]
         return with_kernels(DraftVocabulary(ids, output_vectors(head, ids)))
 
-    file = read_heads_file(kinds, checkpoint, model)
-    if kinds.keys() & {"prompt-lookup", "lookup"}:
+    if kinds & {"medusa", "int4-self"} or sources.source is not None:
+        file = read_heads_file(checkpoint, model)
+    if kinds & {"prompt-lookup", "lookup"}:
         drafts.append(RetrievalDraft(sources.texts, lookup_name(options.draft)))
     if "medusa" in kinds:
         drafts.append(MedusaDraft(with_kernels(make_heads(file, model))))
@@ -105,10 +104,10 @@ def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSource
 # ---------------------------------------------------------------- prompt lookup
 
 
-def lookup_name(kinds: list[str]) -> str:
-    """The name of the one draft that all prompt-lookup and lookup:FILE are, for example prompt-lookup+lookup:a.txt."""
-    parts = (kind.partition(":") for kind in kinds if "lookup" in kind.partition(":")[0])
-    return "+".join(kind + colon + Path(path).name for kind, colon, path in parts)
+def lookup_name(drafts: list[DraftOption]) -> str:
+    """The name of the one draft for all prompt-lookup and lookup:FILE, for example prompt-lookup+lookup:a.txt."""
+    lookups = [draft for draft in drafts if draft.kind in ("prompt-lookup", "lookup")]
+    return "+".join(f"{draft.kind}:{Path(draft.path).name}" if draft.path else draft.kind for draft in lookups)
 
 
 def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
@@ -130,18 +129,20 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
 # ---------------------------------------------------------------- heads and draft models
 
 
-def heads_path(kinds: dict[str, str]) -> Path:
-    """The file that --draft medusa or medusa:FILE names."""
-    return Path(os.path.expanduser(kinds["medusa"])) if kinds.get("medusa") else DEFAULT_HEADS
+def heads_path(drafts: list[DraftOption]) -> Path:
+    """The file of medusa:FILE, by default that of the default model."""
+    path = next((draft.path for draft in drafts if draft.kind == "medusa"), "")
+    return Path(os.path.expanduser(path)) if path else DEFAULT_HEADS
 
 
-def read_heads_file(kinds: dict[str, str], checkpoint: Checkpoint, model: Transformer) -> HeadsFile | None:
-    """The file of --draft medusa:FILE, by default that of the default model. Its vocabulary makes draft models faster,
-    too; so without --draft medusa, the file is read as well, if it is one for this model. Otherwise returns None."""
+def read_heads_file(checkpoint: Checkpoint, model: Transformer) -> HeadsFile | None:
+    """The file of `heads_path`. Its vocabulary makes draft models faster as well, so without --draft medusa the file is
+    read, too; then returns None if its heads are for another model."""
+    options = checkpoint.options
     try:
-        return read_heads(heads_path(kinds), model, checkpoint.name)
+        return read_heads(heads_path(options.draft), model, checkpoint.name)
     except UserError:
-        if "medusa" in kinds:
+        if "medusa" in options.draft_kinds:
             raise
         return None
 

@@ -89,7 +89,7 @@ DISCOUNTS = [1.0, *(m**-0.8 for m in range(1, MAX_MATCH + MAX_K + 1))]
 class Match:
     length: int  # how many tokens match
     tokens: list[int]  # what followed them
-    shares: list[float]  # the discounted share of the votes of each of these tokens
+    vote_shares: list[float]  # the discounted share of the votes of each of these tokens
 
 
 NO_MATCH = Match(0, [], [])
@@ -112,19 +112,19 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
         ends, length = longer, length + 1
     following = (tuple(text[end : end + n]) for end in ends)
     voters = Counter(tokens if len(tokens) == n else (tokens * n)[:n] for tokens in following)
-    tokens, shares = [], []
+    tokens, vote_shares = [], []
     while len(voters) > 1:
         i, votes = len(tokens), {}
         for voter, count in voters.items():
             votes[voter[i]] = votes.get(voter[i], 0) + count
         token = max(votes, key=votes.get)  # of equal ones, the first
         tokens.append(token)
-        shares.append((votes[token] - DISCOUNTS[length + i]) / sum(votes.values()))
+        vote_shares.append((votes[token] - DISCOUNTS[length + i]) / sum(votes.values()))
         voters = {voter: count for voter, count in voters.items() if voter[i] == token}
     [(voter, count)] = voters.items()
     tokens += voter[len(tokens) :]
-    shares += [1 - discount / count for discount in DISCOUNTS[length + len(shares) : length + n]]
-    return Match(length, tokens, shares)
+    vote_shares += [1 - discount / count for discount in DISCOUNTS[length + len(vote_shares) : length + n]]
+    return Match(length, tokens, vote_shares)
 
 
 class Calibration:
@@ -137,15 +137,15 @@ class Calibration:
     def __init__(self):
         self.rates = [Rate(0.6 if b < 3 else 1.0, 6.0) for b in range(6)]
 
-    def chances(self, match: Match) -> list[float]:
+    def acceptance_probs(self, match: Match) -> list[float]:
         """For each token of the match, the probability that it is accepted if those before it are."""
         rate = [rate.value for rate in self.rates]
-        return [min(0.99, rate[n.bit_length()] * share) for n, share in enumerate(match.shares, match.length)]
+        return [min(0.99, rate[n.bit_length()] * share) for n, share in enumerate(match.vote_shares, match.length)]
 
     def update(self, match: Match, new_tokens: list[int]):
         """Compare the match with the tokens that were generated, up to the first difference."""
         for i, (token, new) in enumerate(zip(match.tokens, new_tokens)):
-            self.rates[(match.length + i).bit_length()].add(token == new, match.shares[i])
+            self.rates[(match.length + i).bit_length()].add(token == new, match.vote_shares[i])
             if token != new:
                 break
 
@@ -187,7 +187,8 @@ class RetrievalDraft:
         self.matches[row] = matches = [find_match(index, tail, n) for index in (self.rows[row], *self.texts)]
         if not any(match.tokens for match in matches):
             return [], []
-        found = [(match.tokens, calibration.chances(match)) for calibration, match in zip(self.calibrations, matches)]
-        tokens, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)))  # the mean number of accepted tokens
+        pairs = zip(self.calibrations, matches)
+        found = [(match.tokens, calibration.acceptance_probs(match)) for calibration, match in pairs]
+        tokens, probs = max(found, key=lambda one: sum(accumulate(one[1], mul)))  # the mean number of accepted tokens
         n = next((i for i, token in enumerate(tokens) if token >= self.vocab_size), n)  # ids that only pad the table
-        return tokens[:n], chances[:n]
+        return tokens[:n], probs[:n]

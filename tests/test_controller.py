@@ -8,9 +8,9 @@ from drafts.controller import LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, 
 from drafts.draft_model import SelfDraft
 
 
-def candidates(ks, draft=0, rows=1, plain_steps=0.0):
+def candidates(ks, draft=0, rows=1, draft_cost=0.0):
     """Those of a draft that has to be asked."""
-    return [Candidate(draft, k, rows * k, None, plain_steps) for k in ks]
+    return [Candidate(draft, k, rows * k, None, draft_cost) for k in ks]
 
 
 def found(likely, draft=0):
@@ -19,7 +19,7 @@ def found(likely, draft=0):
 
 
 class Machine:
-    """Steps that take known times: a pass 1 s and `token_s` for each further token, a proposal draft_s for a token."""
+    """Steps that take known times: a pass 1 s and `token_s` for each extra token, a proposal draft_s for a token."""
 
     def __init__(self, token_s: float, draft_s: float = 0.0, prior_s: float | None = None, drafts: int = 1):
         self.token_s, self.draft_s, self.rng = token_s, draft_s, random.Random(2)
@@ -43,7 +43,7 @@ def drive(acceptance, token_s: float, draft_s: float, steps: int = 4000) -> tupl
     machine = Machine(token_s, draft_s)
     for step in range(steps):
         machine.slow = 1000 if step in (0, 5, 301, 302) else 1
-        machine.step(candidates((1, 3, 7), plain_steps=draft_s), acceptance(step))
+        machine.step(candidates((1, 3, 7), draft_cost=draft_s), acceptance(step))
     return machine.tokens / machine.spent, sorted(machine.chosen[-100:])[50]
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_pay_is_never_tried():
     """Not even once: prefill has measured what a token costs."""
     machine = Machine(0.4)
     for _ in range(1000):
-        machine.step(found([0.3, 0.09, 0.03]) + candidates((1, 3, 7), rows=8, plain_steps=2.0), 0.3)
+        machine.step(found([0.3, 0.09, 0.03]) + candidates((1, 3, 7), rows=8, draft_cost=2.0), 0.3)
     assert set(machine.chosen) == {0}
     machine.step(found([0.3, 0.09]), 1.0, rows=8)  # nor for other numbers of rows
     assert machine.chosen[-1] == 0
@@ -79,7 +79,7 @@ def test_what_cannot_pay_is_never_tried():
 @pytest.mark.parametrize("a, least", [(0.94, 1.2), (0.3, 0.92)])
 def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
     """A token of it takes half a plain step, which pays if nearly all are accepted. Otherwise few steps are lost."""
-    machine, options = Machine(0.08), candidates((1, 3, 7), plain_steps=0.5)
+    machine, options = Machine(0.08), candidates((1, 3, 7), draft_cost=0.5)
     machine.rng, machine.draft_s = random.Random(seed), 0.5
     machine.controller = Controller([SelfDraft.prior], lambda: 0.08)
     for _ in range(300):
@@ -87,7 +87,7 @@ def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
     assert machine.tokens / machine.spent >= least and any(machine.chosen)
 
 
-def test_known_chances_decide_how_many_tokens():
+def test_known_probabilities_decide_how_many_tokens():
     machine = Machine(0.1)
     for likely, n in (([0.9, 0.8, 0.7, 0.2, 0.1], 3), ([0.1, 0.05], 0), ([0.99] * 15, 15), ([], 0), ([0.9], 1)):
         for _ in range(3):
@@ -126,8 +126,8 @@ def test_a_slow_machine_changes_no_choice():
 
 
 def test_it_chooses_between_drafts():
-    """Between one that costs time and is often right, and one whose proposals tell their chances."""
-    machine, model = Machine(0.06, draft_s=0.1, drafts=2), candidates((1, 3), draft=1, plain_steps=0.1)
+    """Between one that costs time and is often right, and one whose proposals have known probabilities."""
+    machine, model = Machine(0.06, draft_s=0.1, drafts=2), candidates((1, 3), draft=1, draft_cost=0.1)
     for _ in range(30):
         machine.step(model, 0.95)
     for likely, expected in (([0.2, 0.1, 0.1], (1, 3)), ([0.99, 0.98, 0.97, 0.96], (0, 4)), ([0.0, 0.0], (1, 3))):
@@ -137,7 +137,7 @@ def test_it_chooses_between_drafts():
 
 
 def test_what_was_in_vain_is_tried_again_later_but_seldom():
-    machine, options = Machine(0.1, draft_s=0.05), candidates((3,), plain_steps=0.05)
+    machine, options = Machine(0.1, draft_s=0.05), candidates((3,), draft_cost=0.05)
     for _ in range(2000):
         machine.step(options, 0.0)
     tries = [step for step, k in enumerate(machine.chosen) if k]

@@ -15,7 +15,7 @@ from schedules import GREEDY, random_requests, run_randomly
 import engine as engine_module
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, generate
+from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
 from kernels import has_kernel
 from load import load_model
@@ -312,6 +312,70 @@ def test_logits_that_are_not_finite_end_their_request_alone(models, temperature)
     after = Request([5, poison], params, 2)
     generate(engine, [after])
     assert after.cached_tokens == 0, "the cache of a failed row is not reused"
+
+
+def test_a_request_that_only_reads_its_prompt_fails_as_well(models):
+    """Without new tokens, too, logits that are not finite are an error, and the row is not reused."""
+    model = copy.deepcopy(models("qwen3-gqa"))
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
+    model.embedding.weight[9] = float("nan")
+    engine = Engine(model, 2, LENGTH)
+    good, bad, after = (Request(prompt, GREEDY, 0) for prompt in ([5, 6, 7], [5, 9, 6], [5, 9, 6, 7]))
+    generate(engine, [good, bad])
+    assert (good.finish_reason, good.new_tokens) == ("length", [])
+    assert (bad.finish_reason, bad.new_tokens) == ("error", []) and "not finite" in bad.error
+    generate(engine, [after])
+    assert after.cached_tokens == 1, "only the row of the other request is reused"
+
+
+def test_the_functions_of_a_step_may_be_replaced_during_it(models):
+    """As start.compile_while_serving does in another thread: a step is run by those with which it has begun."""
+    model, shapes = models(), []
+
+    def decode(model, inputs, sampling):
+        shapes.append(inputs.shape)
+        return engine_module.decode(model, inputs, sampling)
+
+    class Replaced(Engine):
+        @property
+        def steps(self):
+            return next(self.given)
+
+        @steps.setter
+        def steps(self, steps):
+            self.given = iter([steps, *[StepFunctions(decode=decode, fixed_shapes=True)] * 99])
+
+    engine = Replaced(model, 3, LENGTH)
+    requests = [Request(prompt, GREEDY, 4) for prompt in random_prompts([4, 6])]
+    for request in requests:
+        engine.add(request)
+    engine.step()  # prefill
+    engine.steps = StepFunctions()
+    while engine.active:
+        engine.step()
+    assert set(shapes) == {(3, 3)}, "these functions take one row or all rows"
+    assert [request.new_tokens for request in requests] == [tokens_of(model, request) for request in requests]
+
+
+class Recorded(torch.Tensor):
+    """A tensor that records the names of the methods by which it is read."""
+
+    calls: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_each_pass_is_waited_for(models):
+    """Also one after which no prompt is complete: reading a value waits for a GPU."""
+    prefill = lambda *arguments: engine_module.prefill(*arguments).as_subclass(Recorded)  # noqa: E731
+    engine = Engine(models(), 1, LENGTH, StepFunctions(prefill=prefill), chunk_tokens=8)
+    engine.always_chunk = True
+    engine.add(Request(random_prompts([40])[0], GREEDY, 1))
+    engine.step()
+    assert {"item", "tolist", "__bool__"} & {*Recorded.calls}
 
 
 def test_cancelling(models):

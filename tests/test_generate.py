@@ -221,7 +221,7 @@ def test_cache_length(tiny_model, length):
 @pytest.mark.parametrize(
     "args, why",
     [
-        (["--top_p", "0"], "--top_p must be above 0 and min_p below 1"),
+        (["--top_p", "0"], "--top_p must be above 0"),
         (["--top_p", "nan"], "--top_p must be a number from 0 to 1: nan"),
         (["--top_k", "-1"], "--top_k must be an integer from 0 to 2147483648: -1"),
         (["--top_k", "9" * 20], "--top_k must be an integer from 0"),
@@ -229,7 +229,7 @@ def test_cache_length(tiny_model, length):
         (["--synthetic_prompt", "1" + "0" * 30], "the prompt has 10+ tokens, the context is 256"),
         (["--device", "meta"], "--device meta cannot be used here: known are cpu"),
         (["--checkpoint_path", "~nosuchuser/x"], "~nosuchuser/x does not exist"),
-        (["--min_p", "1"], "min_p below 1"),
+        (["--min_p", "1"], "--min_p must be below 1"),
         (["--temperature", "-0.5"], "--temperature must be a number from 0 to .*: -0.5"),
         (["--temperature", "inf"], "--temperature must be a number from 0"),
         (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),

@@ -21,7 +21,7 @@ from checkpoint import open_directory, read_model
 from cli import UserError
 from convert_hf_checkpoint import convert
 from formats import QuantizedLinear, StackedLinear
-from load import load_model
+from load import DraftOption, ModelOptions, load_model, open_checkpoint
 from sources import gguf_header
 from sources.gguf_file import GgufFile, end_tokens
 from sources.hub import default_gguf
@@ -341,3 +341,10 @@ def test_unpacking_in_blocks_of_rows(file, monkeypatch):
     monkeypatch.setattr(formats, "UNPACK_BLOCK", 1000)  # a row
     parts = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
     assert whole.keys() == parts.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_a_file_that_drafts_for_itself_is_dequantized(file):
+    """Without a change of the caller's options."""
+    options = ModelOptions(str(file), draft=[DraftOption("int4-self")])
+    checkpoint = open_checkpoint(options)
+    assert checkpoint.options.dequantize and checkpoint.quantization is None and not options.dequantize

@@ -864,7 +864,7 @@ def test_a_schema_that_was_changed_in_python_only(tiny, tmp_path, python, old, n
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cpu", None)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
-    assert model.backend.run_blocks is None and "cpu is not there: torch's own" in capsys.readouterr().err
+    assert model.backend.run_blocks is None and "cpu is missing: torch's own" in capsys.readouterr().err
 
 
 @pytest.mark.full  # a build with sanitizers takes a minute

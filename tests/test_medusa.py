@@ -229,7 +229,7 @@ class TableHeads:
 def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, float]:
     """(ROWS,3): three sampled tokens of each row after token 0, with proposals of two tokens; the share accepted."""
     model = SimpleNamespace(embed=lambda tokens: tokens[..., None].float())
-    settings, judged, kept = settings_of(ROWS, how), 0, 0
+    settings, verified, kept = settings_of(ROWS, how), 0, 0
     texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     while len(rows := (last < 3).nonzero()[:, 0]):
         inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
@@ -242,8 +242,8 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
             texts[rows[new], last[rows[new]] + 1 + i] = found[new, i]
             count(settings, rows[new], found[new, i])
         last[rows] += n
-        judged, kept = judged + 2 * len(rows), kept + int((n - 1).sum())
-    return texts[:, 1:4], kept / judged
+        verified, kept = verified + 2 * len(rows), kept + int((n - 1).sum())
+    return texts[:, 1:4], kept / verified
 
 
 @pytest.mark.parametrize("how", [how for how in SETTINGS if "masked" not in how], ids=repr)

@@ -37,9 +37,9 @@ def check(match: Match, text: list[int], ends: list[int], tail: list[int], n: in
     lengths = [match_length(text, end, tail) for end in ends]
     if not ends:
         return check_empty(match)
-    assert match.length == max(lengths) and len(match.tokens) == len(match.shares) == n
+    assert match.length == max(lengths) and len(match.tokens) == len(match.vote_shares) == n
     voters = [(text[end : end + n] * n)[:n] for end, length in zip(ends, lengths) if length == match.length]
-    for i, (token, share) in enumerate(zip(match.tokens, match.shares)):
+    for i, (token, share) in enumerate(zip(match.tokens, match.vote_shares)):
         votes = [voter[i] for voter in voters]
         assert votes.count(token) == max(map(votes.count, votes))
         assert share == pytest.approx((votes.count(token) - (match.length + i) ** -0.8) / len(votes))
@@ -140,36 +140,37 @@ def test_ids_of_any_size():
 # ---------------------------------------------------------------- the probability of acceptance
 
 
-def test_chances_approach_the_rate_of_acceptance():
+def test_probabilities_approach_the_rate_of_acceptance():
     """Whatever the rates are: the counts of short and of long matches are separate, and old ones are forgotten."""
     rng, calibration = random.Random(3), Calibration()
     short, long, errors = Match(2, [1], [0.4]), Match(12, [1], [0.9]), []
-    assert calibration.chances(short) == pytest.approx([0.6 * 0.4]) and calibration.chances(long) == [0.9]
+    assert calibration.acceptance_probs(short) == pytest.approx([0.6 * 0.4])
+    assert calibration.acceptance_probs(long) == [0.9]
     for rates in ((0.3, 0.95), (0.05, 0.6), (0.9, 0.1)):
-        chances = []
+        probs = []
         for step in range(1500):
             for match, rate in zip((short, long), rates):
                 calibration.update(match, [1 if rng.random() < rate else 2])
             if step > 500:
-                chances.append(calibration.chances(short) + calibration.chances(long))
-        errors += [sum(values) / len(values) - rate for values, rate in zip(zip(*chances), rates)]
+                probs.append(calibration.acceptance_probs(short) + calibration.acceptance_probs(long))
+        errors += [sum(values) / len(values) - rate for values, rate in zip(zip(*probs), rates)]
     assert max(map(abs, errors)) < 0.03, errors
 
 
-def test_chances_of_a_text_of_phrases():
-    """In random phrases with random mistakes, chances are right after short and after long matches, of which the long
+def test_probabilities_of_a_text_of_phrases():
+    """In random phrases with random mistakes, they are right after short and after long matches, of which the long
     ones are worth more, and for tokens with few and with many votes."""
     rng, draft, groups = random.Random(4), make_draft(), {}
     phrases = [[rng.randrange(9) for _ in range(15)] for _ in range(20)]
     text = [token if rng.random() < 0.97 else 0 for _ in range(400) for token in rng.choice(phrases)]
     draft.add(0, text[:2], 0)
     for position in range(2, len(text)):
-        tokens, chances = draft.find_row(0, 4)
+        tokens, probs = draft.find_row(0, 4)
         if tokens and position > 1000:
             n = draft.matches[0][0].length
             by_length = "long" if n > 6 else "short" if n < 5 else "middle"
-            for key in ("all", by_length, "likely" if chances[0] > 0.8 else "doubtful"):
-                groups.setdefault(key, []).append((chances[0], tokens[0] == text[position]))
+            for key in ("all", by_length, "likely" if probs[0] > 0.8 else "doubtful"):
+                groups.setdefault(key, []).append((probs[0], tokens[0] == text[position]))
         draft.accepted(0, [text[position]])
     means = {key: [sum(column) / len(pairs) for column in zip(*pairs)] for key, pairs in groups.items()}
     assert all(abs(chance - rate) < 0.05 and len(groups[key]) > 300 for key, (chance, rate) in means.items()), means
@@ -177,23 +178,23 @@ def test_chances_of_a_text_of_phrases():
 
 
 @pytest.mark.parametrize(
-    "new_tokens, right, judged",
+    "new_tokens, right, verified",
     [
         ([5, 6, 7, 9], 3, 3),  # all accepted, and a token of the model's own
         ([5, 6, 9], 2, 3),
         ([9], 0, 1),  # the first was wrong; or a plain step
         ([5], 1, 1),  # a plain step
         ([5, 6], 2, 2),  # the proposal was cut to one token
-        ([5, 9, 7], 1, 2),  # what follows a wrong token is not judged
+        ([5, 9, 7], 1, 2),  # what follows a wrong token is not verified
     ],
 )
-def test_which_tokens_are_judged(monkeypatch, new_tokens, right, judged):
+def test_which_tokens_are_verified(monkeypatch, new_tokens, right, verified):
     monkeypatch.setattr(controller, "DECAY", 1.0)
     calibration, shares = Calibration(), [0.5, 0.25, 0.125]
     calibration.update(Match(7, [5, 6, 7], shares), new_tokens)
     accepted = [rate.accepted - rate.prior * rate.weight for rate in calibration.rates]
     expected = [rate.expected - rate.weight for rate in calibration.rates]
-    assert sum(accepted) == pytest.approx(right) and sum(expected) == sum(shares[:judged])
+    assert sum(accepted) == pytest.approx(right) and sum(expected) == sum(shares[:verified])
     assert expected[3] == 0.5 and not any(expected[:3]), "the match of 7 tokens grows to 8"
 
 
@@ -207,10 +208,10 @@ def make_draft(texts=(), length=10_000, n_token=None) -> RetrievalDraft:
 
 
 def propose(draft: RetrievalDraft, rows: list[int], k: int):
-    """The proposed tokens and their chances, as lists for each row."""
+    """The proposed tokens and their probabilities, as lists for each row."""
     found = draft.find([SimpleNamespace(index=i) for i in rows], k)
-    for tokens, chances in found:
-        assert len(tokens) == len(chances) <= k and all(0 < chance < 1 for chance in chances)
+    for tokens, probs in found:
+        assert len(tokens) == len(probs) <= k and all(0 < chance < 1 for chance in probs)
     return found
 
 
@@ -251,20 +252,20 @@ def test_the_more_promising_text_answers():
         draft.find_row(row, 2)
         draft.accepted(row, [22])
     draft.add(0, [*ours, 10, 11], 0)
-    tokens, chances = propose(draft, [0], 2)[0]
-    assert tokens == [22, 23] and chances[0] > first[1][0] + 0.1
-    assert draft.calibrations[0].chances(draft.matches[0][0])[0] < first[1][0] - 0.1
+    tokens, probs = propose(draft, [0], 2)[0]
+    assert tokens == [22, 23] and probs[0] > first[1][0] + 0.1
+    assert draft.calibrations[0].acceptance_probs(draft.matches[0][0])[0] < first[1][0] - 0.1
 
 
 def test_more_tokens_are_better_than_a_likelier_first_token():
     draft = make_draft([[9, 8, 1, 2, 21, 22, 23, 24]])
     draft.add(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 9, 8, 1, 2], 0)
-    tokens, chances = propose(draft, [0], 4)[0]
+    tokens, probs = propose(draft, [0], 4)[0]
     own, other = draft.matches[0]
-    assert tokens == other.tokens == [21, 22, 23, 24] and own.tokens[0] == 3 and own.shares[0] > chances[0]
+    assert tokens == other.tokens == [21, 22, 23, 24] and own.tokens[0] == 3 and own.vote_shares[0] > probs[0]
 
 
-def test_a_match_is_judged_once():
+def test_a_match_is_verified_once():
     draft = make_draft()
     draft.add(0, [1, 2, 3, 1, 2], 0)
     draft.find_row(0, 2)

@@ -21,7 +21,7 @@ from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, s
 
 import speculative
 from cli import UserError
-from drafts import draft_model
+from drafts import draft_model, loading
 from drafts.controller import Candidate
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
 from drafts.heads import MedusaDraft, make_heads, read_heads
@@ -31,6 +31,7 @@ from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import (
     DEFAULT_HEADS,
+    DraftOption,
     install_kernels,
     load_model,
 )
@@ -106,7 +107,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
     numbers = speculation.report.numbers(1.0)["speculation"]
     assert numbers["steps"] and (not numbers["plain_steps"] or kind in DETERMINISTIC)
     if kind in ("a noisy copy", "int4-self"):
-        assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
+        assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
 
 
 def test_a_perfect_draft_is_always_right(tiny, tiny_model):
@@ -117,7 +118,7 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
         engine = Engine(model, 3, LENGTH, speculation=speculation)
         generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
         report = speculation.report
-        assert report.accepted == report.judged and all(report.judged[:5]) and not any(report.judged[5:])
+        assert report.accepted == report.verified and all(report.verified[:5]) and not any(report.verified[5:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,7 +279,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
     run_randomly(engine, turns, 2, cancel=0.02)
     assert any(turn.cached_tokens > 10 for turn in turns)
     assert lengths.count(0) > 4 and len(lengths) - lengths.count(0) > 20
-    assert 0 < sum(speculation.report.accepted) < sum(speculation.report.judged)
+    assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
 
 
 # ---------------------------------------------------------------- drawn with a draft model: the same distribution
@@ -397,7 +398,7 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
     generate(
         Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation), [Request([5, 6, 7], GREEDY, 40)]
     )
-    assert speculation.report.plain_steps == 0 and speculation.report.judged[0] == speculation.report.steps
+    assert speculation.report.plain_steps == 0 and speculation.report.verified[0] == speculation.report.steps
 
 
 def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monkeypatch):
@@ -416,7 +417,8 @@ def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monk
     generate(engine, [Request([*range(5, 25)], GREEDY, 9)])
     report, steps = speculation.report, speculation.report.steps
     assert steps > 1 and report.draft_s == report.drafts[draft.name]["seconds"] == 2.0 * steps
-    assert engine.timing.prefill_s == 1000.0 and engine.timing.decode_s == 2.0 * steps
+    timing = engine.timing
+    assert (timing.prefill_s, timing.draft_prefill_s, timing.decode_s) == (0.0, 1000.0, 2.0 * steps)
     assert all(seconds < 1000 for seconds in engine.threads.kinds["draft draft model 2"].average_s.values())
 
 
@@ -431,7 +433,7 @@ def test_the_report_counts_places():
     report.add("a", [2, 0, 1], [3, 3, 1])
     report.add("b", [0, 2], [0, 2])  # nothing was proposed for the first row
     report.count("b", seconds=0.5)
-    assert report.accepted[:4] == [3, 2, 0, 0] and report.judged[:4] == [4, 2, 1, 0]
+    assert report.accepted[:4] == [3, 2, 0, 0] and report.verified[:4] == [4, 2, 1, 0]
     numbers = report.numbers(2.0)
     assert numbers["mean_accepted_tokens"] == 5 / 4
     assert numbers["speculation"]["mean_proposed_tokens"] == 9 / 4
@@ -506,6 +508,7 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
     assert (
         result["mean_accepted_tokens"] == pytest.approx(3, abs=0.3) and about["plain_steps"] == 0
     )  # limited by the room in the cache
+    monkeypatch.setattr(loading, "read_heads", None)  # lookup needs no heads and no fingerprint of the model
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
 
 
@@ -529,8 +532,8 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
     result, err = main(capsys, monkeypatch, *args)
     [lookup] = result["speculation"]["drafts"]
     assert lookup["steps"] == result["speculation"]["steps"] and "\nprompt-lookup: " in err
-    kinds = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
-    assert lookup_name(kinds) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
+    texts = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
+    assert lookup_name([DraftOption.parse(text) for text in texts]) == "lookup:a.txt+prompt-lookup+lookup:b.txt"
 
 
 @pytest.mark.parametrize(

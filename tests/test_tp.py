@@ -226,7 +226,7 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
     checkpoint = SimpleNamespace(source=open_directory(tmp_path / "q"), options=options)
     for rank in range(2):
         target = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch", shard=Shard(rank, 2))
-        draft = load_self_draft(checkpoint, target, DraftSources({"int4-self": ""}, [], None))
+        draft = load_self_draft(checkpoint, target, DraftSources([], None))
         whole = quantize_model(read_model(tmp_path / "q", dtype=torch.float32), Quantization("int4", 32, "int8"))
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)

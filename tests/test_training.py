@@ -21,7 +21,7 @@ import distill
 import self_text
 from teacher import (
     TeacherText,
-    likely_tokens,
+    frequent_tokens,
     make_batches,
     new_token_positions,
     read_teacher_text,
@@ -136,7 +136,7 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
     for sequence, (index, sample) in zip(text.sequences, samples.items()):
         assert text.tokens[sequence[0] : sequence[2]].tolist() == sample["prompt"] + sample["new"]
         if index // 2 % 2:  # a greedy one
-            states = text.states(torch.tensor(new_token_positions([sequence]))).float()
+            states = text.hidden_states(torch.tensor(new_token_positions([sequence]))).float()
             same += (model.head(states[None])[0].argmax(-1) == torch.tensor(sample["new"])).sum()
             n += len(states)
     assert n > 40 and same > 0.9 * n  # two tokens may be equally likely in bfloat16
@@ -166,11 +166,39 @@ def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
     assert len(samples) >= 12 and all(len(sample["new"]) == 1 for sample in samples)
 
 
-def test_likely_tokens():
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_small_batch_ends(tmp_path, chat_checkpoint, rows):
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 6)
+    steps = self_text.RecordedSteps()
+    engine, calls = Engine(model, rows, 1600, StepFunctions(steps.prefill, steps.decode)), iter(range(1000))
+    step = engine.step
+    engine.step = lambda: (next(calls), step())[1]  # StopIteration, if it never ends
+    self_text.write_samples(engine, steps, prompts, tmp_path / "text.jsonl", 40)
+    assert sum(len(sample["new"]) for sample in self_text.read_samples(tmp_path / "text.jsonl")) >= 40
+
+
+def test_samples_of_a_process_that_has_just_ended_are_kept(tmp_path, chat_checkpoint, write_text, monkeypatch):
+    """It held the lock until then, and has written since this process opened the file."""
+    written, path = write_text(tmp_path / "other.jsonl", 60), tmp_path / "text.jsonl"
+    model = load_model(chat_checkpoint, dtype=torch.float32)
+    source, target = (self_text.hidden_path(tmp_path / name, model) for name in ("other.jsonl", "text.jsonl"))
+
+    def end_of_the_other(file, operation):
+        path.write_bytes((tmp_path / "other.jsonl").read_bytes())
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(self_text.fcntl, "flock", end_of_the_other)
+    file = self_text.SampleFile(path, model)
+    file.close()
+    assert file.samples == list(written.values())
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_frequent_tokens():
     tokens = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4, 12])
-    assert likely_tokens(tokens, 2).tolist() == [7, 2]
-    assert likely_tokens(tokens, 4, {12, 1}).tolist() == [1, 12, 7, 2, 4, 9]
-    assert likely_tokens(tokens, 100).tolist() == [7, 2, 4, 9, 12]
+    assert frequent_tokens(tokens, 2).tolist() == [7, 2]
+    assert frequent_tokens(tokens, 4, {12, 1}).tolist() == [1, 12, 7, 2, 4, 9]
+    assert frequent_tokens(tokens, 100).tolist() == [7, 2, 4, 9, 12]
 
 
 def test_batches_hold_every_sequence_once_an_epoch():
@@ -224,6 +252,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     common.Trainer(module, 10, 0.1, path, {"width": 32}).save()
     with pytest.raises(UserError, match="draft.state belongs to a run with another width; delete it"):
         common.Trainer(module, 10, 0.1, path, {"width": 64})
+    path.unlink()
+    common.Trainer(module, 10, 0.1, path, {"width": 32, "shift": 0}).save()  # an earlier version wrote more settings
+    common.Trainer(module, 10, 0.1, path, {"width": 32})
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(UserError, match=r"draft.state cannot be read as the state of a training run: .*"):
         common.Trainer(module, 10, 0.1, path, {"width": 32})
@@ -263,7 +294,7 @@ def test_the_written_draft_computes_what_was_trained(tiny, tmp_path, target, wid
     sequences = sequences_of([19, 7, 30])
     tokens = torch.randint(0, config.vocab_size, (56,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        logits = distill.draft_states(draft, distill.make_batch(tokens, sequences)) @ draft.embedding.weight.T
+        logits = distill.draft_hidden_states(draft, distill.make_batch(tokens, sequences)) @ draft.embedding.weight.T
     model.setup_caches(1, 64)
     for start, _, end in sequences:
         expected = model(tokens[None, start:end], torch.arange(end - start)[None], all_logits=True)[0]
@@ -334,7 +365,7 @@ class Run:
 @pytest.fixture
 def short_batches(monkeypatch):
     monkeypatch.setattr(distill, "BATCH_TOKENS", 24 * 8)
-    monkeypatch.setattr(distill, "LIKELY", 60)  # so that other tokens are drawn for each step
+    monkeypatch.setattr(distill, "FREQUENT", 60)  # so that other tokens are drawn for each step
     monkeypatch.setattr(distill, "OTHERS", 20)
 
 
@@ -398,10 +429,14 @@ medusa_trainer = importlib.util.module_from_spec(spec)  # `medusa` is the file a
 spec.loader.exec_module(medusa_trainer)
 
 
-def trained_heads(teacher: TeacherText, head: torch.Tensor, state: Path, epochs: int, shift: int = 0, interrupt=None):
+def new_heads(teacher: TeacherText, head: torch.Tensor):
     """Heads for the made-up teacher, whose hidden states are the embeddings of its tokens."""
     table = torch.zeros(V, D).index_copy(0, teacher.tokens, teacher.hidden.float())
-    heads = medusa_trainer.TrainedHeads(3, teacher, lambda tokens: table[tokens], head, shift=shift)
+    return medusa_trainer.TrainedHeads(3, teacher, lambda tokens: table[tokens], head)
+
+
+def trained_heads(teacher: TeacherText, head: torch.Tensor, state: Path, epochs: int, interrupt=None):
+    heads = new_heads(teacher, head)
     if interrupt is not None:
         loss, calls = heads.loss, iter(range(1_000_000))
 
@@ -428,10 +463,13 @@ def test_heads_learn_from_their_teacher(tmp_path, few_positions, capfd):
     losses, hits = trained_heads(teacher, head, tmp_path / "state", 8).accuracy(places)
     assert len(hits) == 3 and min(hits) > 0.6 and max(losses) < 0.6, (losses, hits)
     assert "head 1: " in capfd.readouterr().err
-    shifted = trained_heads(teacher, head, tmp_path / "shifted", 8, shift=1)
-    shifted.shift = 0
+    shifted = new_heads(teacher, head)
+    hidden_states = shifted.hidden_states
+    shifted.hidden_states = lambda positions: ((hidden, at + 1) for hidden, at in hidden_states(positions))
+    medusa_trainer.train(shifted, 8, 0, tmp_path / "shifted")
+    shifted.hidden_states = hidden_states
     losses, hits = shifted.accuracy(places)
-    likeliest = torch.cat([teacher.states(places + i).float() @ head.float().T for i in (1, 2, 3)]).argmax(1)
+    likeliest = torch.cat([teacher.hidden_states(places + i).float() @ head.float().T for i in (1, 2, 3)]).argmax(1)
     chance = likeliest.bincount().max() / len(likeliest)  # of always guessing the same token
     assert max(hits) < chance + 0.1 and min(losses) > 1, (losses, hits, chance)
 

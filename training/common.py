@@ -66,8 +66,8 @@ class KLDivergence(torch.autograd.Function):
         x, matrix, teacher_x, teacher_matrix = (y.to(torch.bfloat16) for y in (x, matrix, teacher_x, teacher_matrix))
         x_grad = torch.empty(x.shape)
         matrix_grad = torch.zeros(matrix.shape) if ctx.needs_input_grad[1] else None
-        for rows in torch.arange(n).split(ROWS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, n, ROWS):
+            part = slice(start, start + ROWS)
             draft, target = (x[part] @ matrix.t()).float(), (teacher_x[part] @ teacher_matrix.t()).float()
             if bias is not None:
                 draft, target = draft.add_(bias), target.add_(bias)
@@ -137,35 +137,36 @@ def deferred_signals():
 class Trainer:
     """Trains the parameters of a module that need gradients with AdamW, for a number of steps known in advance.
 
-    settings: everything that determines the result, as plain values; a state file with other settings is refused.
+    state_path: the file from which an interrupted run resumes. settings: everything that determines the result, as
+    plain values; a state file with other settings is refused.
     """
 
-    def __init__(self, module: nn.Module, steps: int, peak: float, state: Path, settings: dict):
+    def __init__(self, module: nn.Module, steps: int, peak: float, state_path: Path, settings: dict):
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         rates = {"lr": peak, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": True}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **rates)
         self.step, self.steps = 0, steps
-        self.peak, self.path = peak, state
+        self.peak, self.state_path = peak, state_path
         self.settings = settings | {"steps": steps, "peak": peak}
         self.resume()
 
     def resume(self):
-        state = load_state(self.path)
+        state = load_state(self.state_path)
         if state is None:
             return
         if differing := [name for name in self.settings if state["settings"].get(name) != self.settings[name]]:
-            raise UserError(f"{self.path} belongs to a run with another {differing[0]}; delete it to start a new run")
+            raise UserError(f"{self.state_path} belongs to a run with another {differing[0]}; delete it for a new run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        print_status(f"resuming at step {self.step} of {self.steps} from {self.path}")
+        print_status(f"resuming at step {self.step} of {self.steps} from {self.state_path}")
 
     def save(self):
         parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
         state = {"settings": self.settings, "step": self.step, "parameters": parameters}
-        save_state(self.path, state | {"optimizer": self.optimizer.state_dict()})
+        save_state(self.state_path, state | {"optimizer": self.optimizer.state_dict()})
 
     def run(self, loss: Callable[[int], Tensor], report: Callable[[], str]):
         """Train to the end. loss(step) computes the loss of a batch that depends on nothing but `step`.

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser, positive
-from teacher import Sequence, TeacherText, end_tokens, likely_tokens, new_token_positions, read_teacher_text
+from teacher import Span, TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
@@ -33,7 +33,7 @@ from positions import rope_frequencies, rope_table, rotate
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
-LIKELY, OTHERS = 8192, 2048  # tokens with logits in every step, and others that are sampled for each step
+FREQUENT, OTHERS = 8192, 2048  # tokens with logits in every step, and others that are sampled for each step
 SAMPLE = 4096  # hidden states of the target from which the draft's initial scale is estimated
 FIRST_SCALE = 0.2  # of the initial logits: they are still wrong, so they should be less confident than the target's
 CHECKED = 32  # held-out sequences in the reports during training
@@ -55,7 +55,7 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
     head (V,D) and hidden (n,D) are the target's. With the eigenvectors v (D,width) of head^T head that have the largest
     eigenvalues, head @ v is the embedding. The logits head @ hidden are nearly (head @ v) @ (v^T hidden), so the final
-    norm gives the draft's states the scale of v^T hidden, times FIRST_SCALE.
+    norm gives the draft's hidden states the scale of v^T hidden, times FIRST_SCALE.
     """
     generator = torch.Generator().manual_seed(seed)
     head, hidden = head.float(), hidden.float()
@@ -77,10 +77,8 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
 @dataclass
 class Batch:
-    """B sequences of at most L tokens, concatenated: n tokens, of which g have a next token that the draft must
-    predict.
-
-    Only attention pads: there, the tokens are scattered into B rows of L."""
+    """B sequences of at most L tokens, concatenated without padding: n tokens, of which the draft must predict the next
+    token of g. Only attention pads: it scatters the tokens into B rows of L."""
 
     B: int
     L: int
@@ -91,7 +89,7 @@ class Batch:
     indices: Tensor  # (g,) of the same tokens in the whole text
 
 
-def make_batch(tokens: Tensor, sequences: list[Sequence]) -> Batch:
+def make_batch(tokens: Tensor, sequences: list[Span]) -> Batch:
     sequences = sorted(sequences)
     B, L = len(sequences), max(end - start for start, _, end in sequences)
     input_pos = [torch.arange(end - start) for start, _, end in sequences]
@@ -102,7 +100,7 @@ def make_batch(tokens: Tensor, sequences: list[Sequence]) -> Batch:
     return Batch(B, L, tokens[indices], torch.cat(input_pos), padded, predicting, positions)
 
 
-def draft_states(draft: Transformer, batch: Batch) -> Tensor:
+def draft_hidden_states(draft: Transformer, batch: Batch) -> Tensor:
     """The normalized last hidden states (n,D) of a batch. model.py's own forward is for inference: its operations have
     no gradients, and it reads keys and values from caches."""
     freqs = rope_frequencies(draft.config.head_dim, *draft.config.rope(0))
@@ -145,9 +143,9 @@ class Distillation:
         self.draft, self.head = draft, head
         self.text, self.seed = text, seed
         self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
-        self.likely = likely_tokens(text.answers, LIKELY, special)
+        self.frequent = frequent_tokens(text.answers, FREQUENT, special)
         is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
-        is_other[self.likely] = False
+        is_other[self.frequent] = False
         self.others = is_other.nonzero()[:, 0]
 
     def some_tokens(self, step: int) -> tuple[Tensor, Tensor]:
@@ -156,24 +154,24 @@ class Distillation:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         others = self.others[torch.randperm(len(self.others), generator=generator)[:OTHERS]].sort().values
         weight = len(self.others) / max(1, len(others))
-        bias = torch.cat([torch.zeros(len(self.likely)), torch.full((len(others),), weight).log()])
-        return torch.cat([self.likely, others]), bias
+        bias = torch.cat([torch.zeros(len(self.frequent)), torch.full((len(others),), weight).log()])
+        return torch.cat([self.frequent, others]), bias
 
     def loss(self, step: int) -> Tensor:
         batch = make_batch(self.text.tokens, self.batches[step])
         ids, bias = self.some_tokens(step)
-        x, hidden = self.states(batch)
+        x, hidden = self.hidden_states(batch)
         matrix = F.embedding(ids, self.draft.embedding.weight)
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)
 
-    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The hidden states of draft (g,D) and target (g,D') from which the next tokens are predicted."""
         with torch.autocast("cpu", torch.bfloat16):
-            x = draft_states(self.draft, batch)
-        return x.index_select(0, batch.predicting), self.text.states(batch.indices)
+            x = draft_hidden_states(self.draft, batch)
+        return x.index_select(0, batch.predicting), self.text.hidden_states(batch.indices)
 
     @torch.no_grad()
-    def report(self, sequences: list[Sequence] | None = None) -> str:
+    def report(self, sequences: list[Span] | None = None) -> str:
         """The mean over held-out text of sum min(p_target, p_draft), the probability that a proposed token is accepted
         at temperature 1, and how often both models have the same likeliest token."""
         V = self.draft.config.n_token or self.draft.config.vocab_size
@@ -181,7 +179,7 @@ class Distillation:
         accepted = 0.0
         agreed = n = 0
         for sequence in self.held_out[:CHECKED] if sequences is None else sequences:
-            x, hidden = self.states(make_batch(self.text.tokens, [sequence]))
+            x, hidden = self.hidden_states(make_batch(self.text.tokens, [sequence]))
             p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)
             p_target = (hidden.to(torch.bfloat16) @ head.t()).float().softmax(-1)  # (g,V)
             agreed += (p_draft.argmax(-1) == p_target.argmax(-1)).sum().item()
@@ -229,13 +227,13 @@ def main():
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)
     task = Distillation(draft, head, text, end_tokens(source), args.epochs, args.seed)
-    state = out.with_name(f"{out.name}.state")
+    state_path = out.with_name(f"{out.name}.state")
     settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
     settings |= {"checkpoint_path": str(source), "text": text.checksum}
-    Trainer(draft, len(task.batches), LEARNING_RATE, state, settings).run(task.loss, task.report)
+    Trainer(draft, len(task.batches), LEARNING_RATE, state_path, settings).run(task.loss, task.report)
     print_status(task.report(task.held_out))
     write_draft(draft, source, out)
-    state.unlink(missing_ok=True)
+    state_path.unlink(missing_ok=True)
     print_status(f"to quantize it: python quantize.py --mode int8 --checkpoint_path {out}")
     print_status(f"to use it: python generate.py --checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32")
     print(out)

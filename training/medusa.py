@@ -4,9 +4,10 @@
     python training/medusa.py --text self_text.jsonl --out heads.safetensors
     python generate.py --draft medusa:heads.safetensors --prompt "Hello"
 
-At each position of the text, head i gets the state of the head before it and the i-th next token. It learns the
-target's distribution of the token after that (distillation) over the draft vocabulary, and the target's hidden state,
-as in EAGLE (arXiv:2401.15077). Only the matrices of the heads are trained. A run that was stopped can be resumed.
+At each position of the text, head i gets the hidden state of the head before it and the i-th next token. It learns to
+predict the target's distribution of the token after that over the draft vocabulary (distillation), and the target's
+hidden state, as in EAGLE (arXiv:2401.15077). Only the matrices of the heads are trained. A run that was stopped can be
+resumed.
 """
 
 import sys
@@ -18,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser, positive
-from teacher import TeacherText, end_tokens, likely_tokens, new_token_positions, read_teacher_text
+from teacher import TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor, nn
 
 from cli import UserError, print_status, run_command
@@ -30,56 +31,55 @@ from load import load_model
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate
-MODEL_TOKENS = 16384  # size of the vocabulary that the file has for draft models
+DRAFT_VOCABULARY_SIZE = 16384  # tokens that the file lists for draft models; the heads propose from the first of them
 REPORT_POSITIONS = 8192  # held-out positions on which the accuracy is measured
 
 
 class TrainedHeads(nn.Module):
     """The matrices of the heads, with gradients, and what they are trained against.
 
-    embedding: the target's, a function of tokens (n,). matrix (W,D): the output vectors of the draft vocabulary. shift:
-    delays the targets by this many tokens; only tests use it, to see that such heads learn nothing.
+    embedding: the target's, a function of tokens (n,). matrix (W,D): the rows of the target's output head for the draft
+    vocabulary.
     """
 
-    def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0, shift: int = 0):
+    def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0):
         super().__init__()
         D = matrix.shape[1]
-        hidden = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
-        first = torch.randn(2 * hidden, 2 * D, generator=torch.Generator().manual_seed(seed)) * (2 * D) ** -0.5
-        self.gate_up, self.down = nn.Parameter(first), nn.Parameter(torch.zeros(D, hidden))
-        self.n, self.shift = n, shift
-        self.teacher, self.embedding = teacher, embedding
+        width = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
+        gate_up = torch.randn(2 * width, 2 * D, generator=torch.Generator().manual_seed(seed)) * (2 * D) ** -0.5
+        self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(torch.zeros(D, width))
+        self.n, self.teacher = n, teacher
+        self.embedding = embedding
         self.matrix = matrix.to(torch.bfloat16)
 
-    def states(self, positions: Tensor):
-        """Yields each head's states (n,D) for positions (n,) of the text, and the positions whose next token they
-        predict."""
-        state = self.teacher.states(positions).float()
+    def hidden_states(self, positions: Tensor):
+        """For each head, yields its hidden states (n,D) for positions (n,) of the text, and the positions whose next
+        tokens these predict."""
+        hidden = self.teacher.hidden_states(positions).float()
         for i in range(1, self.n + 1):
             embedded = self.embedding(self.teacher.tokens[positions + i])  # (n,D)
-            x = block_input(state, embedded).to(torch.bfloat16)
+            x = block_input(hidden, embedded).to(torch.bfloat16)
             gate, up = (x @ self.gate_up.to(torch.bfloat16).t()).chunk(2, -1)
-            state = state + ((F.silu(gate) * up) @ self.down.to(torch.bfloat16).t()).float()
-            yield state, positions + i
+            hidden = hidden + ((F.silu(gate) * up) @ self.down.to(torch.bfloat16).t()).float()
+            yield hidden, positions + i
 
     def loss(self, positions: Tensor) -> Tensor:
         losses = []
-        for state, at in self.states(positions):
-            expected = self.teacher.states(at + self.shift)
-            losses.append(
-                kl_divergence(state, self.matrix, expected, self.matrix) + F.smooth_l1_loss(state, expected.float())
-            )
+        for hidden, at in self.hidden_states(positions):
+            expected = self.teacher.hidden_states(at)
+            divergence = kl_divergence(hidden, self.matrix, expected, self.matrix)
+            losses.append(divergence + F.smooth_l1_loss(hidden, expected.float()))
         return torch.stack(losses).mean()
 
     @torch.no_grad()
     def accuracy(self, positions: Tensor) -> tuple[list[float], list[float]]:
-        """For each head, the KL divergence, and how often its likeliest token is the target's, within the
+        """For each head, the KL divergence, and how often its likeliest token is the target's; both within the draft
         vocabulary."""
         losses, hits = [], []
-        for state, at in self.states(positions):
-            expected = self.teacher.states(at + self.shift)
-            losses.append(float(kl_divergence(state, self.matrix, expected, self.matrix)))
-            pairs = zip(state.to(torch.bfloat16).split(1024), expected.split(1024))
+        for hidden, at in self.hidden_states(positions):
+            expected = self.teacher.hidden_states(at)
+            losses.append(float(kl_divergence(hidden, self.matrix, expected, self.matrix)))
+            pairs = zip(hidden.to(torch.bfloat16).split(1024), expected.split(1024))
             same = [(x @ self.matrix.t()).argmax(1) == (y @ self.matrix.t()).argmax(1) for x, y in pairs]
             hits.append(float(torch.cat(same).float().mean()))
         return losses, hits
@@ -91,7 +91,7 @@ def positions_of(batch: list, heads: int) -> Tensor:
     return torch.tensor(new_token_positions(ends), dtype=torch.int64)
 
 
-def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHeads:
+def train(heads: TrainedHeads, epochs: int, seed: int, state_path: Path) -> TrainedHeads:
     n = heads.n
     batches, held_out = heads.teacher.batches(BATCH_TOKENS, epochs, seed)
     batches = [positions for batch in batches if len(positions := positions_of(batch, n))]
@@ -104,9 +104,9 @@ def train(heads: TrainedHeads, epochs: int, seed: int, state: Path) -> TrainedHe
         parts = (f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in enumerate(zip(losses, hits), 1))
         return "held-out loss and accuracy of head " + "; ".join(parts)
 
-    settings = {"heads": n, "epochs": epochs, "seed": seed, "shift": heads.shift, "vocabulary": len(heads.matrix)}
+    settings = {"heads": n, "epochs": epochs, "seed": seed, "vocabulary": len(heads.matrix)}
     settings |= {"text": heads.teacher.checksum, "target": float(heads.matrix.float().sum())}
-    Trainer(heads, len(batches), PEAK, state, settings).run(lambda step: heads.loss(batches[step]), report)
+    Trainer(heads, len(batches), PEAK, state_path, settings).run(lambda step: heads.loss(batches[step]), report)
     return heads
 
 
@@ -124,18 +124,18 @@ def main():
     model = load_model(directory)
     teacher = read_teacher_text(args.text, model, args.tokens)
     answers = teacher.answers
-    vocabulary = likely_tokens(answers, MODEL_TOKENS, end_tokens(directory))
+    vocabulary = frequent_tokens(answers, DRAFT_VOCABULARY_SIZE, end_tokens(directory))
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
     vectors = output_vectors(model, vocabulary[: args.vocabulary])
     heads = TrainedHeads(args.heads, teacher, model.embedding, vectors, args.seed)
-    state = args.out.with_suffix(".state")
-    train(heads, args.epochs, args.seed, state)
+    state_path = args.out.with_suffix(".state")
+    train(heads, args.epochs, args.seed, state_path)
     packed = pack_heads({"gate_up": heads.gate_up.detach(), "down": heads.down.detach()})
     file = HeadsFile(packed, vocabulary, heads.n, len(heads.matrix))
     save_heads(args.out, file, model, directory.name)
-    state.unlink(missing_ok=True)
+    state_path.unlink(missing_ok=True)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
     print_status(f"to use it: python generate.py --checkpoint_path {directory} --draft medusa:{args.out}")
 

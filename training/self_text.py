@@ -146,28 +146,28 @@ def read_samples(path: Path) -> list[dict]:
         raise UserError(f"{path} cannot be read as a file of self_text.py: {error}") from None
 
 
-def states_path(path: Path, model: Transformer) -> Path:
-    """The file of the hidden states that a model has made for a file of samples. Its name holds the fingerprint."""
+def hidden_path(path: Path, model: Transformer) -> Path:
+    """The file of the hidden states for a file of samples. Its name contains the fingerprint of the model."""
     return path.with_name(f"{path.stem}-{fingerprint(model)[:12]}.states")
 
 
 class RecordedSteps:
-    """Step functions for an engine that keep the hidden states (D,) which each row's new tokens are sampled from."""
+    """Step functions for an engine that record the hidden states from which each row's new tokens are sampled."""
 
     def __init__(self):
-        self.states: dict[int, list[torch.Tensor]] = {}  # by cache row
+        self.hidden: dict[int, list[torch.Tensor]] = {}  # cache row -> its hidden states (D,), one for each new token
 
     def prefill(self, model, tokens, input_pos, rows):
         x = model.hidden(tokens, input_pos, rows)  # (B,S,D)
         x = x[torch.arange(len(x)), input_pos.argmax(1)]  # (B,D)
-        self.states |= {row: [state] for row, state in zip(rows.tolist(), x)}
+        self.hidden |= {row: [vector] for row, vector in zip(rows.tolist(), x)}
         return model.head(x)
 
     def decode(self, model, inputs, sampling):
         token, position, rows = inputs.unbind(0)
         x = model.hidden(token[:, None], position[:, None], rows)[:, 0]  # (B,D)
-        for row, state in zip(rows.tolist(), x):
-            self.states[row].append(state)
+        for row, vector in zip(rows.tolist(), x):
+            self.hidden[row].append(vector)
         return draw(model, model.head(x), rows, position + 1, sampling)
 
 
@@ -177,33 +177,33 @@ class SampleFile:
     def __init__(self, path: Path, model: Transformer):
         if path.suffix != ".jsonl":
             raise UserError(f"--out {path} should end in .jsonl")
-        self.samples = read_samples(path) if path.exists() else []
-        self.tokens = sum(len(sample["new"]) for sample in self.samples)
-        states = states_path(path, model)
+        hidden = hidden_path(path, model)
         try:
-            self.lines, self.states = path.open("ab"), states.open("ab")
-            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            self.lines = path.open("ab")
+            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed; first, or samples are missed
+            self.samples, self.hidden = read_samples(path), hidden.open("ab")
         except BlockingIOError:
             raise UserError(f"another process is writing {path}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error}") from None
+        self.tokens = sum(len(sample["new"]) for sample in self.samples)
         size = 2 * model.config.dim * self.tokens  # bytes
-        if self.states.tell() < size:
-            raise UserError(f"{states} is too short for {path}, or {path} was written by another model; remove both")
+        if self.hidden.tell() < size:
+            raise UserError(f"{hidden} is too short for {path}, or {path} was written by another model; remove both")
         self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
-        self.states.truncate(size)
+        self.hidden.truncate(size)
 
-    def add(self, sample: dict, states: torch.Tensor):
-        self.states.write(states.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-        self.states.flush()
-        self.lines.write(json.dumps(sample).encode() + b"\n")  # last, so that each line has its states
+    def add(self, sample: dict, hidden: torch.Tensor):
+        self.hidden.write(hidden.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+        self.hidden.flush()
+        self.lines.write(json.dumps(sample).encode() + b"\n")  # last, so that each line has its hidden states
         self.lines.flush()
         self.samples.append(sample)
         self.tokens += len(sample["new"])
 
     def close(self):
         self.lines.close()
-        self.states.close()
+        self.hidden.close()
 
 
 def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
@@ -216,7 +216,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
         prompts.check_samples(file.samples, path)
         bar.update(file.tokens)
         while file.tokens < tokens:
-            while len(engine.waiting) < len(engine.rows) // 4:
+            while len(engine.waiting) < max(1, len(engine.rows) // 4):
                 if index not in done:
                     request, openings[request] = prompts.first(index)
                     indices[request] = index
@@ -232,7 +232,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
                     engine.add(answer)
                 elif request.finish_reason != "error":
                     sample = {"index": sample_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.add(sample, torch.stack(steps.states[row]))
+                    file.add(sample, torch.stack(steps.hidden[row]))
                     if len(file.samples) % 500 == 0:
                         print_status(f"{file.tokens:,} of {tokens:,} tokens")
                     bar.update(len(request.new_tokens))
@@ -257,7 +257,8 @@ def main():
     functions = StepFunctions(steps.prefill, steps.decode)
     engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
-    print_status(f"{args.out} holds at least {args.tokens:,} tokens; now: python training/medusa.py --text {args.out}")
+    print_status(f"{args.out} holds at least {args.tokens:,} tokens")
+    print_status(f"next: python training/medusa.py --checkpoint_path {directory} --text {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training text for drafts: tokens that the target generated (self_text.py), and its hidden states for each of them.
 
-A hidden state times the output matrix gives the target's distribution of the next token. The trainers of this directory
-learn to predict these distributions, and the states are also the input of Medusa heads.
+A hidden state times the output head gives the target's distribution of the next token. The trainers of this directory
+learn to predict these distributions, and the hidden states are also the input of Medusa heads.
 """
 
 import random
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from self_text import read_samples, states_path
+from self_text import hidden_path, read_samples
 from torch import Tensor
 
 from cli import UserError
@@ -19,7 +19,7 @@ from tokenizer import ChatTemplate, Tokenizer
 
 HELD_OUT = 50  # every fiftieth sequence is held out for evaluation
 
-Sequence = tuple[int, int, int]  # (start, first_new, end): prompt start..first_new, answer first_new..end
+Span = tuple[int, int, int]  # a sequence of a text: (start, first_new, end), its prompt, then its answer from first_new
 
 
 @dataclass
@@ -27,11 +27,11 @@ class TeacherText:
     """Sequences of tokens one after the other, and the hidden states that their new tokens were sampled from."""
 
     tokens: Tensor  # (N,) int64
-    sequences: list[Sequence]  # as indices into `tokens`
+    sequences: list[Span]  # as indices into `tokens`
     hidden: Tensor  # (n,D) bfloat16, for the n new tokens of all sequences
     row: Tensor  # (N,) int64: the row of `hidden` that predicts the token after this one; -1 if there is none
 
-    def states(self, positions: Tensor) -> Tensor:
+    def hidden_states(self, positions: Tensor) -> Tensor:
         """The hidden states (n,D) that predict the tokens after positions (n,) of the text."""
         return self.hidden[self.row[positions]]
 
@@ -45,16 +45,16 @@ class TeacherText:
         """Identifies the text in the state file of a training run."""
         return f"{len(self.tokens)} tokens with sum {self.tokens.sum()}"
 
-    def batches(self, tokens: int, epochs: int, seed: int) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """All batches of a run, of at most `tokens` tokens each, and the held-out sequences."""
+    def batches(self, batch_tokens: int, epochs: int, seed: int) -> tuple[list[list[Span]], list[Span]]:
+        """All batches of a run, of at most `batch_tokens` tokens each, and the held-out sequences."""
         sequences, held_out = split_held_out(self.sequences)
-        return make_batches(sequences, tokens, epochs, seed), held_out
+        return make_batches(sequences, batch_tokens, epochs, seed), held_out
 
 
 def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) -> TeacherText:
     """The first samples of a file of self_text.py that this model has written, up to about `limit` new tokens.
 
-    The states are mapped from their file, not read.
+    The hidden states are memory-mapped, not read.
     """
     tokens, row = [], []
     sequences, n = [], 0
@@ -69,7 +69,7 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
         n += len(new)
     if len(sequences) < 2:
         raise UserError(f"{text} holds {len(sequences)} samples; make more with training/self_text.py")
-    path, D = states_path(text, model), model.config.dim
+    path, D = hidden_path(text, model), model.config.dim
     if not path.exists() or path.stat().st_size < 2 * D * n:
         raise UserError(f"{path} is missing or too short: {text} was written by another model, or must be made again")
     if max(tokens) >= model.config.vocab_size or min(tokens) < 0:
@@ -81,9 +81,10 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
 # ---------------------------------------------------------------- vocabulary and batches
 
 
-def likely_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
-    """The ids of `always`, and then the n most frequent tokens of a text, the most frequent first; fewer if it has
-    fewer. Of ids that are equally frequent, the smallest count as more frequent."""
+def frequent_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
+    """The ids of `always` in ascending order, followed by the n most frequent tokens of a text in descending order of
+    frequency (fewer if the text has fewer different tokens). Tokens that are equally frequent come in ascending order.
+    """
     counts = torch.bincount(tokens)
     order = counts.argsort(descending=True, stable=True)[:n]
     return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
@@ -96,7 +97,7 @@ def end_tokens(directory: Path) -> set[int]:
     return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
 
 
-def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+def split_held_out(sequences: list[Span]) -> tuple[list[Span], list[Span]]:
     """(training sequences, held-out sequences). Every fiftieth is held out, not the last ones, because long answers
     finish last."""
     if len(sequences) < 2:
@@ -104,8 +105,8 @@ def split_held_out(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequ
     return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 
-def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int) -> list[list[Sequence]]:
-    """All batches of a run, of at most `tokens` tokens each. An epoch has every sequence once, in random order."""
+def make_batches(sequences: list[Span], batch_tokens: int, epochs: int, seed: int) -> list[list[Span]]:
+    """All batches of a run, of at most `batch_tokens` tokens each. An epoch has each sequence once, in random order."""
     batches = []
     for epoch in range(epochs):
         order = list(sequences)
@@ -115,12 +116,12 @@ def make_batches(sequences: list[Sequence], tokens: int, epochs: int, seed: int)
             length = sequence[2] - sequence[0]
             if length > room:
                 batches.append([])
-                room = tokens
+                room = batch_tokens
             batches[-1].append(sequence)
             room -= length
     return batches
 
 
-def new_token_positions(batch: list[Sequence]) -> list[int]:
+def new_token_positions(batch: list[Span]) -> list[int]:
     """The positions whose next token the teacher generated: those at which a draft learns to predict."""
     return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]

@@ -188,7 +188,8 @@ def http_process(settings: Settings, listener: socket.socket):
     except (EOFError, BrokenPipeError, ConnectionResetError):
         process.join(5)
         if process.exitcode != 0:
-            raise UserError(f"the HTTP process has ended (exit code {process.exitcode})") from None
+            ended = "does not answer" if process.exitcode is None else f"has ended (exit code {process.exitcode})"
+            raise UserError(f"the HTTP process {ended}") from None
     finally:
         ours.close()
         process.join(5)

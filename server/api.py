@@ -49,6 +49,7 @@ class Choice:
     echo: str = ""  # the text of the prompt, if the answer begins with it
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
+    counted_tokens: int = 0  # new tokens that the metrics have counted
     updates: list[Update] = field(default_factory=list)
     parser: AnswerParser | None = None  # of a chat's answer
 

@@ -154,8 +154,7 @@ def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams
     try:
         return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
     except ValueError as error:
-        param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
-        raise ApiError(str(error), param=param) from None
+        raise ApiError(str(error), param=str(error).split()[0]) from None
 
 
 def read_stop_strings(fields: FieldReader) -> tuple[str, ...]:

@@ -79,7 +79,6 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
         ws="none",
         server_header=False,
         timeout_keep_alive=HEAD_TIMEOUT_S,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=2,
         backlog=16,  # connections that are accepted at once
     )
@@ -183,6 +182,7 @@ class EngineClient:
         self.parsing = 0  # HTTP requests that are being tokenized
         self.metrics = Metrics()
         self.metrics.add_gauge("requests_unfinished", "Requests that wait or run", lambda: len(self.receivers))
+        self.statuses = 0  # that the engine has sent
         self.state = "starting"  # then that of EngineStatus, or "broken"
         self.last_heard = self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
@@ -243,7 +243,7 @@ class EngineClient:
         return active
 
     def cancel(self, request_id: int):
-        """End a request whose client has disconnected or does not read."""
+        """Tell the engine to end a request whose result nobody will read."""
         if self.receivers.pop(request_id, None) is not None:
             self.metrics.requests.labels("cancelled").inc()
             self.writer.submit(self.connection.send, Cancel(request_id))
@@ -257,6 +257,7 @@ class EngineClient:
             self._fail_all()
             return self.on_end()
         self.last_heard, self.slowest_step_s = time.monotonic(), max(self.slowest_step_s, status.step_s)
+        self.statuses += 1
         if self.state != "starting":
             self.metrics.record_step(status)
         self.state = status.state
@@ -266,7 +267,7 @@ class EngineClient:
                     self.finish_times.append(self.last_heard)
                     del self.receivers[update.request_id]
                 self.metrics.record_update(active.unfinished[update.request_id], update)
-                active.put(update)
+                active.put(update, self.statuses)
         if not self.receivers:  # idle time must not count in retry_after
             self.finish_times.clear()
         # While draining, the server exits when all responses are sent; later, as soon as the engine has no requests.
@@ -282,7 +283,7 @@ class EngineClient:
 
     def _fail_all(self):
         for active in self.active:
-            active.fail(ApiError("the engine has stopped", 503))
+            active.fail(RequestAborted("the engine has stopped", 503))
 
 
 class RequestAborted(ApiError):
@@ -299,7 +300,9 @@ class ActiveRequest:
     def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
         self.engine, self.queue = engine, asyncio.Queue()
         self.unfinished = {choice.submit.request_id: choice for choice in completion.choices}
-        self.disconnected, self.unsent_bytes = False, 0
+        self.streams, self.disconnected = completion.stream, False
+        self.unsent_bytes = self.unsent_before = 0  # of updates; before those of the latest status of the engine
+        self.status = 0  # the number of this status
         self.watcher = asyncio.create_task(self._watch_client(receive))
 
     async def _watch_client(self, receive: Callable):
@@ -319,13 +322,16 @@ class ActiveRequest:
         self._cancel()
         self.engine.active.discard(self)
 
-    def put(self, update: Update):
-        """Queue an update for the response. If the client reads too slowly, the request fails instead."""
-        if self.unsent_bytes > MAX_UNSENT_BYTES:
+    def put(self, update: Update, status: int):
+        """Queue an update for the response; status: the number of the engine's status that it came with. If the client
+        reads a stream too slowly, the request fails instead."""
+        if status != self.status:
+            self.status, self.unsent_before = status, self.unsent_bytes
+        if self.streams and self.unsent_before > MAX_UNSENT_BYTES:
             self._cancel()
             while not self.queue.empty():
                 self.queue.get_nowait()
-            return self.fail(ApiError("the client does not read the response", 503))
+            return self.fail(RequestAborted("the client does not read the response", 503))
         self.unsent_bytes += estimate_bytes(update)
         self.queue.put_nowait(update)
 
@@ -467,7 +473,7 @@ async def read_body(request: HttpRequest) -> bytes:
     except asyncio.TimeoutError:
         raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S} s", 408, code="timeout") from None
     except asyncio.CancelledError:  # uvicorn shuts down and does not wait for the rest
-        raise ApiError("the engine has stopped", 503) from None
+        raise ApiError("the server is shutting down", 503, code="draining", retry_after=1) from None
 
 
 async def collect_body(request: HttpRequest) -> bytes:
@@ -592,7 +598,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def handle_error(request: HttpRequest, error: Exception) -> Response:
-    """The response to any exception. Starlette prints internal errors to stderr; clients do not see their messages."""
+    """The response to any exception. uvicorn logs internal errors; clients do not see their messages."""
     headers = None
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # the client has gone, so this is not sent

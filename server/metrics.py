@@ -22,7 +22,7 @@ class Metrics:
         def histogram(name, text, buckets):
             return Histogram(f"fastpath_{name}_seconds", text, registry=registry, buckets=buckets)
 
-        self.requests = counter("requests", "Requests by outcome", "outcome")
+        self.requests = counter("requests", "Prompts by outcome; of refused requests, the requests", "outcome")
         self.prompt_tokens = counter("prompt_tokens_read", "Prompt tokens that were read")
         self.cached_tokens = counter("prompt_tokens_reused", "Prompt tokens that were in the cache already")
         self.completion_tokens = counter("tokens_written", "New tokens")
@@ -60,12 +60,13 @@ class Metrics:
 
     def record_update(self, choice: Choice, update: Update):
         now = time.perf_counter()
+        self.completion_tokens.inc(update.completion_tokens - choice.counted_tokens)
+        choice.counted_tokens = update.completion_tokens
         if choice.first_token_at is None and update.completion_tokens:
             choice.first_token_at = now
             self.first_token.observe(now - choice.submitted_at)
             self.cached_tokens.inc(update.cached_tokens)
         if update.finish_reason is not None:
             self.requests.labels(update.finish_reason).inc()
-            self.completion_tokens.inc(update.completion_tokens)
             if update.completion_tokens > 1:
                 self.per_token.observe((now - choice.first_token_at) / (update.completion_tokens - 1))

@@ -170,12 +170,13 @@ def test_an_answer_that_is_not_read_takes_nobodys_place():
 
     async def work():
         engine = EngineClient(SimpleNamespace(send=lambda message: None), rows=1, max_queue=1)
-        completions = [CompletionRequest("cmpl", [Choice(0, Submit(i, Request([5])))]) for i in range(2)]
+        choices = [Choice(0, Submit(i, Request([5]))) for i in range(2)]
+        completions = [CompletionRequest("cmpl", [choice], stream=True) for choice in choices]
         first, second = (engine.submit(completion, asyncio.Event().wait) for completion in completions)
         assert engine.in_use == 2
         scored = [(-1.0, [(5, -1.0)] * 20)] * (MAX_UNSENT_BYTES // 2000)
-        for _ in range(3):
-            first.put(Update(0, "", 1, prompt_logprobs=scored))
+        for status in (1, 1, 2, 3):  # what came with one status counts from the next one on
+            first.put(Update(0, "", 1, prompt_logprobs=scored), status)
         assert engine.in_use == 1 and first.queue.qsize() == 1
         with pytest.raises(ApiError, match="does not read"):
             await anext(first)

@@ -208,7 +208,11 @@ def test_several_answers(model):
         assert len({submit.request_id for submit in submits}) == 3 * prompts
         assert [submit.can_time_out for submit in submits] == [True] + [False] * (3 * prompts - 1)
         lengths = [len(submit.request.prompt) for submit in submits]
-        assert completion.usage()["prompt_tokens"] == sum(lengths) / 3
+        for choice in completion.choices:
+            choice.updates.append(Update(0, "", 5, cached_tokens=1, finish_reason="length"))
+        usage = completion.usage()
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths) / 3, 15 * prompts)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": prompts}
         assert len({id(submit.request.new_tokens) for submit in submits}) == 3 * prompts
     with pytest.raises(ApiError, match="n=9 is not supported, at most 8"):
         model.parse_completion({"prompt": "a", "n": 9})

@@ -12,6 +12,7 @@ from servers import CONTEXT, MESSAGES
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
 from server.api import CompletionRequest, ServedModel
+from server.constraints import GrammarChecker
 from server.fields import ApiError, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
@@ -271,6 +272,12 @@ def test_grammars_without_the_library(model, monkeypatch):
         with pytest.raises(ApiError, match="need llguidance") as caught:
             model.parse_completion({"prompt": "a"} | fields)
         assert caught.value.status == 400 and caught.value.param == next(iter(fields))
+
+
+def test_grammars_need_a_token_that_ends_answers(model):
+    with pytest.raises(ApiError, match="guided_json: the model has no end-of-text token") as caught:
+        GrammarChecker(model.tokenizer, 700, ()).check('start: "a"', "guided_json")
+    assert caught.value.status == 400
 
 
 def test_valid_grammars_are_remembered(model, monkeypatch):

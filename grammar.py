@@ -68,9 +68,11 @@ class GrammarTokenizer:
             raise UserError("JSON schemas and grammars need llguidance: pip install llguidance") from None
         if tokenizer.vocabulary is None:
             raise UserError(f"{tokenizer.path} has no tokenizer, which JSON schemas and grammars need")
+        if not (end_ids := sorted(end_ids)):
+            raise UserError(f"{tokenizer.path} has no end-of-text token, which JSON schemas and grammars need")
         self.llguidance = llguidance
-        wrapper = llguidance.TokenizerWrapper(TokenBytes(tokenizer, vocab_size, sorted(end_ids)))
-        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=sorted(end_ids))
+        wrapper = llguidance.TokenizerWrapper(TokenBytes(tokenizer, vocab_size, end_ids))
+        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=end_ids)
         self.limits = llguidance.LLParserLimits(verbose_errors=False)  # messages without the whole grammar
 
     def compile(self, source: str) -> Grammar:

@@ -171,9 +171,8 @@ class AnswerParser:
         """Take the text before the first of the marks, and the mark itself, which is "" if there is none. What may be
         the beginning of a mark is left."""
         at, mark = min(((self.text.find(mark), mark) for mark in marks if mark in self.text), default=(-1, ""))
-        hold_from = len(self.text) if self.ended else start_of_possible_mark(self.text, marks)
-        if not mark or at > hold_from:  # no other mark may still turn out to begin before it
-            at, mark = hold_from, ""
+        if not mark:
+            at = len(self.text) if self.ended else start_of_possible_mark(self.text, marks)
         before, self.text = self.text[:at], self.text[at + len(mark) :]
         return before, mark
 

@@ -85,14 +85,15 @@ class CompletionRequest:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self) -> dict:
-        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in self.choices[:: self.n])
-        latest = [choice.updates[-1] for choice in self.choices if choice.updates]
-        completion_tokens = sum(update.completion_tokens for update in latest)
+        firsts = self.choices[:: self.n]  # one of each prompt
+        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in firsts)
+        cached_tokens = sum(choice.updates[-1].cached_tokens for choice in firsts if choice.updates)
+        completion_tokens = sum(choice.updates[-1].completion_tokens for choice in self.choices if choice.updates)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(update.cached_tokens for update in latest)},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
 

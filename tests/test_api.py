@@ -12,6 +12,7 @@ from servers import CONTEXT, MESSAGES
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
 from server.api import CompletionRequest, ServedModel
+from server.constraints import GrammarChecker
 from server.fields import ApiError, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
@@ -208,7 +209,11 @@ def test_several_answers(model):
         assert len({submit.request_id for submit in submits}) == 3 * prompts
         assert [submit.can_time_out for submit in submits] == [True] + [False] * (3 * prompts - 1)
         lengths = [len(submit.request.prompt) for submit in submits]
-        assert completion.usage()["prompt_tokens"] == sum(lengths) / 3
+        for choice in completion.choices:
+            choice.updates.append(Update(0, "", 5, cached_tokens=1, finish_reason="length"))
+        usage = completion.usage()
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths) / 3, 15 * prompts)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": prompts}
         assert len({id(submit.request.new_tokens) for submit in submits}) == 3 * prompts
     with pytest.raises(ApiError, match="n=9 is not supported, at most 8"):
         model.parse_completion({"prompt": "a", "n": 9})
@@ -267,6 +272,12 @@ def test_grammars_without_the_library(model, monkeypatch):
         with pytest.raises(ApiError, match="need llguidance") as caught:
             model.parse_completion({"prompt": "a"} | fields)
         assert caught.value.status == 400 and caught.value.param == next(iter(fields))
+
+
+def test_grammars_need_a_token_that_ends_answers(model):
+    with pytest.raises(ApiError, match="guided_json: the model has no end-of-text token") as caught:
+        GrammarChecker(model.tokenizer, 700, ()).check('start: "a"', "guided_json")
+    assert caught.value.status == 400
 
 
 def test_valid_grammars_are_remembered(model, monkeypatch):

@@ -267,6 +267,8 @@ def content(text):
         ("qwen2.5", CALL.replace("f", "g"), [content(CALL.replace("f", "g"))]),
         ("qwen2.5", HERMES_CALL.replace('"f"', '"g"'), [content(HERMES_CALL.replace('"f"', '"g"'))]),
         ("qwen2.5", HERMES_CALL.replace("}}", "}"), [BEGIN, END]),  # a brace is missing, as small models write
+        ("qwen2.5", f"{HERMES_CALL}x".replace("}}", "}"), [BEGIN, END, content("x")]),
+        ("qwen2.5", f"{HERMES_CALL}x".replace("}}", ""), [BEGIN, (CallArguments, 0, '{"a": 1\n'), content("x")]),
         ("qwen2.5", "<tool_call>\n{'name': f}\n</tool_call>", [content("<tool_call>\n{'name': f}\n</tool_call>")]),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": ', [BEGIN, (CallArguments, 0, '{"a": ')]),
         (

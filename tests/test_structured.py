@@ -1,0 +1,156 @@
+"""Answers of a running server that must fit a JSON schema or call tools: random schemas, neighbours, hostile input."""
+
+import json
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import pytest
+from servers import PATIENCE_S, running
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.full
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]  # 9 heads: 1, 3 or 9
+WAYS = {
+    "plain": ([], 300),
+    "lookup": (["--draft", "prompt-lookup"], 60),
+    "int4-self": (["--draft", "int4-self"], 40),
+    "compiled": (["--compile", "--dtype", "float32"], 40),
+    "ranks": ([], 24),
+}
+CHAT = "/v1/chat/completions"
+NAMES = ["name", "größe", "a b", 'with "quotes"', "n1", "Ünïcode", "x-y_z", "count"]
+
+
+def random_schema(chance: random.Random, depth: int = 3) -> dict:
+    """A random JSON schema that some JSON value fits."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
+    kinds += ["object", "array", "anyOf"] * 2 if depth else []
+    kind = chance.choice(kinds)
+    if kind == "object":
+        names = chance.sample(NAMES, chance.randrange(1, 5))
+        schema = {"type": "object", "properties": {name: random_schema(chance, depth - 1) for name in names}}
+        schema["required"] = chance.sample(names, chance.randrange(len(names) + 1))
+        return schema | {"additionalProperties": False}
+    if kind == "array":
+        low = chance.randrange(3)
+        return {"type": "array", "items": random_schema(chance, depth - 1), "minItems": low, "maxItems": low + 2}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(chance, depth - 1) for _ in range(2)]}
+    low = chance.randrange(-50, 50)
+    return {
+        "string": {"type": "string", "maxLength": chance.choice([1, 5, 20])},
+        "integer": {"type": "integer", "minimum": low, "maximum": low + chance.choice([0, 3, 1000])},
+        "number": {"type": "number", "minimum": low, "maximum": low + 7},
+        "enum": {"enum": chance.sample(["a", "ä", 1, 2.5, None, True, {"k": []}, 'q"'], 3)},
+        "const": {"const": chance.choice([1, "c", None])},
+        "pattern": {"type": "string", "pattern": chance.choice(["^[A-Z]{2}[0-9]{3}$", "^(ab|c+d){1,3}$", "^x?$"])},
+    }.get(kind, {"type": kind})
+
+
+def ask(server, schema: dict, seed: int) -> tuple[str, str]:
+    """(finish_reason, text) of an answer that must fit a schema."""
+    described = {"name": "answer", "schema": schema, "strict": True}
+    body = {"messages": [{"role": "user", "content": "Answer in JSON."}], "max_tokens": 400, "temperature": 1.0}
+    body |= {"seed": seed, "response_format": {"type": "json_schema", "json_schema": described}}
+    choice = server.post("/v1/chat/completions", body)["choices"][0]
+    return choice["finish_reason"], choice["message"]["content"]
+
+
+def plain_text(server, seed: int) -> str:
+    body = {"prompt": f"Once upon {seed} times", "max_tokens": 40, "temperature": 0.9, "seed": seed}
+    return server.post("/v1/completions", body)["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request, tmp_path_factory):
+    """A server of the default model, and how many schemas to try on it."""
+    options, n = WAYS[request.param]
+    launcher = {"launcher": TORCHRUN} if request.param == "ranks" else {}
+    log = tmp_path_factory.mktemp(request.param) / "log"
+    with running(log, "--max_batch_size", 8, "--max_queue", 100, *options, **launcher) as server:
+        yield server, n
+
+
+def test_answers_fit_random_schemas_and_neighbours_do_not_notice(way):
+    """Eight at a time at temperature 1, beside plain requests, which get the texts that they get alone."""
+    server, n = way
+    chance = random.Random(5)
+    schemas = [random_schema(chance) for _ in range(n)]
+    alone = [plain_text(server, seed) for seed in range(6)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, server, schema, seed) for seed, schema in enumerate(schemas)]
+        beside = [pool.submit(plain_text, server, i % 6) for i in range(n // 5)]
+        answers, beside = ([future.result() for future in some] for some in (answers, beside))
+    assert beside == [alone[i % 6] for i in range(n // 5)]
+    finished = 0
+    for schema, (reason, text) in zip(schemas, answers):
+        assert reason in ("stop", "length"), (reason, text)
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), schema)
+            finished += 1
+    assert finished >= 0.93 * n, f"{finished} of {n} answers were finished"
+
+
+def nested(depth: int) -> str:
+    return '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
+
+
+def schema_body(text: str) -> bytes:
+    head = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30, '
+    head += b'"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
+    return head + text.encode() + b"}}}"
+
+
+def pattern_body(pattern: str) -> bytes:
+    return json.dumps({"prompt": "Hi", "max_tokens": 30, "structured_outputs": {"regex": pattern}}).encode()
+
+
+HOSTILE = {
+    "depth 50": (schema_body(nested(50)), (200, 400)),
+    "depth 300": (schema_body(nested(300)), (400,)),
+    "depth 10,000": (schema_body(nested(10_000)), (400,)),
+    "1 MB": (schema_body(json.dumps({"enum": [f"value {i}" for i in range(60_000)]})), (400, 413)),
+    "many properties": (schema_body(json.dumps({"properties": {f"p{i}": {} for i in range(9000)}})), (200, 400)),
+    "catastrophic": (pattern_body("(a+)+(b|c|d)*((x|y)+z?)+"), (200,)),
+    "repeated": (pattern_body("(([a-z]{1,200}){1,200}){1,200}"), (200, 400)),
+    "long": (pattern_body("a{9999}{9999}"), (200, 400)),
+    "a loop": (schema_body('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'), (400,)),
+    "recursive": (schema_body('{"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}'), (200,)),
+    "remote": (schema_body('{"$ref": "http://127.0.0.1:1/schema"}'), (400,)),
+    "no schema": (schema_body("[1]"), (400,)),
+    "false": (schema_body("false"), (400,)),
+}
+
+
+def test_hostile_schemas_are_refused_or_bounded_and_stall_nobody(tmp_path):
+    """A probe sends plain requests meanwhile. None of them takes seconds."""
+    with running(tmp_path / "log", "--max_batch_size", 8, "--max_queue", 100) as server:
+        plain_text(server, 1)
+        ask(server, {"type": "boolean"}, 1)  # from now on, the tokenizer of grammars is there
+        waits, done = [], threading.Event()
+
+        def probe():
+            while not done.is_set():
+                start = time.monotonic()
+                plain_text(server, 1)
+                waits.append(time.monotonic() - start)
+
+        prober = threading.Thread(target=probe)
+        prober.start()
+        try:
+            for name, (body, expected) in HOSTILE.items():
+                start = time.monotonic()
+                status, answer = server.request("POST", "/v1/completions" if b'"prompt"' in body else CHAT, body)
+                assert status in expected, (name, status, answer[:300])
+                assert time.monotonic() - start < PATIENCE_S / 4, name
+                if status == 400:
+                    assert json.loads(answer)["error"]["message"], name
+        finally:
+            done.set()
+            prober.join()
+        assert len(waits) > 3 and max(waits) < PATIENCE_S / 4, waits

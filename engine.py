@@ -180,6 +180,10 @@ class Engine:
     def add(self, request: Request):
         """Queue a request until a row is free; raises UserError if no row could serve it."""
         check_prompt(request.prompt, self.model.config, self.length)
+        if outside := [
+            token for token, _ in request.params.logit_bias if not 0 <= token < self.model.config.vocab_size
+        ]:
+            raise UserError(f"logit_bias: token id {outside[0]} is outside the vocabulary")
         assert not request.times, "a request is run once"
         request.prompt, request.times["added"] = list(request.prompt), time.perf_counter()
         self.waiting.append(request)

@@ -54,8 +54,7 @@ def parse_arguments(argv=None):
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
-    schema = "generate JSON that fits the JSON schema in this file (needs llguidance)"
-    add("--json_schema", type=Path, metavar="FILE", help=schema)
+    add("--json_schema", type=Path, metavar="FILE", help="write JSON that fits this JSON schema (needs llguidance)")
     add_sampling_options(add)
     add_model_options(parser)
     add = parser.add_argument_group("what to print").add_argument
@@ -273,8 +272,7 @@ def main(ranks=None):
         if args.json_schema is not None:
             from grammar import read_schema
 
-            vocabulary = checkpoint.tokenizer, checkpoint.config.vocab_size
-            args.make_grammar = read_schema(args.json_schema, *vocabulary, stop_ids)
+            args.make_grammar = read_schema(args.json_schema, checkpoint.tokenizer, checkpoint.config, stop_ids)
         result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)
     engine.close()
     if args.interactive:

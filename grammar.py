@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from cli import UserError, first_line, printable
+from model import Config
 from tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
@@ -158,11 +159,11 @@ def choice_source(texts: list[str]) -> str:
     return "start: " + " | ".join(map(json.dumps, texts))
 
 
-def read_schema(path: Path, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> Callable[[], Grammar]:
+def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
     """A function that returns a new grammar, of the JSON schema in a file, for each answer."""
     try:
         source = schema_source(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
-    compiler = GrammarTokenizer(tokenizer, vocab_size, end_ids)
+    compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
     return lambda: compiler.compile(source)

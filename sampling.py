@@ -100,8 +100,7 @@ class Sampling(NamedTuple):
     counts: Tensor  # (R,V) int32: twice the occurrences of a token in the answer, plus 1 if it is in the prompt
     biased: Tensor  # bool: whether logit_bias is used
     logit_bias: Tensor  # (R,V)
-    # (R,n,W) int32, n = MASKED_POSITIONS: whether a token may be sampled. Bit i % 32 of masks[r, s, i // 32] is that of
-    # token i at position mask_start[r] + s.
+    # (R,n,W) int32: row r may sample token i at position mask_start[r] + s if bit i % 32 of masks[r, s, i // 32] is set
     masks: Tensor
     mask_start: Tensor  # int64; -1 if the row has no masks
 

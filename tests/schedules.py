@@ -2,6 +2,7 @@
 
 import random
 
+import torch
 from conftest import random_prompts
 
 from engine import Engine, Request
@@ -21,6 +22,7 @@ def random_params(chance: random.Random) -> SamplingParams:
         repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
         frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
         presence_penalty=chance.choice([0.0, 0.0, -0.4]),
+        logit_bias=chance.choice([(), (), ((7, 4.0), (9, -3.0))]),
         seed=chance.randrange(1000),
     )
 
@@ -47,3 +49,30 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
             engine.cancel(chance.choice(running))
         finished += engine.step()
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
+
+
+class NoMultiplesOfThree:
+    """A token u may follow a token t if t + u is no multiple of 3. The answer is complete after n tokens."""
+
+    def __init__(self, n: int):
+        self.n, self.tokens = n, [1]
+
+    def fill(self, masks, drafted=()):
+        ids = torch.arange(32 * masks.shape[1]).view(-1, 32)
+        for mask, token in zip(masks, [self.tokens[-1], *drafted]):
+            mask.copy_((((token + ids) % 3 > 0).long() << torch.arange(32)).sum(1).int())
+
+    def accept(self, token: int) -> bool:
+        assert (self.tokens[-1] + token) % 3
+        self.tokens.append(token)
+        return len(self.tokens) > self.n
+
+
+def masked_requests(n: int, seed: int = 0) -> list[Request]:
+    """Random requests, every second with a grammar."""
+    chance = random.Random(seed)
+    prompts = random_prompts([chance.randrange(1, 40) for _ in range(n)], seed=seed)
+    requests = [Request(prompt, random_params(chance), chance.randrange(5, 18)) for prompt in prompts]
+    for request in requests[::2]:
+        request.grammar = NoMultiplesOfThree(chance.randrange(3, 20))
+    return requests

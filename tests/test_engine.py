@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 from conftest import VOCABULARY, hf_greedy, random_prompts
-from schedules import GREEDY, random_requests, run_randomly
+from schedules import GREEDY, masked_requests, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
@@ -575,6 +575,7 @@ def test_no_graph_is_compiled_again(models, monkeypatch):
     assert before[0] > 0
     requests = random_requests(50, 7)
     run_randomly(engine, requests, 7)
+    generate(engine, masked_requests(7))
     assert compile_counts() == before
     for request in requests:
         assert request.new_tokens == tokens_of(model, request)[: len(request.new_tokens)]

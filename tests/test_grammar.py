@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
-from conftest import random_prompts
 from programs import main
-from schedules import random_params
+from schedules import NoMultiplesOfThree, masked_requests
 
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, StepFunctions, generate
+from engine import Engine, StepFunctions, generate
 from grammar import GrammarThread, GrammarTokenizer, choice_source, regex_source, schema_source
 from speculative import Speculation
 
@@ -131,33 +130,6 @@ def test_a_thread_compiles(default_tokenizer):
 
 
 # ---------------------------------------------------------------- in the engine
-
-
-class NoMultiplesOfThree:
-    """A token u may follow a token t if t + u is no multiple of 3. The answer is complete after n tokens."""
-
-    def __init__(self, n: int):
-        self.n, self.tokens = n, [1]
-
-    def fill(self, masks, drafted=()):
-        ids = torch.arange(32 * masks.shape[1]).view(-1, 32)
-        for mask, token in zip(masks, [self.tokens[-1], *drafted]):
-            mask.copy_((((token + ids) % 3 > 0).long() << torch.arange(32)).sum(1).int())
-
-    def accept(self, token: int) -> bool:
-        assert (self.tokens[-1] + token) % 3
-        self.tokens.append(token)
-        return len(self.tokens) > self.n
-
-
-def masked_requests(n: int, seed: int = 0) -> list[Request]:
-    """Random requests, every second with a grammar."""
-    chance = random.Random(seed)
-    prompts = random_prompts([chance.randrange(1, 40) for _ in range(n)], seed=seed)
-    requests = [Request(prompt, random_params(chance), chance.randrange(5, 18)) for prompt in prompts]
-    for request in requests[::2]:
-        request.grammar = NoMultiplesOfThree(chance.randrange(3, 20))
-    return requests
 
 
 @pytest.mark.parametrize("draft", [None, "lookup"])

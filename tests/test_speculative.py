@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, random_prompts
 from programs import ids, main
 from random_heads import random_heads, some_tokens
-from schedules import GREEDY, random_requests, run_randomly
+from schedules import GREEDY, masked_requests, random_requests, run_randomly
 from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, settings_of
 
 import speculative
@@ -482,7 +482,7 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     monkeypatch.setattr(speculation.controller, "choose", choose)
     requests = random_requests(14, 4)
     run_randomly(engine, requests, 4)
-    generate(engine, [Request([5, 6], SamplingParams(seed=2), 20)])
+    generate(engine, [Request([5, 6], SamplingParams(seed=2), 20), *masked_requests(5)])
     assert compile_counts() == before and before[0] >= 5 and speculation.report.steps > 10
     for request in requests:
         if request.params.temperature == 0 or kind == "lookup":

@@ -81,6 +81,7 @@ MORE_LINEARS = {
 KINDS = {"input_pos": "i64", "rows": "i64", "slopes": "fp32", "parts": "fp32", "stats": "fp32", "squares": "fp32"}
 KINDS |= {"cos": "fp32", "sin": "fp32"}
 SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64") | {"counts": "i32"}
+SAMPLE_KINDS |= {"biased": "i1", "logit_bias": "fp32", "masks": "i32", "mask_start": "i64"}
 SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs"), "fp32")
 SAMPLE_KINDS |= dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), "fp32")
 

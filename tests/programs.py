@@ -22,6 +22,11 @@ def main(capsys, monkeypatch, *args):
     return (json.loads(out) if "--json" in args else out), err
 
 
+def printed_lines(text: str) -> list[str]:
+    """The lines of stderr, but for the one that says why better kernels do not run on this processor."""
+    return [line for line in text.splitlines() if not line.startswith("the CPU kernels for ")]
+
+
 def ids(prompt):
     """A value of --prompt_ids."""
     return ",".join(map(str, prompt))

@@ -90,11 +90,6 @@ class Server:
             self.process.kill()
 
 
-def log_lines(log: Path) -> list[str]:
-    """What a server printed, but for the line that says why better kernels do not run on this processor."""
-    return [line for line in log.read_text().splitlines() if not line.startswith("the CPU kernels")]
-
-
 def ended(pid: int) -> bool:
     """Whether a process has ended, perhaps without anybody having asked for its exit code yet."""
     try:

@@ -785,10 +785,10 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
     return tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
 
 
-@triton.jit(do_not_specialize=["S", "V", "W", "P", "N", "D", "b_stride", "s_stride"])
+@triton.jit(do_not_specialize=["S", "V", "W", "P", "words", "D", "b_stride", "s_stride"])
 def sample_kernel(
     logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty,
-    presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids, logprobs, S, V, W, P, N, D, b_stride,
+    presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids, logprobs, S, V, W, P, words, D, b_stride,
     s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
@@ -804,7 +804,7 @@ def sample_kernel(
     temperature = tl.load(temperature + row)
     has_bias, first_masked = tl.load(biased + row), tl.load(mask_start + row)
     logit_bias += row * W
-    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * N  # those of P positions, N words each
+    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * words  # a row has P masks of so many words
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
     if place > 0:
@@ -822,8 +822,8 @@ def sample_kernel(
             if has_bias:
                 y += tl.load(logit_bias + at, mask=at < V, other=0.0)
             if first_masked >= 0:
-                words = tl.load(masks + at // 32, mask=at < V, other=0)
-                y = tl.where(((words >> (at % 32)) & 1) != 0, y, float("-inf"))
+                bits = tl.load(masks + at // 32, mask=at < V, other=0) >> (at % 32)
+                y = tl.where((bits & 1) != 0, y, float("-inf"))
             best_at = tl.where(y > best, at, best_at)
             best = tl.where(y > best, y, best)
             if temperature > 0:

@@ -28,7 +28,7 @@ import kernels_triton as kt
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "V", "W", "b_stride", "s_stride", "window")
+INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "V", "W", "P", "words", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
 
 

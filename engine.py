@@ -325,10 +325,10 @@ class Engine:
         drafted = [[]] * len(rows)
         if proposal is not None:
             drafted = [ids[:n] for ids, n in zip(proposal.drafted.tolist(), proposal.lengths.tolist())]
-        for row, ids in zip(rows, drafted):
-            if (grammar := row.request.grammar) is not None:
-                position = len(row.request.prompt) + len(row.request.new_tokens)
-                self.sampling.set_masks(row.index, position, grammar, ids)
+        pairs = [(row, row.request, ids) for row, ids in zip(rows, drafted) if row.request.grammar is not None]
+        self.sampling.set_masks(
+            [(row.index, len(r.prompt) + len(r.new_tokens), r.grammar, ids) for row, r, ids in pairs]
+        )
 
     def _decode(self, rows: list[Row]):
         start, steps = time.perf_counter(), self.steps  # read once: start.compile_while_serving replaces it

@@ -34,8 +34,8 @@ class Grammar:
     def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
         """Write the masks of the next token and of those after each of the drafted tokens.
 
-        masks (1 + len(drafted), W) int32 on the CPU: bit i % 32 of masks[n, i // 32] says whether token i may follow
-        drafted[:n]. After a drafted token that is not allowed, all tokens are allowed, as the draft is rejected there.
+        masks (n,W) int32 on the CPU, n > len(drafted): bit i % 32 of masks[m, i // 32] says whether token i may follow
+        drafted[:m]. After a drafted token that is not allowed, all tokens are allowed, as the draft is rejected there.
         """
         pointer, nbytes = masks.data_ptr(), 4 * masks.shape[1]
         advanced = 0
@@ -44,7 +44,8 @@ class Grammar:
             if token is None or not self.matcher.try_consume_tokens([token]):
                 break
             advanced += 1
-        masks[advanced + 1 :] = -1
+        if advanced < len(drafted):
+            masks[advanced + 1 : len(drafted) + 1] = -1
         if advanced:
             self.matcher.rollback(advanced)
 
@@ -131,9 +132,10 @@ class TokenBytes:
 # ---------------------------------------------------------------- sources
 
 
-def schema_rule(schema: dict | bool) -> str:
-    """A JSON value that fits a JSON schema, as an expression in a Lark grammar."""
-    options = JSON_OPTIONS if isinstance(schema, dict) else {}
+def schema_rule(schema: dict | bool, lenient: bool = False) -> str:
+    """A JSON value that fits a JSON schema, as an expression in a Lark grammar. lenient: keywords that the library does
+    not support are ignored, instead of refused."""
+    options = JSON_OPTIONS | {"lenient": lenient} if isinstance(schema, dict) else {}
     return "%json " + json.dumps(schema | {"x-guidance": options} if options else schema)
 
 

@@ -134,14 +134,17 @@ class Sampling(NamedTuple):
             self.logit_bias[row] = 0
             self.logit_bias[row, list(tokens)] = self.logit_bias.new_tensor(biases)
 
-    def set_masks(self, row: int, position: int, grammar, drafted: list[int]):
-        """Mask the tokens that a grammar (as in engine.Request) forbids at a position, and after each drafted token."""
-        masks = self.masks[row, : len(drafted) + 1]
-        on_cpu = masks.cpu()  # the same tensor, if it is there already
-        grammar.fill(on_cpu, drafted)
-        if on_cpu is not masks:
-            masks.copy_(on_cpu)
-        self.mask_start[row] = position
+    def set_masks(self, masked: list[tuple[int, int, object, list[int]]]):
+        """Mask the tokens that grammars (as in engine.Request) forbid. masked has (row, position, grammar, drafted
+        tokens): the grammar writes a mask for the position, and for those after each drafted token."""
+        on_cpu = self.masks if self.masks.device.type == "cpu" else torch.empty_like(self.masks, device="cpu")
+        for row, _, grammar, drafted in masked:
+            grammar.fill(on_cpu[row], drafted)
+        rows, positions = torch.tensor([(row, position) for row, position, *_ in masked]).t()
+        if on_cpu is not self.masks:
+            n = 1 + max(len(drafted) for *_, drafted in masked)
+            self.masks[rows, :n] = on_cpu[rows, :n].to(self.masks.device)
+        self.mask_start[rows] = positions.to(self.mask_start.device)
 
     def without_masks(self) -> "Sampling":
         """The same settings, for drafts: what a draft proposes need not fit a grammar."""

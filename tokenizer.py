@@ -139,6 +139,9 @@ class TextStream:
 # ---------------------------------------------------------------- conversations
 
 
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after the content of a message that is to be continued
+
+
 class ChatTemplate:
     """The chat template of a model: a Jinja2 program that writes a conversation as the model's text.
 
@@ -157,25 +160,51 @@ class ChatTemplate:
         except Exception as error:
             raise self._failure(error) from None
 
-    def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+        continue_last: bool = False,
+    ) -> str:
         """The text of messages ({"role": "user", "content": "Hello"}), up to where the assistant's next answer begins.
 
-        UserError if the template refuses them (some templates refuse a system message) or fails.
+        tools: functions that the model may call, as in OpenAI's API. variables: further ones for the template, such as
+        enable_thinking. continue_last: the text ends with the last message's content, without what the template writes
+        after it, so that the model continues this message.
+
+        UserError if the template refuses the messages (some templates refuse a system message) or fails.
         """
-        values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
-        values |= {"documents": None} | self.tokenizer.named_tokens
+        if continue_last:
+            add_generation_prompt, last = False, messages[-1]
+            messages = [*messages[:-1], last | {"content": last["content"] + CONTINUE_MARK}]
+        values = (variables or {}) | {"documents": None} | self.tokenizer.named_tokens
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
-            return self.template.render(values)
+            text = self.template.render(values)
         except Exception as error:
             raise self._failure(error) from None
+        return self._cut_at_mark(text) if continue_last else text
+
+    def _cut_at_mark(self, text: str) -> str:
+        """The text before CONTINUE_MARK, as transformers cuts it."""
+        before, found, after = text.rpartition(CONTINUE_MARK.strip())
+        if not found:
+            raise UserError(f"{self.path}: the chat template does not write the last message, which is to be continued")
+        return before if after.startswith(" ") else before.rstrip()  # the template strips spaces at the end of messages
 
     def _failure(self, error: Exception) -> UserError:
         """A UserError of one line, without terminal escape sequences, for any exception that the template raised."""
         return UserError(f"{self.path}: the chat template fails: {printable(str(error) or type(error).__name__)}")
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """Token ids of `render`, with a BOS token only if the template writes one."""
-        ids = self.tokenizer.encode(self.render(messages), add_bos=False)
+        """Token ids of `render`."""
+        return self.encode_text(self.render(messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a rendered text, with a BOS token only if the template has written one."""
+        ids = self.tokenizer.encode(text, add_bos=False)
         if not ids:
             raise UserError(f"{self.path}: the chat template writes no text for this conversation")
         return ids

@@ -63,6 +63,7 @@ class Stream:
 
     prompt: list[int]
     new_tokens: int
+    more: dict = field(default_factory=dict)  # further fields of the request
     start: float = 0.0
     times: list[float] = field(default_factory=list)  # of all events, also those without text
     usage: dict = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Stream:
         """Send the request and read the answer. UserError if the server refuses it; TooShort if tokens are missing."""
         body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        data = json.dumps(body).encode()
+        data = json.dumps(body | self.more).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             self.start = time.perf_counter()

@@ -1,174 +1,41 @@
-"""OpenAI's API as data: parses the JSON of requests, and builds the JSON of responses.
+"""OpenAI's API as data: parses the JSON of requests. responses.py builds responses, http_server.py is the HTTP side.
 
-Read down: errors; reading the fields of a body; Choice and CompletionRequest, a parsed request with its results;
-ServedModel, which parses bodies; ResponseBuilder, which makes responses and the chunks of streams. The HTTP side is
-http_server.py.
+Read down: Choice and CompletionRequest, a parsed request with its results; ServedModel, which parses bodies. The fields
+that are read are in fields.py, those of conversations in chat.py, those of grammars in constraints.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
 /tokenize ...).
 """
 
 import itertools
-import json
 import secrets
 import time
 from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
-from cli import UserError, print_status
+from cli import UserError
 from engine import Request, check_prompt
 from model import Config
 from sampling import SamplingParams
+from server.answers import AnswerParser, Event
+from server.chat import ChatModel
+from server.constraints import AnswerRules, GrammarChecker, read_constraint
+from server.fields import (
+    MAX_LOGPROBS,
+    ApiError,
+    FieldReader,
+    read_max_tokens,
+    read_n,
+    read_sampling_params,
+    read_stop_ids,
+    read_stop_strings,
+    read_stream_options,
+    read_token_ids,
+)
 from server.messages import Submit, Update
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from tokenizer import Tokenizer
 
-MAX_BODY_BYTES = 1 << 20
-MAX_PROMPTS, MAX_LOGPROBS = 128, 20
-MAX_STOPS, MAX_STOP_LENGTH = 4, 1000
-MAX_STOP_IDS = 128
-
-# ---------------------------------------------------------------- errors
-
-
-class ApiError(Exception):
-    """A response that is an OpenAI error object. retry_after: seconds after which the same request may succeed."""
-
-    def __init__(self, message: str, status=400, param: str | None = None, code: str | None = None, retry_after=None):
-        super().__init__(message[:500])
-        self.status, self.param = status, param
-        self.code, self.retry_after = code, retry_after
-
-    def body(self) -> dict:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-def encode_json(value) -> bytes:
-    """JSON as UTF-8. A lone surrogate, which a client may have sent and an error may quote, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-
-
-# ---------------------------------------------------------------- the fields of a request
-
-TYPE_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
-TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list"}
-
-# Fields that are not supported, each with the values that change nothing. These are accepted, and so is null.
-NEUTRAL_VALUES = {
-    "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}],
-    "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
-    "functions": [[]], "function_call": ["none", "auto"],
-    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
-    "use_beam_search": [False], "length_penalty": [1], "typical_p": [1], "min_tokens": [0], "bad_words": [[]],
-    "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],
-    "prompt_logprobs": [], "truncate_prompt_tokens": [], "structured_outputs": [], "logits_processors": [[]],
-    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "grammar": [],
-    "chat_template": [], "chat_template_kwargs": [{}], "documents": [[]],
-    "add_generation_prompt": [True], "continue_final_message": [False],
-}  # fmt: skip
-
-
-def parse_object(data: bytes) -> dict:
-    """The JSON object in a request's body; ApiError if there is none."""
-
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        body = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object")
-    return body
-
-
-class FieldReader:
-    """Reads the fields of a request's JSON object, each once, and then checks those that are left over."""
-
-    logged: set[str] = set()  # names of unknown fields; shared by all requests
-
-    def __init__(self, body: dict):
-        self.unread = dict(body)
-
-    def read(self, name: str, kind, default=None, low: int | None = None, high: int | None = None):
-        """The value of a field, or `default` if it is missing or null; ApiError if it has another type, or is out of
-        bounds."""
-        value = self.unread.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ApiError(f"{name} must be {TYPE_NAMES[kind]}", param=name)
-        if (low is not None and value < low) or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ApiError(f"{name} must be {bounds}", param=name)
-        return value
-
-    def check_unread(self):
-        """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and logged once."""
-        for name, value in self.unread.items():
-            if name in NEUTRAL_VALUES:
-                neutral = NEUTRAL_VALUES[name]
-                if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-                    raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
-            elif name not in self.logged and len(self.logged) < 100:
-                self.logged.add(name)
-                print_status(f"a request has the unknown field {name[:60]!r}, which is ignored")
-
-
-def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
-    """The value if it is a list of integers; else an ApiError that says the rule."""
-    if not isinstance(value, list) or not all(type(i) is int for i in value):
-        raise ApiError(f"{param} must be {rule}", param=param)
-    return value
-
-
-def read_max_tokens(fields: FieldReader, default: int | None, low: int) -> int | None:
-    max_tokens = fields.read("max_tokens", int, default, low)
-    return fields.read("max_completion_tokens", int, max_tokens, low)  # OpenAI's newer name for it
-
-
-def read_sampling_params(fields: FieldReader) -> SamplingParams:
-    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    defaults |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-    values = {name: fields.read(name, (int, float), default) for name, default in defaults.items()}
-    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, None)
-    seed = secrets.randbits(62) if seed is None else seed
-    try:
-        return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
-    except ValueError as error:
-        param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
-        raise ApiError(str(error), param=param) from None
-
-
-def read_stop_strings(fields: FieldReader) -> tuple[str, ...]:
-    stop = fields.read("stop", (str, list), [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
-        rule = f"a string or a list of up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LENGTH} characters"
-        raise ApiError(f"stop must be {rule}", param="stop")
-    return tuple(stop)
-
-
-def read_stop_ids(fields: FieldReader, eos_ids: frozenset[int]) -> frozenset[int]:
-    stop_ids = read_token_ids(fields.read("stop_token_ids", list, []), "stop_token_ids")
-    if len(stop_ids) > MAX_STOP_IDS:  # each prompt of a request has its own copy of them in the engine's process
-        raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
-    return frozenset(stop_ids) | (frozenset() if fields.read("ignore_eos", bool, False) else eos_ids)
-
-
-def read_stream_options(fields: FieldReader) -> dict[str, bool]:
-    """The fields of a CompletionRequest that are about streaming."""
-    stream, options = fields.read("stream", bool, False), fields.read("stream_options", dict)
-    if options is not None and not stream:
-        raise ApiError("stream_options needs stream: true", param="stream_options")
-    options = FieldReader(options or {})
-    return {
-        "stream": stream,
-        "include_usage": options.read("include_usage", bool, False),
-        "continuous_usage": options.read("continuous_usage_stats", bool, False),
-    }
-
+MAX_PROMPTS = 128  # of a request, each counted n times
 
 # ---------------------------------------------------------------- a parsed request
 
@@ -183,6 +50,7 @@ class Choice:
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     updates: list[Update] = field(default_factory=list)
+    parser: AnswerParser | None = None  # of a chat's answer
 
     def combined(self) -> Update:
         """All updates as one."""
@@ -191,13 +59,24 @@ class Choice:
         text = "".join(update.text for update in self.updates)
         return replace(self.updates[-1], text=text, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
+    def events(self, update: Update) -> list[Event]:
+        """What an update adds to a chat's answer. Each update, or all of them combined, may be parsed once."""
+        events = self.parser.add(update.text)
+        return events + self.parser.end() if update.finish_reason is not None else events
+
+    def finish_reason(self, update: Update) -> str | None:
+        """As the API shows it, after the update was parsed."""
+        has_calls = self.parser is not None and self.parser.calls > 0
+        return "tool_calls" if has_calls and update.finish_reason == "stop" else update.finish_reason
+
 
 @dataclass
 class CompletionRequest:
     """A parsed request to /v1/completions or /v1/chat/completions, with its answers so far."""
 
     id: str  # of the response
-    choices: list[Choice]
+    choices: list[Choice]  # with n answers, n for each prompt
+    n: int = 1
     is_chat: bool = False
     stream: bool = False
     include_usage: bool = False  # at the end of a stream
@@ -205,7 +84,7 @@ class CompletionRequest:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self) -> dict:
-        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in self.choices)
+        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in self.choices[:: self.n])
         latest = [choice.updates[-1] for choice in self.choices if choice.updates]
         completion_tokens = sum(update.completion_tokens for update in latest)
         return {
@@ -222,19 +101,15 @@ class ServedModel:
     def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int):
         self.name, self.context_length = name, context_length
         self.config, self.tokenizer = config, Tokenizer(files)
-        self.template, self.template_error = None, ""
-        try:
-            self.template = ChatTemplate(files, self.tokenizer)
-        except UserError as error:
-            self.template_error = "the model has no chat template: use /v1/completions"
-            if "has no chat template" not in str(error):
-                print_status(f"chat completions are not available: {error}")
+        self.chat = ChatModel(files, self.tokenizer)
+        self.template = self.chat.template
         vocabulary = self.tokenizer.vocabulary
         names = dict(enumerate(vocabulary.tokens())) if vocabulary else {}
         self.special_tokens = {i: (names.get(i) or "").encode() for i in vocabulary.special_ids} if vocabulary else {}
         self.eos_ids = frozenset(self.tokenizer.eos_ids)
         self.chat_eos_ids = self.eos_ids | (self.template.end_ids() if self.template else set())
         self.created, self.request_ids = int(time.time()), itertools.count()
+        self.grammars = GrammarChecker(self.tokenizer, config.vocab_size, self.chat_eos_ids)
 
     # ------------------------------------------------------------ text and tokens
 
@@ -257,38 +132,6 @@ class ServedModel:
             (self.encode(one, "prompt"), one) if isinstance(one, str) else (read_token_ids(one, "prompt", rule), None)
             for one in prompts
         ]
-
-    def encode_messages(self, messages) -> list[int]:
-        """The token ids of a conversation."""
-        if self.template is None:
-            raise ApiError(self.template_error, param="messages")
-        if not isinstance(messages, list) or not messages:
-            raise ApiError("messages must be a list with at least one message", param="messages")
-        checked = [self.check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        try:
-            return self.template.encode(checked)
-        except UserError as error:
-            line = str(error).replace(f"{self.template.path}: ", "")  # do not show file paths to clients
-            raise ApiError(line, param="messages") from None
-
-    @staticmethod
-    def check_message(message, name: str) -> dict:
-        """The role and the text of a message; ApiError if it is malformed or has more than text."""
-        roles = ("system", "developer", "user", "assistant")
-        if not isinstance(message, dict) or message.get("role") not in roles:
-            raise ApiError(f"{name} must be an object with a role, one of {', '.join(roles)}", param=f"{name}.role")
-        content, role = message.get("content"), message["role"]
-        if message.get("tool_calls") or message.get("function_call"):
-            raise ApiError(f"{name}: tools are not supported", param=f"{name}.tool_calls")
-        if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            types = [part.get("type") if isinstance(part, dict) else None for part in content]
-            if not all(kind == "text" and isinstance(text, str) for kind, text in zip(types, texts)):
-                raise ApiError(f"{name}.content: only parts of type text are supported", param=f"{name}.content")
-            content = "".join(texts)
-        if not isinstance(content, str):
-            raise ApiError(f"{name}.content must be a string or a list of text parts", param=f"{name}.content")
-        return {"role": "system" if role == "developer" else role, "content": content}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a single token, as logprobs show it, including special tokens."""
@@ -335,38 +178,58 @@ class ServedModel:
         fields = FieldReader(body)
         self.check_model_name(fields)
         prompts = self.encode_prompts(fields.unread.pop("prompt", None))
-        max_tokens = read_max_tokens(fields, 16, 0)
+        max_tokens, n = read_max_tokens(fields, 16, 0), read_n(fields)
         logprobs, echo = fields.read("logprobs", int, None, 0, MAX_LOGPROBS), fields.read("echo", bool, False)
-        params, stop = read_sampling_params(fields), read_stop_strings(fields)
+        params, stop = read_sampling_params(fields, self.config.vocab_size), read_stop_strings(fields)
         stop_ids, options = read_stop_ids(fields, self.eos_ids), read_stream_options(fields)
+        constraint = read_constraint(fields)
         fields.check_unread()
+        if len(prompts) * n > MAX_PROMPTS:
+            counts = f"{len(prompts)} prompts with n={n}"
+            raise ApiError(f"{counts} are not supported, at most {MAX_PROMPTS} answers in all", param="n")
+        grammar = None if constraint is None else AnswerRules(constraint).source({})
+        if constraint is not None:
+            self.grammars.check(grammar, constraint.param, constraint.kind)
         choices = []
-        for i, (ids, text) in enumerate(prompts):
+        for ids, text in prompts:
             self.check_length(ids, max_tokens, "prompt", 0)
             text = self.tokenizer.decode(ids) if echo and text is None else text
-            request = Request(ids, params, max_tokens, stop_ids, logprobs=logprobs)
-            request.prompt_logprobs = logprobs if echo else None
-            submit = Submit(next(self.request_ids), request, stop, can_time_out=i == 0)
-            choices.append(Choice(i, submit, text if echo else ""))
-        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, **options)
+            for own_params in with_next_seeds(params, n):
+                request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
+                request.prompt_logprobs = logprobs if echo else None
+                submit = Submit(next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices)
+                choices.append(Choice(len(choices), submit, text if echo else ""))
+        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
 
     def parse_chat(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/chat/completions."""
         fields = FieldReader(body)
         self.check_model_name(fields)
-        ids = self.encode_messages(fields.unread.pop("messages", None))
-        max_tokens = read_max_tokens(fields, None, 1)
+        conversation = self.chat.read_conversation(fields)
+        ids = self.chat.encode(conversation)
+        max_tokens, n = read_max_tokens(fields, None, 1), read_n(fields)
         wants_logprobs = fields.read("logprobs", bool, False)
         top_logprobs = fields.read("top_logprobs", int, None, 0, MAX_LOGPROBS)
         if top_logprobs is not None and not wants_logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        params, stop = read_sampling_params(fields), read_stop_strings(fields)
+        params, stop = read_sampling_params(fields, self.config.vocab_size), read_stop_strings(fields)
         stop_ids, options = read_stop_ids(fields, self.chat_eos_ids), read_stream_options(fields)
+        constraint = read_constraint(fields)
         fields.check_unread()
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
-        request = Request(ids, params, max_tokens, stop_ids, logprobs=(top_logprobs or 0) if wants_logprobs else None)
-        submit = Submit(next(self.request_ids), request, stop, continues_prompt=False)
-        return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", [Choice(0, submit)], is_chat=True, **options)
+        grammar = self.chat.answer_grammar(conversation, constraint)
+        if grammar is not None:
+            is_of_tools = conversation.tools.tools and (constraint is None or conversation.tools.required)
+            param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
+            self.grammars.check(grammar, param, kind)
+        syntax, choices = replace(conversation.syntax, bare_calls=grammar is None), []
+        shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
+        for own_params in with_next_seeds(params, n):
+            request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
+            submit = Submit(next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids)
+            submit.can_time_out = not choices
+            choices.append(Choice(len(choices), submit, parser=AnswerParser(syntax)))
+        return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
 
     # ------------------------------------------------------------ responses without the engine
 
@@ -376,7 +239,7 @@ class ServedModel:
         self.check_model_name(fields)
         add_bos = fields.read("add_special_tokens", bool, True)
         if "messages" in fields.unread:
-            ids = self.encode_messages(fields.unread.pop("messages"))
+            ids = self.chat.encode(self.chat.read_conversation(fields))
         else:
             text = fields.read("prompt", str)
             if text is None:
@@ -413,109 +276,6 @@ class ServedModel:
         return self.model_card()
 
 
-# ---------------------------------------------------------------- responses
-
-
-class ResponseBuilder:
-    """Builds the response of /v1/completions or /v1/chat/completions, as a whole or in chunks."""
-
-    def __init__(self, model: ServedModel, completion: CompletionRequest):
-        self.model, self.completion = model, completion
-        kind = "text_completion"
-        if completion.is_chat:
-            kind = "chat.completion.chunk" if completion.stream else "chat.completion"
-        self.header = {"id": completion.id, "object": kind, "created": completion.created, "model": model.name}
-
-    def chunks(self, choice: Choice, update: Update) -> list[dict]:
-        """Add an update to its choice, and return the stream's chunks for it: none without a complete character."""
-        is_first = not choice.updates
-        choice.updates.append(update)
-        if not (update.text or update.logprobs or update.finish_reason or is_first):
-            return []
-        if self.completion.is_chat:
-            delta = {"role": "assistant"} if is_first else {}
-            delta |= {"content": update.text} if is_first or update.text else {}
-            answer = {"delta": delta, "logprobs": chat_logprobs(self.model, update.logprobs or None)}
-        else:
-            answer = self.text_and_logprobs(choice, update, is_first)
-        part = {"index": choice.index, **answer, "finish_reason": update.finish_reason}
-        return [self.header | {"choices": [part]} | self.usage_so_far()]
-
-    def usage_so_far(self) -> dict:
-        if self.completion.continuous_usage:
-            return {"usage": self.completion.usage()}
-        return {"usage": None} if self.completion.include_usage else {}
-
-    def last_chunks(self) -> list[dict]:
-        """The chunks after those of all updates."""
-        if not self.completion.include_usage:
-            return []
-        return [self.header | {"choices": [], "usage": self.completion.usage()}]
-
-    def whole(self) -> dict:
-        """The response that is not streamed, after all updates."""
-        choices = []
-        for choice in self.completion.choices:
-            update = choice.combined()
-            if self.completion.is_chat:
-                logprobs = None if choice.submit.request.logprobs is None else update.logprobs
-                message = {"role": "assistant", "content": update.text, "refusal": None}
-                answer = {"message": message, "logprobs": chat_logprobs(self.model, logprobs)}
-            else:
-                answer = self.text_and_logprobs(choice, update, True)
-            choices.append({"index": choice.index, **answer, "finish_reason": update.finish_reason})
-        return self.header | {"choices": choices, "usage": self.completion.usage()}
-
-    def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
-        """Of a choice of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
-        text = choice.echo + update.text if is_first else update.text
-        if choice.submit.request.logprobs is None:
-            return {"text": text, "logprobs": None}
-        entries = prompt_entries(self.model, choice.submit.request, update) if is_first else []
-        entries += [(*scored, offset + len(choice.echo)) for *scored, offset in update.logprobs]
-        return {"text": text, "logprobs": completion_logprobs(self.model, entries)}
-
-
-def finite(logprob: float) -> float:
-    """A log-probability for JSON, which has no infinity."""
-    return max(logprob, -9999.0)
-
-
-def prompt_entries(model: ServedModel, request: Request, update: Update) -> list[tuple]:
-    """The log-probabilities of an echoed prompt's tokens, as in Update.logprobs. The first token has none."""
-    if request.prompt_logprobs is None:
-        return []
-    stream, entries = TextStream(model.tokenizer), []
-    offset = 0
-    for token, scored in zip(request.prompt, [(None, None), *update.prompt_logprobs]):
-        entries.append((token, *scored, offset))
-        offset += len(stream.add([token]))
-    return entries
-
-
-def completion_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
-    """Log-probabilities as /v1/completions has them. Of several tokens with the same text, the likeliest counts."""
-    top_logprobs = []
-    for token, own, best, _ in entries:
-        top_logprobs.append(None if best is None else {})
-        for i, logprob in [*best, (token, own)] if best is not None else ():
-            top_logprobs[-1].setdefault(model.token_text(i), finite(logprob))
-    return {
-        "tokens": [model.token_text(token) for token, *_ in entries],
-        "token_logprobs": [None if own is None else finite(own) for _, own, *_ in entries],
-        "top_logprobs": top_logprobs,
-        "text_offset": [offset for *_, offset in entries],
-    }
-
-
-def chat_logprobs(model: ServedModel, entries: list[tuple] | None) -> dict | None:
-    """Log-probabilities as /v1/chat/completions has them."""
-    if entries is None:
-        return None
-
-    def entry(token: int, logprob: float) -> dict:
-        data = list(model.token_bytes(token))
-        return {"token": model.token_text(token), "logprob": finite(logprob), "bytes": data}
-
-    content = [entry(token, own) | {"top_logprobs": [entry(*one) for one in best]} for token, own, best, _ in entries]
-    return {"content": content, "refusal": None}
+def with_next_seeds(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of n answers: the first has the request's seed, and the others the next ones."""
+    return [replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63) for i in range(n)]  # in 64 bits

@@ -38,18 +38,11 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cli import open_closed_streams, print_status
-from server.api import (
-    MAX_BODY_BYTES,
-    ApiError,
-    Choice,
-    CompletionRequest,
-    ResponseBuilder,
-    ServedModel,
-    encode_json,
-    parse_object,
-)
+from server.api import Choice, CompletionRequest, ServedModel
+from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.messages import Cancel, EngineStatus, Settings, Update
 from server.metrics import Metrics
+from server.responses import ResponseBuilder
 
 VERSION = "0.1.0"  # of the API, for /version
 BODY_TIMEOUT_S = 30  # for a request's body to arrive

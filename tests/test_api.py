@@ -4,15 +4,18 @@ import asyncio
 import json
 import math
 import re
+import sys
 
 import pytest
 from servers import CONTEXT, MESSAGES
 
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
-from server.api import ApiError, CompletionRequest, ResponseBuilder, ServedModel, encode_json, parse_object
+from server.api import CompletionRequest, ServedModel
+from server.fields import ApiError, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
+from server.responses import ResponseBuilder
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +34,77 @@ def say(content, **more):
 IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:"}}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 BOTH = [  # (fields, the one that is refused)
-    ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
-    ({"min_p": 1}, "min_p"), ({"min_p": -1}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"frequency_penalty": 1e9}, "frequency_penalty"), ({"presence_penalty": [1]}, "presence_penalty"),
-    ({"seed": 2**63}, "seed"), ({"seed": 0.5}, "seed"), ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"max_tokens": 2**63}, "max_tokens"),
-    ({"max_completion_tokens": "1"}, "max_completion_tokens"), ({"max_tokens": CONTEXT}, "max_tokens"),
-    ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 5}, "stop"), ({"stop": [None]}, "stop"),
-    ({"stop": "x" * 1001}, "stop"), ({"stop_token_ids": ["1"]}, "stop_token_ids"),
-    ({"stop_token_ids": 1}, "stop_token_ids"), ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
-    ({"ignore_eos": 1}, "ignore_eos"), ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1}, "min_p"),
+    ({"min_p": -1}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"frequency_penalty": 1e9}, "frequency_penalty"),
+    ({"presence_penalty": [1]}, "presence_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 0.5}, "seed"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**63}, "max_tokens"),
+    ({"max_completion_tokens": "1"}, "max_completion_tokens"),
+    ({"max_tokens": CONTEXT}, "max_tokens"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [None]}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+    ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": 1}, "stream_options"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"), ({"model": 5}, "model"),
-    ({"n": 2}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"), ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [TOOL]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"guided_json": {}}, "guided_json"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+    ({"model": 5}, "model"),
+    ({"n": 9}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"700": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"tools": [TOOL]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"min_tokens": 3}, "min_tokens"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
+]
+DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
+SCHEMAS = [  # fields about the form of an answer
+    ({"response_format": "json"}, "response_format"), ({"response_format": {}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": ["a"]}, "guided_json": {}}, "guided_json"),
+    ({"guided_json": 5}, "guided_json"), ({"guided_json": {"$ref": "http://127.0.0.1/x"}}, "guided_json"),
+    ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json"), ({"guided_json": "[" * 100_000}, "guided_json"),
+    ({"guided_regex": "(a"}, "guided_regex"), ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": 1}, "guided_regex"), ({"guided_regex": "\ud800"}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", 1]}, "guided_choice"),
+    ({"guided_choice": ["\ud800"]}, "guided_choice"), ({"guided_grammar": "start: x"}, "guided_grammar"),
 ]  # fmt: skip
 COMPLETIONS = [
     ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"logprobs": True}, "logprobs"),
@@ -59,7 +113,8 @@ COMPLETIONS = [
     ({"prompt": [1.5]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"),
     ({"prompt": [[5], "a", [None]]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
     ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "max_tokens"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
-    ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"),
+    ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"), ({"prompt": [[5]] * 65, "n": 2}, "n"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
 CHATS = [
     ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
@@ -71,10 +126,19 @@ CHATS = [
     (say("x", tool_calls=[TOOL]), "messages[0].tool_calls"), (say("x " * CONTEXT), "messages"),
     ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
+    (say("x", role="tool", tool_call_id="a"), "messages[0].role"),
+    (say("x", role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
+    (say("x", role="assistant", continue_final_message=True, function_call={"a": 1}), "messages[0].function_call"),
+    ({"continue_final_message": True}, "continue_final_message"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        say("x", role="assistant") | {"continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields, param", BOTH + COMPLETIONS)
+@pytest.mark.parametrize("fields, param", BOTH + SCHEMAS + COMPLETIONS)
 def test_completions_that_are_refused(model, fields, param):
     with pytest.raises(ApiError) as caught:
         model.parse_completion({"prompt": [5, 6]} | fields)
@@ -82,7 +146,7 @@ def test_completions_that_are_refused(model, fields, param):
     json.loads(encode_json(caught.value.body()))
 
 
-@pytest.mark.parametrize("fields, param", BOTH + CHATS)
+@pytest.mark.parametrize("fields, param", BOTH + SCHEMAS[::3] + CHATS)
 def test_chats_that_are_refused(model, fields, param):
     with pytest.raises(ApiError) as caught:
         model.parse_chat({"messages": MESSAGES} | fields)
@@ -129,6 +193,101 @@ def test_ids_that_are_refused_by_their_own_parameter(model):
             answer(body)
         assert (caught.value.status, caught.value.param) == (400, param) and why in str(caught.value)
     assert model.detokenize({"tokens": model.tokenize({"prompt": "ab"})["tokens"]})["prompt"] == "ab"
+
+
+def test_several_answers(model):
+    """Each has the next seed. The prompt counts once."""
+    seeds = 2**63 - 1, -(2**63), 1 - 2**63
+    for completion, prompts in (
+        (model.parse_completion({"prompt": [[5, 6], [7]], "n": 3, "best_of": 3, "seed": seeds[0], "echo": True}), 2),
+        (model.parse_chat({"messages": MESSAGES, "n": 3, "seed": seeds[0]}), 1),
+    ):
+        assert [choice.index for choice in completion.choices] == list(range(3 * prompts))
+        submits = [choice.submit for choice in completion.choices]
+        assert tuple(submit.request.params.seed for submit in submits) == seeds * prompts
+        assert len({submit.request_id for submit in submits}) == 3 * prompts
+        assert [submit.can_time_out for submit in submits] == [True] + [False] * (3 * prompts - 1)
+        lengths = [len(submit.request.prompt) for submit in submits]
+        assert completion.usage()["prompt_tokens"] == sum(lengths) / 3
+        assert len({id(submit.request.new_tokens) for submit in submits}) == 3 * prompts
+    with pytest.raises(ApiError, match="n=9 is not supported, at most 8"):
+        model.parse_completion({"prompt": "a", "n": 9})
+
+
+def test_logit_bias(model):
+    body = {"prompt": "a", "logit_bias": {"7": -100, "5": 1.5, "07": 2}}
+    assert engine_request(model.parse_completion(body)).params.logit_bias == ((5, 1.5), (7, 2))
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+UNKNOWN_KEYWORD = POINT | {"patternProperties": {"(": {}}, "unevaluatedProperties": False}
+
+
+def named(schema, **more):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema} | more}}
+
+
+@pytest.mark.parametrize(
+    "fields, fits, others",
+    [
+        ({"response_format": {"type": "json_object"}}, ['{"a": [1]}', "{}"], ["[1]", "a"]),
+        (named(POINT, strict=True), ['{"x": 1}'], ['{"x": "a"}', "{}"]),
+        (named(POINT, strict=False), ['{"x": 1}'], ['{"x": 1, "y": 2}']),
+        (named({}), ['{"a": null}', "1"], ["a"]),
+        ({"structured_outputs": {"json": json.dumps(POINT)}}, ['{"x": 1}'], ["{}"]),
+        ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+        ({"structured_outputs": {"regex": "a/b+[^/]"}}, ["a/bbc"], ["a/b/"]),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, ["yes", 'n"o'], ["no", "y"]),
+        ({"guided_json": POINT}, ['{"x": 1}'], ["{}"]),
+        ({"guided_regex": "(?i)ab"}, ["Ab"], ["b"]),
+        ({"guided_choice": ["a\nb"]}, ["a\nb"], ["a"]),
+    ],
+)
+def test_the_form_of_an_answer(model, fields, fits, others):
+    sources = {model.parse_completion({"prompt": "a"} | fields).choices[0].submit.grammar}
+    sources |= {choice.submit.grammar for choice in model.parse_chat({"messages": MESSAGES, "n": 2} | fields).choices}
+    assert len(sources) == 1, "a template without thoughts: the grammar of both"
+    for text in fits + others:
+        grammar = model.grammars.compiler.compile(*sources)
+        ids = model.tokenizer.encode(text, add_bos=False)
+        is_accepted = all(grammar.matcher.try_consume_tokens([i]) for i in ids) and grammar.matcher.is_accepting()
+        assert is_accepted == (text in fits), text
+
+
+def test_what_a_strict_schema_may_not_have(model):
+    with pytest.raises(ApiError, match="response_format: the schema is not supported: .*"):
+        model.parse_completion({"prompt": "a"} | named(UNKNOWN_KEYWORD, strict=True))
+    assert model.parse_completion({"prompt": "a"} | named({"type": "string", "format": "x"})).choices[0].submit.grammar
+
+
+def test_grammars_without_the_library(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(model.grammars, "compiler", None)
+    for fields in ({"guided_regex": "a"}, {"guided_json": {}}):
+        with pytest.raises(ApiError, match="need llguidance") as caught:
+            model.parse_completion({"prompt": "a"} | fields)
+        assert caught.value.status == 400 and caught.value.param == next(iter(fields))
+
+
+def test_valid_grammars_are_remembered(model, monkeypatch):
+    body = {"prompt": "a", "guided_choice": ["remembered"]}
+    model.parse_completion(body)
+    monkeypatch.setattr(model.grammars, "compiler", "not needed")
+    model.parse_completion(body)
+
+
+def test_a_conversation_that_ends_with_an_answer_is_continued(model):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Because "}]
+
+    def text(**fields):
+        return model.detokenize({"tokens": model.tokenize({"messages": messages} | fields)["tokens"]})["prompt"]
+
+    assert text() == "[system] Be brief.\n[user] Why?\n[assistant] Because "
+    assert text(add_generation_prompt=True) == "[system] Be brief.\n[user] Why?\n[assistant] Because \n[a]"
+    assert text(continue_final_message=True, add_generation_prompt=False) == text()
+    body = {"messages": messages, "add_generation_prompt": False}
+    assert model.parse_chat(body).choices[0].submit.continues_prompt
+    assert not model.parse_chat({"messages": MESSAGES}).choices[0].submit.continues_prompt
 
 
 def test_end_tokens(model):

@@ -18,7 +18,8 @@ ORDER = """
     report engine load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
-    server.messages server.api server.metrics server.http_server serve
+    server.messages server.fields server.tools server.answers server.constraints server.chat server.api server.responses
+    server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, prompt_ids, running, wait_for
 
-from server.api import MAX_BODY_BYTES, NEUTRAL_VALUES, CompletionRequest
+from server.api import CompletionRequest
+from server.fields import MAX_BODY_BYTES, NEUTRAL_VALUES
 from server.http_server import EngineClient, respond
 
 LENGTH = 256  # of the context: short, so that a request without max_tokens ends soon

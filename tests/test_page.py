@@ -239,6 +239,17 @@ def refusal(status: int, message: str, **headers: str) -> tuple:
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": {"message": message}}
 
 
+def event(finish_reason: str | None = None, **delta) -> dict:
+    """In a script: an event with any delta, such as a piece of a call."""
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}], "usage": None}
+
+
+def call_piece(index: int, arguments: str = "", **fields) -> dict:
+    """In a script: a piece of a tool call. The first one has a name and an id."""
+    function = {"arguments": arguments} | {name: fields.pop(name) for name in ("name",) if name in fields}
+    return event(tool_calls=[{"index": index, "function": function} | fields])
+
+
 class StandIn(ThreadingHTTPServer):
     """Serves the page, and a scripted answer to each chat request.
 
@@ -340,12 +351,13 @@ MARKUP = """<script>window.ran = 1; alert(1)</script> <img src=x onerror="window
 @pytest.mark.full
 def test_markup_is_shown_and_does_not_run():
     with scripted([MARKUP[:90], MARKUP[90:]], refusal(500, MARKUP), [MARKUP]) as (page, server):
-        assert page.say(MARKUP) == MARKUP and page.questions == [MARKUP]
+        shown = MARKUP.replace("**strong**", "strong")  # which is the only markup that answers may have
+        assert page.say(MARKUP) == shown and page.questions == [MARKUP]
         page.say("again")
         assert MARKUP in page.notes[-1]
         page.set(system=MARKUP)
         page.load()  # what the browser kept is text, too
-        assert page.answers == [MARKUP] and page.questions == [MARKUP, "again"]
+        assert page.answers == [shown] and page.questions == [MARKUP, "again"]
         page.say("```\n" + MARKUP + "\n```")
         assert page.texts("pre") == [MARKUP]
         assert page.js("return window.ran") is None
@@ -383,6 +395,319 @@ def test_code_blocks():
         page.say("code?")
         assert page.texts("article.assistant pre") == ["x = 1\n  y = 2", "z <b>"]
         assert page.texts("article.assistant .text span") == ["Look:", "and"]
+
+
+def outline(page: Page) -> list:
+    """The last answer as nested lists: a tag and its contents."""
+    return page.js(
+        """
+        const inside = (node) => [...node.childNodes].filter((one) => one.textContent !== "").map((one) =>
+          one.nodeName === "#text" ? one.data : [one.localName, ...inside(one)]);
+        return inside([...document.querySelectorAll("article.assistant .text")].at(-1));
+        """
+    )
+
+
+@pytest.mark.full
+def test_lists_bold_text_and_inline_code():
+    answer = """Two *ways*, `x**2` and **`pow` or more**:
+
+1. **First**
+   - inner `a_b`
+   - other
+2) Second
+   line
+
+   ```c
+   - x;
+   ```
+
+* star
+10. ten
+  * in ten
+The end: 2 ** 3 **4 ** 5.
+"""
+    span = ["span", "Two *ways*, ", ["code", "x**2"], " and ", ["strong", ["code", "pow"], " or more"], ":"]
+    inner = ["ul", ["li", ["span", "inner ", ["code", "a_b"]]], ["li", ["span", "other"]]]
+    code = ["div", ["button", "Copy code"], ["pre", "- x;"]]
+    expected = [
+        span,
+        ["ol", ["li", ["span", ["strong", "First"]], inner], ["li", ["span", "Second\nline"], code]],
+        ["ul", ["li", ["span", "star"]]],
+        ["ol", ["li", ["span", "ten"], ["ul", ["li", ["span", "in ten"]]]]],
+        ["span", "The end: 2 ** 3 **4 ** 5.\n"],
+    ]
+    with scripted([answer], list(answer)) as (page, _):
+        page.say("whole")
+        assert outline(page) == expected
+        assert page.js("return [...document.querySelectorAll('ol')].map((one) => one.start)") == [1, 10]
+        page.say("letter by letter")
+        assert outline(page) == expected
+        page.say("1. My **own** `text`")
+        assert page.questions[-1] == "1. My **own** `text`"
+
+
+HOSTILE = {
+    "unclosed": "`a **b\n** c** d ` e\n**\n`\n-\n1.\n```",
+    "bold": "**a " * 5000,
+    "bold, closed": "a**" * 7000,
+    "ticks": "`" * 20_000,
+    "ticks and letters": "```a" * 5000,
+    "stars": "*" * 20_000,
+    "markers": "- " * 10_000 + "x",
+    "numbers": "1. " * 7000 + "x",
+    "deep": "".join(" " * i + "- x\n" for i in range(200)),
+    "newlines": "\n" * 20_000 + "x",
+    "spaces": " " * 20_000 + "x",
+    "fences": "```\n" * 5000,
+    "long": "word " * 4000,
+}
+
+
+@pytest.mark.full
+def test_hostile_markup():
+    """Each of these texts is drawn, without a letter missing."""
+    script = [[text[:5], text[5:-5], text[-5:]] for text in HOSTILE.values()]
+    with scripted(*script) as (page, _):
+        for name, text in HOSTILE.items():
+            shown = page.say(name)
+            letters = [re.sub("[^a-z]", "", one) for one in (text, shown.replace("Copy code", ""))]
+            assert letters[0] == letters[1], name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("piece", ["A **word** or `two`.\n\n", "- a **word**\n", "1. one\n   - `two`\n", "word **x** "])
+def test_only_the_end_of_a_growing_answer_is_drawn_again(piece):
+    """The nodes that the page makes for an answer of 20,000 letters are about as many as it has in the end."""
+    with scripted() as (page, _):
+        made, left = page.js(
+            """
+            const node = document.createElement("div"), text = arguments[0].repeat(20000 / arguments[0].length);
+            let made = 0;
+            for (const create of ["createElement", "createTextNode"]) {
+              const original = document[create];
+              document[create] = function (...all) { made++; return original.apply(document, all); };
+            }
+            for (let end = 0; end <= text.length; end += 5) drawText(node, text.slice(0, end), LIST_LEVELS + 1);
+            drawText(node, text, LIST_LEVELS + 1);
+            const walker = document.createTreeWalker(node);
+            let left = 0;
+            while (walker.nextNode()) left++;
+            return [made, left];
+            """,
+            piece,
+        )
+        assert left > 1000 and made < 2 * left, (made, left)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clipboard", [True, False])
+def test_code_is_copied(clipboard):
+    """Also where the browser has no clipboard for scripts, as with http from another host; with mouse and keyboard."""
+    code, more = "x = 1\n\tif <b>:\n  y = 2", threading.Event()
+    with scripted(["One:\n```\n1\n```\nTwo:\n```\n" + code + "\n```\n", more, "Done."]) as (page, _):
+        if clipboard:
+            granted = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": page.address}
+            page.driver.execute_cdp_cmd("Browser.grantPermissions", granted)
+        else:
+            page.js("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        page.send("code?")
+        page.wait(lambda: len(page.texts(".code button")) == 2, "the code")
+        page.driver.find_elements(By.CSS_SELECTOR, ".code button")[1].click()  # while the answer goes on
+        page.wait(lambda: page.texts(".code button") == ["Copy code", "Copied"], "the button to say so")
+        page.find("#input").send_keys(Keys.CONTROL + "v" + Keys.NULL)
+        assert page.find("#input").get_attribute("value") == code
+        more.set()
+        page.done()
+        page.wait(lambda: page.texts(".code button") == ["Copy code", "Copy code"], "the buttons to be as before")
+        for name in ("Retry", "Copy code", "Copy code"):
+            page.tab_to(name, Keys.SHIFT + Keys.TAB + Keys.NULL)
+        page.press(Keys.ENTER)
+        page.wait(lambda: page.texts(".code button") == ["Copied", "Copy code"], "the button to say so")
+        page.find("#input").send_keys(Keys.CONTROL + "a" + Keys.NULL, Keys.CONTROL + "v" + Keys.NULL)
+        assert page.find("#input").get_attribute("value") == "1"
+
+
+# ---------------------------------------------------------------- thinking, tools and JSON
+
+
+@pytest.mark.full
+def test_thinking_is_folded_when_the_answer_begins():
+    first, second = threading.Event(), threading.Event()
+    thoughts = [
+        event(role="assistant", content=""),
+        *(event(reasoning_content=one) for one in ("\nHm, <b>", "2", "+2\n")),
+    ]
+    answer = [*thoughts, first, event(reasoning_content=None, content="\n\nFo"), second, "ur."]
+    with scripted(answer, [*thoughts, event("length")], ["Five."]) as (page, server):
+        page.send("What is 2+2?")
+        page.wait(lambda: page.texts(".folded p") == ["Hm, <b>2+2"], "the thinking")
+        assert page.texts(".folded[open] summary") == ["Thinking"]
+        first.set()
+        page.wait(lambda: page.answers == ["Fo"], "the answer to begin")
+        assert page.texts(".folded p") == []
+        page.tab_to("Thinking", Keys.SHIFT + Keys.TAB + Keys.NULL)
+        page.press(Keys.SPACE)
+        second.set()
+        page.done()
+        assert page.texts(".folded p") == ["Hm, <b>2+2"] and page.answers == ["Four."]  # the reader has opened it
+        page.load()
+        assert page.texts(".folded summary") == ["Thinking"] and page.texts(".folded p") == []
+        page.send("And 2+3?")
+        page.done()
+        assert "Cut off" in page.notes[-1] and page.answers == ["Four."]
+        page.say("And now?")
+        assert "Hm" not in json.dumps(server.bodies[1:])
+        assert server.messages()[1:] == [("assistant", "\n\nFour."), ("user", "And 2+3?\n\nAnd now?")]
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("sum", "now")]
+SUM, NOW = '{"a": [1, "<b>"]}', "{not JSON"
+CALLS = [
+    event(role="assistant", content=None),
+    call_piece(0, id="call_1", type="function", name="sum"),
+    *(call_piece(0, letter) for letter in SUM[:7]),
+    event(
+        tool_calls=[
+            {"index": 0, "function": {"arguments": SUM[7:]}},
+            {"index": 1, "id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
+        ]
+    ),
+    call_piece(1, NOW[:3]),
+    call_piece(1, NOW[3:]),
+    event("tool_calls"),
+]
+
+
+def message_of_calls() -> dict:
+    functions = [{"name": "sum", "arguments": SUM}, {"name": "now", "arguments": NOW}]
+    calls = [{"id": f"call_{i}", "type": "function", "function": one} for i, one in enumerate(functions, 1)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@pytest.mark.full
+def test_calls_of_tools_and_their_results():
+    with scripted(CALLS, ["Three."], CALLS, ["Four."], ["Fine."]) as (page, server):
+        page.set(tools=json.dumps(TOOLS))
+        page.send("1 + 2?")
+        page.done()
+        assert server.bodies[0]["tools"] == TOOLS and page.answers == []
+        assert page.texts(".folded summary") == ["Call of sum", "Call of now"] and page.texts(".folded pre") == []
+        page.tab_to("Call of sum", Keys.SHIFT + Keys.TAB + Keys.NULL)
+        page.press(Keys.ENTER)
+        assert page.texts(".folded pre") == ['{\n  "a": [\n    1,\n    "<b>"\n  ]\n}']
+        page.js("document.querySelectorAll('.calls .folded')[1].open = true")
+        assert page.texts(".folded pre")[1] == NOW
+        assert page.find("#input").accessible_name == "Result of sum (1 of 2)"
+        page.send("3 **b**")
+        page.load()  # a conversation is kept in the middle of the results, too
+        assert page.find("#input").accessible_name == "Result of now (2 of 2)" and len(server.bodies) == 1
+        assert page.find("#input").get_attribute("placeholder") == "Result of now (2 of 2)"
+        assert page.say('{"time": "12:00"}') == "Three."
+        results = [("call_1", "3 **b**"), ("call_2", '{"time": "12:00"}')]
+        results = [{"role": "tool", "content": text, "tool_call_id": name} for name, text in results]
+        question = {"role": "user", "content": "1 + 2?"}
+        assert server.bodies[1]["messages"] == [question, message_of_calls(), *results]
+        assert page.texts("article.tool h2") == ["Result of sum", "Result of now"]
+        assert page.find("#input").accessible_name == "Your message"
+        page.click("Edit")  # the last result
+        assert page.find("#input").get_attribute("value") == results[1]["content"]
+        page.click("Edit")
+        assert (
+            page.texts("article.tool .text") == [] and page.find("#input").accessible_name == "Result of sum (1 of 2)"
+        )
+        page.click("Retry")  # the answer with the calls
+        page.done()
+        assert server.bodies[2]["messages"] == [question]
+        page.find("#input").clear()
+        page.send("4")
+        assert page.say("5") == "Four."
+        page.say("Thanks")
+        assert [role for role, _ in server.messages()] == ["user", "assistant", "tool", "tool", "assistant", "user"]
+
+
+@pytest.mark.full
+def test_calls_that_are_not_whole_are_not_sent():
+    half, wait = CALLS[:6], threading.Event()
+    with scripted([*half, event("length")], ["Look", *half, wait], [*half, Breaks], ["Yes."]) as (page, server):
+        page.send("one")
+        page.done()
+        assert "Cut off" in page.notes[-1] and page.find("#input").accessible_name == "Your message"
+        page.send("two")
+        page.wait(lambda: len(page.texts(".folded summary")) == 2, "the second call")
+        page.click("Stop")
+        page.done()
+        page.send("three")
+        page.done()
+        assert "broke" in page.notes[-1]
+        wait.set()
+        page.say("four")
+        texts = [("user", "one\n\ntwo"), ("assistant", "Look"), ("user", "three\n\nfour")]
+        assert server.bodies[-1]["messages"] == [{"role": role, "content": text} for role, text in texts]
+
+
+@pytest.mark.full
+def test_an_answer_in_json():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    formats = [{"type": "json_schema", "json_schema": {"name": "answer", "schema": one}} for one in (schema, {})]
+    wrong = ["{", '"text"', "null", "[]"]
+    with scripted(*[['{"a": 1}']] * 8) as (page, server):
+        page.set(schema=json.dumps(schema))
+        assert page.say("one") == '{"a": 1}'
+        page.set(schema="{}")
+        page.say("two")
+        assert [body["response_format"] for body in server.bodies] == formats
+        for text in wrong:
+            page.set(schema=text)
+            field = page.find("[name=schema]")
+            assert field.get_attribute("aria-invalid") == "true"
+            page.click("Settings")
+            assert page.find("#schema-problem").text.startswith("Not sent: ")
+            page.press(Keys.ESCAPE)
+            page.say(text)
+            assert "response_format" not in server.bodies[-1] and "not valid JSON" in page.notice
+        page.load()
+        assert page.find("[name=schema]").get_attribute("aria-invalid") == "true"
+        page.set(tools='{"type": "function"}')
+        page.say("a list is needed")
+        assert page.find("[name=tools]").get_attribute("aria-invalid") == "true" and "tools" not in server.bodies[-1]
+        page.click("Settings")
+        page.click("Back to the defaults")
+        page.wait(lambda: page.texts("[aria-invalid=true]") == [], "the marks to go")
+        page.press(Keys.ESCAPE)
+        page.say("off")
+        assert not server.bodies[-1].keys() & {"response_format", "tools", "schema"} and page.notice == ""
+
+
+# ---------------------------------------------------------------- conversations
+
+
+@pytest.mark.full
+def test_a_conversation_of_an_earlier_version_of_the_page_is_kept():
+    kept = {
+        "messages": [
+            {"role": "user", "content": "Hello"},
+            {
+                "role": "assistant",
+                "content": "Hi **you**",
+                "answering": False,
+                "tokens": 2,
+                "firstTokenMs": 80,
+                "note": "",
+            },
+        ],
+        "previous": [{"role": "user", "content": "before"}],
+        "settings": {"system": "Be kind.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "", "seed": "7"},
+    }
+    with scripted(["Yes."]) as (page, server):
+        page.js("localStorage.setItem('fastpath', arguments[0])", json.dumps(kept))
+        page.load()
+        assert page.questions == ["Hello"] and page.answers == ["Hi you"]
+        page.say("Still here?")
+        assert server.messages()[:3] == [("system", "Be kind."), ("user", "Hello"), ("assistant", "Hi **you**")]
+        assert server.bodies[0]["seed"] == 7
+        page.click("New conversation")
+        assert len(page.js("return JSON.parse(localStorage.getItem('fastpath')).previous")) == 4
 
 
 @pytest.mark.full
@@ -658,7 +983,7 @@ def test_screen_readers():
         assert page.find("#input").accessible_name == "Your message"
         page.click("Settings")
         names = [one.accessible_name for one in page.driver.find_elements(By.CSS_SELECTOR, "#settings [name]")]
-        assert names == ["System message", "Temperature", "Top-p", "Max tokens", "Seed"]
+        assert names == ["System message", "Temperature", "Top-p", "Max tokens", "Seed", "Tools (JSON)", "JSON schema"]
         page.press(Keys.ESCAPE)
         assert page.find("#log").get_attribute("aria-live") == "polite"
         assert page.find("#notice").aria_role == "status"
@@ -674,7 +999,9 @@ def test_screen_readers():
 @pytest.mark.full
 def test_a_narrow_screen():
     word, code = "w" * 300, "```\n" + "code " * 100 + "\n```"
-    with scripted([word, "\n", code], refusal(400, word)) as (page, _):
+    marked = [event(reasoning_content=word), f"- **{word}** `{word}`\n  - {word}\n\n  ", code]
+    calls = [call_piece(0, f'{{"{word}": 1}}', name=word, id="a"), call_piece(1, word, name="b", id="b")]
+    with scripted([word, "\n", code], refusal(400, word), [*marked, *calls]) as (page, _):
         page.resize(360, 640)
         fits = "return page.scrollWidth <= innerWidth && innerWidth === 360"
         assert page.js(fits)
@@ -683,6 +1010,10 @@ def test_a_narrow_screen():
         assert page.js(fits)
         page.say(code)
         assert page.notes == [word] and page.js(fits)
+        page.say("markup, thinking and calls")
+        page.js("for (const one of document.querySelectorAll('details')) one.open = true")
+        assert len(page.texts(".folded p, .folded pre")) == 3 and page.js(fits)
+        page.set(schema=word)
         page.js("askForKey()")
         page.click("Settings")
         assert page.js(fits)

@@ -516,8 +516,7 @@ def test_masks_forbid_tokens_and_leave_log_probabilities(implementation):
     V, S = 71, 4
     for temperature in (0.0, 1.5):
         settings, logits = make(3, V, SamplingParams(temperature=temperature, top_k=20, seed=5)), torch.randn(3, S, V)
-        settings.set_masks(0, 5, EveryThird(), [1] * (S - 1))
-        settings.set_masks(2, 9, EveryThird(), [1] * (S - 1))
+        settings.set_masks([(0, 5, EveryThird(), [1] * (S - 1)), (2, 9, EveryThird(), [1] * (S - 1))])
         args = arguments(logits, settings, torch.tensor([5, 5, 9]))
         (ids, logprobs), probs = implementation.sample(*args), implementation.probabilities(*args)
         assert torch.equal(ids[[0, 2]] % 3, torch.tensor([[0, 1, 2, 0]] * 2))

@@ -37,7 +37,8 @@ from servers import (
 )
 
 from engine import Request
-from server.api import ApiError, Choice, CompletionRequest
+from server.api import Choice, CompletionRequest
+from server.fields import ApiError
 from server.http_server import MAX_UNSENT_BYTES, EngineClient
 from server.messages import Submit, Update
 

@@ -1,0 +1,177 @@
+"""What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
+
+Read down: Constraint and read_constraint, which reads the fields of a request; answer_grammar, which writes the grammar
+of a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
+
+Sources: response_format is OpenAI's; structured_outputs, and before it guided_json, guided_regex and guided_choice, are
+vLLM's.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cli import UserError
+from grammar import GrammarTokenizer, choice_source, regex_source, schema_rule
+from server.fields import ApiError, FieldReader
+from server.tools import ToolGrammar, literal
+from tokenizer import Tokenizer
+
+MAX_VALID = 256  # grammars that are remembered as valid
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the content of an answer must fit."""
+
+    rule: str  # an expression of a Lark grammar
+    param: str  # the field of the request that asks for it
+    kind: str  # for messages
+
+
+def read_constraint(fields: FieldReader) -> Constraint | None:
+    """The constraint that a request asks for; ApiError if it is malformed, or if there are several."""
+    found = [read_response_format(fields.read("response_format", dict))]
+    choices = fields.read("structured_outputs", dict) or {}
+    known = {"json": choices.get("json"), "regex": choices.get("regex"), "choice": choices.get("choice")}
+    for name, value in choices.items():
+        if name not in (*known, "json_object") and value not in (None, False):
+            raise ApiError(f"structured_outputs.{name} is not supported", param="structured_outputs")
+    if choices.get("json_object"):
+        found.append(schema_constraint({"type": "object"}, "structured_outputs"))
+    found += [make_constraint(kind, value, "structured_outputs") for kind, value in known.items()]
+    for kind in known:
+        field = f"guided_{kind}"
+        found.append(make_constraint(kind, fields.unread.pop(field, None), field))
+    given = [constraint for constraint in found if constraint is not None]
+    if len(given) > 1:
+        params = [constraint.param for constraint in given]
+        raise ApiError(f"an answer can fit only one of {' and '.join(params)}", param=params[1])
+    return given[0] if given else None
+
+
+def read_response_format(value: dict | None) -> Constraint | None:
+    param = "response_format"
+    kind = None if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return schema_constraint({"type": "object"}, param)
+    if kind != "json_schema":
+        raise ApiError(f"{param}.type must be text, json_object or json_schema", param=param)
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise ApiError(f"{param}.json_schema.schema must be a JSON schema", param=param)
+    return schema_constraint(schema, param, lenient=described.get("strict") is not True)
+
+
+def make_constraint(kind: str, value, param: str) -> Constraint | None:
+    """A constraint of vLLM's fields. kind: "json", "regex" or "choice"."""
+    if value is None:
+        return None
+    if kind == "json":
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict | bool):
+            raise ApiError(f"{param} must have a JSON schema, as an object or as JSON text", param=param)
+        return schema_constraint(schema, param, lenient=True)
+    if kind == "regex":
+        if not isinstance(value, str) or not value:
+            raise ApiError(f"{param} must have a regular expression as a string", param=param)
+        return Constraint(regex_rule(value, param), param, "the regular expression")
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise ApiError(f"{param} must have a list of texts to choose from", param=param)
+    return Constraint(f"({choice_source(value).removeprefix('start: ')})", param, "the choice")
+
+
+def regex_rule(pattern: str, param: str) -> str:
+    """A text that matches a regular expression, as an expression of a grammar."""
+    try:
+        source = regex_source(pattern)
+    except ImportError:
+        raise ApiError(f"{param}: regular expressions need llguidance: pip install llguidance", param=param) from None
+    except ValueError as error:  # such as a lone surrogate
+        raise ApiError(f"{param}: the regular expression is not supported: {error}", param=param) from None
+    return json.loads(source)["grammars"][0]["lark_grammar"].removeprefix("start: ")
+
+
+def schema_constraint(schema: dict | bool, param: str, lenient: bool = False) -> Constraint:
+    return Constraint(checked_schema_rule(schema, param, lenient), param, "the schema")
+
+
+def checked_schema_rule(schema: dict | bool, param: str, lenient: bool) -> str:
+    try:
+        return schema_rule(schema, lenient)
+    except RecursionError:
+        raise ApiError(f"{param}: the schema is nested too deeply", param=param) from None
+
+
+# ---------------------------------------------------------------- the grammar of an answer
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """What an answer consists of: thoughts, and then content or calls."""
+
+    constraint: Constraint | None = None  # of the content
+    tools: ToolGrammar | None = None
+    calls_required: bool = False  # else the answer may be content instead
+    thinking: tuple[str, str] | None = None  # the marks of thoughts; None: there are none, or they are over
+    begins_inside: bool = False  # the prompt ends with the first of these marks
+
+    def source(self, special: dict[str, int]) -> str:
+        """The grammar of the answer. special: the ids of the special tokens by their names."""
+        content, tools = self.constraint, self.tools
+        if tools is None:
+            answer = content.rule
+        elif self.calls_required:
+            answer = tools.calls()
+        elif content is not None:
+            answer = f"({tools.calls()} | {content.rule})"
+        else:
+            answer = tools.text_with_calls()
+        rules = [*(tools.rules if tools else []), r"TEXT: /(.|\n)*/"]
+        if self.thinking is not None:
+            begin, end = (literal(mark, special) for mark in self.thinking)
+            lazy = "" if "<[" in end else "[lazy]"  # which ends the text at the first mark in it
+            rules += [f"text_and_end{lazy}: TEXT {end}", r"thoughts: text_and_end /\n{0,2}/"]
+            answer = f"thoughts {answer}" if self.begins_inside else f"({begin} thoughts)? {answer}"
+        return "\n".join([f"start: {answer}", *rules])
+
+
+class GrammarChecker:
+    """Refuses grammars that do not compile. Requests are parsed in several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
+        self.arguments = (tokenizer, vocab_size, end_ids)
+        self.lock = threading.Lock()
+        self.compiler: GrammarTokenizer | None = None  # made when it is needed first, because it takes a second
+        self.valid: OrderedDict[bytes, None] = OrderedDict()  # hashes of sources, the latest last
+
+    def check(self, source: str, param: str, kind: str = "the schema"):
+        """ApiError if a grammar is invalid, too large, or too complex. It names the field, and what is in it."""
+        key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+        try:
+            with self.lock:
+                if self.compiler is None:
+                    self.compiler = GrammarTokenizer(*self.arguments)
+                if key in self.valid:
+                    return self.valid.move_to_end(key)
+        except UserError as error:  # the library is not installed, or the model has no tokenizer
+            message = str(error).replace(f"{self.arguments[0].path} has", "the model has")
+            raise ApiError(f"{param}: {message}", param=param) from None
+        try:
+            source.encode()
+            self.compiler.compile(source)
+        except (UserError, UnicodeEncodeError) as error:
+            raise ApiError(f"{param}: {kind} is not supported: {error}", param=param) from None
+        with self.lock:
+            self.valid[key] = None
+            if len(self.valid) > MAX_VALID:
+                self.valid.popitem(last=False)

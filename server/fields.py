@@ -1,0 +1,187 @@
+"""The fields of a request's JSON object, and the errors that say what is wrong with them.
+
+Read down: ApiError; FieldReader; functions that read the fields that several kinds of requests have in common.
+"""
+
+import json
+import re
+import secrets
+
+from cli import print_status
+from sampling import SamplingParams
+
+MAX_BODY_BYTES = 1 << 20
+MAX_LOGPROBS = 20
+MAX_N = 8
+MAX_BIASES = 300
+MAX_STOPS, MAX_STOP_LENGTH = 4, 1000
+MAX_STOP_IDS = 128
+
+# ---------------------------------------------------------------- errors
+
+
+class ApiError(Exception):
+    """A response that is an OpenAI error object. retry_after: seconds after which the same request may succeed."""
+
+    def __init__(self, message: str, status=400, param: str | None = None, code: str | None = None, retry_after=None):
+        super().__init__(message[:500])
+        self.status, self.param = status, param
+        self.code, self.retry_after = code, retry_after
+
+    def body(self) -> dict:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def encode_json(value) -> bytes:
+    """JSON as UTF-8. A lone surrogate, which a client may have sent and an error may quote, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------- the fields of a request
+
+TYPE_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
+TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list"}
+
+# Fields that are not supported, each with the values that change nothing. These are accepted, and so is null.
+NEUTRAL_VALUES = {
+    "echo": [False], "suffix": [""],
+    "tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
+    "functions": [[]], "function_call": ["none", "auto"],
+    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
+    "use_beam_search": [False], "length_penalty": [1], "typical_p": [1], "min_tokens": [0], "bad_words": [[]],
+    "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],
+    "prompt_logprobs": [], "truncate_prompt_tokens": [], "logits_processors": [[]],
+    "guided_grammar": [], "grammar": [], "structural_tag": [],
+    "chat_template": [], "chat_template_kwargs": [{}], "documents": [[]],
+    "add_generation_prompt": [True], "continue_final_message": [False],
+}  # fmt: skip
+
+
+def parse_object(data: bytes) -> dict:
+    """The JSON object in a request's body; ApiError if there is none."""
+
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    return body
+
+
+class FieldReader:
+    """Reads the fields of a request's JSON object, each once, and then checks those that are left over."""
+
+    logged: set[str] = set()  # names of unknown fields; shared by all requests
+
+    def __init__(self, body: dict):
+        self.unread = dict(body)
+
+    def read(self, name: str, kind, default=None, low: int | None = None, high: int | None = None):
+        """The value of a field, or `default` if it is missing or null; ApiError if it has another type, or is out of
+        bounds."""
+        value = self.unread.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ApiError(f"{name} must be {TYPE_NAMES[kind]}", param=name)
+        if (low is not None and value < low) or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ApiError(f"{name} must be {bounds}", param=name)
+        return value
+
+    def check_unread(self):
+        """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and logged once."""
+        for name, value in self.unread.items():
+            if name in NEUTRAL_VALUES:
+                neutral = NEUTRAL_VALUES[name]
+                if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+                    raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
+            elif name not in self.logged and len(self.logged) < 100:
+                self.logged.add(name)
+                print_status(f"a request has the unknown field {name[:60]!r}, which is ignored")
+
+
+def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
+    """The value if it is a list of integers; else an ApiError that says the rule."""
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise ApiError(f"{param} must be {rule}", param=param)
+    return value
+
+
+def read_max_tokens(fields: FieldReader, default: int | None, low: int) -> int | None:
+    max_tokens = fields.read("max_tokens", int, default, low)
+    return fields.read("max_completion_tokens", int, max_tokens, low)  # OpenAI's newer name for it
+
+
+def read_n(fields: FieldReader) -> int:
+    """The number of answers to each prompt."""
+    n, best_of = fields.read("n", int, 1), fields.read("best_of", int)
+    if not 1 <= n <= MAX_N:
+        raise ApiError(f"n={n} is not supported, {f'at most {MAX_N}' if n > MAX_N else 'at least 1'}", param="n")
+    if best_of not in (None, n):
+        raise ApiError(f"best_of={best_of} is not supported, except if n is {best_of}, too", param="best_of")
+    return n
+
+
+def read_logit_bias(fields: FieldReader, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """(token id, what is added to its logit) of each token in the field."""
+    biases = fields.read("logit_bias", dict, {})
+    if len(biases) > MAX_BIASES:
+        text = f"logit_bias has {len(biases)} tokens, at most {MAX_BIASES} are allowed"
+        raise ApiError(text, param="logit_bias")
+    found = {}
+    for token, bias in biases.items():
+        if not re.fullmatch("[0-9]{1,9}", token) or int(token) >= vocab_size:
+            raise ApiError(f"logit_bias: {token[:20]!r} is not one of the {vocab_size} token ids", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ApiError(f"logit_bias of token {token} must be a number from -100 to 100", param="logit_bias")
+        found[int(token)] = bias
+    return tuple(sorted(found.items()))
+
+
+def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams:
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    defaults |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    values = {name: fields.read(name, (int, float), default) for name, default in defaults.items()}
+    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, None)
+    seed = secrets.randbits(62) if seed is None else seed
+    values["logit_bias"] = read_logit_bias(fields, vocab_size)
+    try:
+        return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
+    except ValueError as error:
+        param = "min_p" if values["min_p"] == 1 else str(error).split()[0]
+        raise ApiError(str(error), param=param) from None
+
+
+def read_stop_strings(fields: FieldReader) -> tuple[str, ...]:
+    stop = fields.read("stop", (str, list), [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
+        rule = f"a string or a list of up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LENGTH} characters"
+        raise ApiError(f"stop must be {rule}", param="stop")
+    return tuple(stop)
+
+
+def read_stop_ids(fields: FieldReader, eos_ids: frozenset[int]) -> frozenset[int]:
+    stop_ids = read_token_ids(fields.read("stop_token_ids", list, []), "stop_token_ids")
+    if len(stop_ids) > MAX_STOP_IDS:  # each prompt of a request has its own copy of them in the engine's process
+        raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
+    return frozenset(stop_ids) | (frozenset() if fields.read("ignore_eos", bool, False) else eos_ids)
+
+
+def read_stream_options(fields: FieldReader) -> dict[str, bool]:
+    """The fields of a CompletionRequest that are about streaming."""
+    stream, options = fields.read("stream", bool, False), fields.read("stream_options", dict)
+    if options is not None and not stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options")
+    options = FieldReader(options or {})
+    return {
+        "stream": stream,
+        "include_usage": options.read("include_usage", bool, False),
+        "continuous_usage": options.read("continuous_usage_stats", bool, False),
+    }

@@ -1,0 +1,580 @@
+"""Tools: formats of calls found from templates, answers parsed in pieces, and grammars that calls must fit.
+
+The oracle of the parser and of the grammars is the template itself: what it writes for an assistant's message with
+calls must be parsed as these calls, however the text is cut, and must fit the grammar.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import CONTEXT
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from checkpoint import read_config, read_tokenizer_files
+from grammar import GrammarTokenizer
+from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
+from server.api import ServedModel
+from server.fields import ApiError, FieldReader
+from server.messages import Update
+from server.responses import ResponseBuilder
+from server.tools import GRANITE, HERMES, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
+from tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "data" / "templates"
+# Small templates in the form of families that are not among the files.
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PHI_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools is defined %}<|tool|>{{ m.tools }}<|/tool|>"
+    "{% endif %}<|end|>{% endfor %}" + PROMPT
+)
+SMOLLM3_TEMPLATE = """{% if xml_tools %}<|im_start|>system
+Call functions as <tool_call>
+{{ xml_tools | tojson }}
+</tool_call>, think in <think></think>.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is false %}<think>
+
+</think>
+{% endif %}{% endif %}"""
+# Newer models of Mistral.
+ARGS_TEMPLATE = """{{ bos_token }}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+    {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+    {%- else %}{{ m.content }}
+        {%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}
+        {%- endfor %}{{ eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+# The form of DeepSeek V3: arguments are text, and the content of a message with calls is null.
+DEEPSEEK_TEMPLATE = """{{ tools | tojson if tools else '' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.content is none %}<｜Assistant｜><｜calls｜>
+        {%- for c in m.tool_calls %}
+            {{- '' if loop.first else '\\n' }}<｜call｜>function<｜sep｜>
+            {{- c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}<｜/call｜>
+        {%- endfor %}<｜/calls｜><｜end｜>
+    {%- elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}<｜end｜>
+    {%- else %}<｜User｜>{{ m.content }}
+    {%- endif %}
+{%- endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+# Calls that are not JSON, as of Qwen3-Coder.
+XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+<function={{ c.function.name }}>
+{% for key, value in c.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+SOURCES = {
+    "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
+    "deepseek": DEEPSEEK_TEMPLATE,
+} | {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in (
+    "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
+)}  # fmt: skip
+FORMATS = {
+    "phi-4-mini": replace(PHI, tools_in="system"),
+    "smollm3": replace(HERMES, tools_in="xml_tools"),
+    "granite-3.3": GRANITE,
+    "qwen2.5": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
+    "qwen3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
+    "llama-3.1": ToolFormat('{"name": "', '", "parameters": ', "}", more_openers=("<|python_tag|>",)),
+    "llama-3.2": ToolFormat('{"name": "', '", "parameters": ', "}"),
+    "mistral-nemo": ToolFormat(
+        '{"name": "', '", "arguments": ', f', "id": "{PROBE_ID}"}}', begin="[TOOL_CALLS][", between=", ", end="]"
+    ),
+    "mistral-args": ToolFormat("[TOOL_CALLS]", "[ARGS]", "", between=""),
+    "deepseek": ToolFormat(
+        "<｜call｜>function<｜sep｜>", "\n```json\n", "\n```<｜/call｜>", "<｜calls｜>", "\n", "<｜/calls｜>",
+        null_content=True, text_arguments=True,
+    ),
+}  # fmt: skip
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
+SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>"]
+NAMES = ["get_weather", "f", "A-b_9"]
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/y"}}, "required": ["x"]}
+POINT |= {"$defs": {"y": {"enum": ["ä", "bc"]}}, "additionalProperties": False}
+TOOLS = [Tool("get_weather", {}), Tool("f", POINT, strict=True), Tool("A-b_9", {})]
+
+
+@pytest.fixture(scope="module")
+def files(checkpoints, tmp_path_factory):
+    """The files of the tiny model, whose vocabulary has the special tokens of several families."""
+    folder = tmp_path_factory.mktemp("tools")
+    library = Library.from_file(str(checkpoints[None] / "tokenizer.json"))
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    library.save(str(folder / "tokenizer.json"))
+    config = json.loads((checkpoints[None] / "config.json").read_text()) | {"vocab_size": 720}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings_ = json.loads((checkpoints[None] / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_ | {"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(files):
+    """name of a template -> ServedModel."""
+    made = {}
+
+    def get(name: str) -> ServedModel:
+        if name not in made:
+            found = read_tokenizer_files(files)
+            found.template = SOURCES.get(name, name)
+            made[name] = ServedModel(read_config(files), found, "tiny", CONTEXT)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def compiler(files):
+    return GrammarTokenizer(Tokenizer(files), 720, [1])
+
+
+def test_formats_are_found_from_templates(served):
+    assert {name: served(name).chat.tool_format for name in SOURCES if name in FORMATS} == FORMATS
+    assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
+        "openhermes-2.5": None, "gemma-2": None,
+    }  # fmt: skip
+    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", XML_TEMPLATE)
+    assert [served(source).chat.tool_format for source in others] == [None] * 4
+    thinking = [name for name in SOURCES if served(name).chat.thinking]
+    assert thinking == ["smollm3", "qwen3", "granite-3.3"]
+
+
+# ---------------------------------------------------------------- the parser
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+TEXTS |= st.sampled_from(["</tool_call>", '"}', "{[", "\\", "]", "```"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=3)
+
+
+def events_of(syntax: AnswerSyntax, pieces: list[str]) -> list:
+    """The events of an answer that comes in pieces, without empty text, and with neighbours joined."""
+    parser, joined = AnswerParser(syntax), []
+    events = [event for piece in pieces for event in parser.add(piece)] + parser.end()
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, CallBegins):
+            joined.append((CallBegins, event.index, event.name))
+        elif last is not None and last[:-1] == (type(event), getattr(event, "index", None)):
+            joined[-1] = (*last[:-1], last[-1] + event.text)
+        else:
+            joined.append((type(event), getattr(event, "index", None), event.text))
+    assert all(event.text for event in events if not isinstance(event, CallBegins))
+    return joined
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({min(place, len(text)) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in zip(ends, ends[1:])]
+
+
+def rendered_answer(model: ServedModel, content: str, calls: list[tuple]) -> str:
+    """What the template writes for an assistant's message, which is not the last, with calls."""
+    chat = model.chat
+    question = {"role": "user", "content": "Hello"}
+    listed = [("call_%d" % i, name, arguments) for i, (name, arguments) in enumerate(calls)]  # noqa: UP031
+    message = chat.message_for_template({"role": "assistant", "content": content, "tool_calls": listed})
+    plain = {"role": "assistant", "content": "#"}
+    before, _, after = chat.template.render([question, plain], False).rpartition("#")
+    text = chat.template.render([question, message], False)
+    assert text.startswith(before) or chat.thinking, (text, before)
+    text = text.removeprefix(before).removesuffix(after)
+    for end in ("<|eot_id|>", "<|eom_id|>", "</s>"):
+        text = text.removesuffix(end)
+    return text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(calls=CALLS, places=st.lists(st.integers(0, 300), max_size=12))
+def test_what_the_template_writes_is_parsed_as_these_calls(served, name, calls, places):
+    model, format = served(name), FORMATS[name]
+    calls = calls[:1] if format.between is None else calls
+    text = rendered_answer(model, "", calls)
+    syntax = AnswerSyntax(None, tools=format, names=frozenset(NAMES))
+    events = events_of(syntax, [text])
+    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
+    names = [event[2] for event in events if event[0] is CallBegins]
+    arguments = [json.loads(event[2]) for event in events if event[0] is CallArguments]
+    assert list(zip(names, arguments)) == calls and len(events) == 2 * len(calls)
+
+
+PARTS = [  # of which models may make any answer
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "x"}}', "{", "}", "[", "]",
+    '{"name": "f", "arguments": {', '{"name": "g", "arguments": {}}', '{"arguments": {"b": [1]}, "name": "f"}', "\n",
+    "```json\n", "```", "text", ", ", '"', "\\", "[TOOL_CALLS]", "f", "[ARGS]", "<|tool_call|>", '{"a": 1}', "<", " ",
+    '{"function": {"name": "f", "parameters": "{}"}}', '", "arguments": ', "<|python_tag|>", "<｜call｜>", "<tool_",
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
+    st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),
+)  # fmt: skip
+def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside, most, bare):
+    """Also of answers that are malformed. Text is neither lost nor invented where there is no call."""
+    text = "".join(parts)
+    syntax = AnswerSyntax(("<think>", "</think>"), inside, FORMATS[name], frozenset(NAMES), most, bare)
+    events = events_of(syntax, [text])
+    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
+    if not any(event[0] is CallBegins for event in events):
+        assert without_marks("".join(event[-1] for event in events)) == without_marks(text)
+
+
+def without_marks(text: str) -> str:
+    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+
+
+CALL, ARGUMENTS = '{"name": "f", "arguments": {"a": 1}}', '{"a": 1}'
+BEGIN, END = (CallBegins, 0, "f"), (CallArguments, 0, ARGUMENTS)
+SECOND = [(CallBegins, 1, "f"), (CallArguments, 1, ARGUMENTS)]
+HERMES_CALL = f"<tool_call>\n{CALL}\n</tool_call>"
+
+
+def content(text):
+    return (Content, None, text)
+
+
+@pytest.mark.parametrize(
+    "name, text, expected",
+    [
+        ("qwen2.5", "Hello <tool_call", [content("Hello <tool_call")]),
+        ("qwen2.5", "  ", [content("  ")]),
+        ("qwen2.5", f"\n{HERMES_CALL}\n ", [BEGIN, END]),
+        ("qwen2.5", f" Sure.\n{HERMES_CALL}\nDone. ", [content(" Sure.\n"), BEGIN, END, content("\nDone. ")]),
+        ("qwen2.5", CALL, [BEGIN, END]),
+        ("qwen2.5", f" ```json\n{CALL}\n```\n", [BEGIN, END]),
+        ("qwen2.5", f"{CALL} is a call", [content(f"{CALL} is a call")]),
+        ("qwen2.5", f"```json\n{CALL}\n``` is", [content(f"```json\n{CALL}\n``` is")]),
+        ("qwen2.5", '{"name": "f"}', [content('{"name": "f"}')]),
+        ("qwen2.5", '{"a": 1}', [content('{"a": 1}')]),
+        ("qwen2.5", CALL.replace("f", "g"), [content(CALL.replace("f", "g"))]),
+        ("qwen2.5", HERMES_CALL.replace('"f"', '"g"'), [content(HERMES_CALL.replace('"f"', '"g"'))]),
+        ("qwen2.5", HERMES_CALL.replace("}}", "}"), [BEGIN, END]),  # a brace is missing, as small models write
+        ("qwen2.5", "<tool_call>\n{'name': f}\n</tool_call>", [content("<tool_call>\n{'name': f}\n</tool_call>")]),
+        ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": ', [BEGIN, (CallArguments, 0, '{"a": ')]),
+        (
+            "qwen2.5",
+            f"<tool_call>{CALL}\n{CALL}</tool_call>",
+            [BEGIN, END, (CallBegins, 1, "f"), (*END[:1], 1, END[2])],
+        ),
+        ("qwen2.5", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}', [BEGIN, END]),
+        ("qwen2.5", '<tool_call>{"name": "f"}</tool_call>', [BEGIN, (CallArguments, 0, "{}")]),
+        ("llama-3.1", f"<|python_tag|>{CALL}; {CALL}", [BEGIN, END]),
+        ("llama-3.1", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [BEGIN, END]),
+        ("llama-3.1", f"I call {CALL}", [content(f"I call {CALL}")]),
+        ("mistral-nemo", f"[TOOL_CALLS][{CALL}]", [BEGIN, END]),
+        ("mistral-nemo", "[TOOL_CALLS] is text", [content("[TOOL_CALLS] is text")]),
+        ("mistral-args", f"Hm.[TOOL_CALLS]f[ARGS]{ARGUMENTS}", [content("Hm."), BEGIN, END]),
+        ("mistral-args", f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}", [content(f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}")]),
+        ("mistral-args", "[TOOL_CALLS]" + "f" * 300, [content("[TOOL_CALLS]" + "f" * 300)]),
+    ],
+)
+def test_what_models_write(name, text, expected):
+    format = FORMATS[name]
+    syntax = AnswerSyntax(tools=format, names=frozenset(NAMES), max_calls=1 if format.between is None else None)
+    assert events_of(syntax, [text]) == events_of(syntax, list(text)) == expected
+
+
+def test_thoughts_are_told_apart():
+    marks = ("<think>", "</think>")
+    outside, inside = AnswerSyntax(marks), AnswerSyntax(marks, begins_inside=True)
+    for syntax, text, expected in (
+        (outside, "<think>\na b\n</think>\n\n c ", [(Reasoning, None, "\na b\n"), content("c ")]),
+        (outside, "\n<think>\n\n</think>\n\nc", [content("c")]),
+        (outside, " a <think>b</think>", [content(" a <think>b</think>")]),
+        (inside, "a</think>", [(Reasoning, None, "a")]),
+        (inside, "a </thin", [(Reasoning, None, "a </thin")]),
+        (inside, "</think> a", [content("a")]),
+        (AnswerSyntax(), "<think>a</think>", [content("<think>a</think>")]),
+    ):
+        assert events_of(syntax, [text]) == events_of(syntax, list(text)) == expected
+    syntax = AnswerSyntax(marks, tools=FORMATS["qwen3"], names=frozenset(NAMES))
+    text = f"<think>I call {HERMES_CALL}</think>\n\n{HERMES_CALL}"
+    assert events_of(syntax, list(text)) == [(Reasoning, None, f"I call {HERMES_CALL}"), BEGIN, END]
+
+
+def test_plain_text_is_not_held_back():
+    parser = AnswerParser(AnswerSyntax())
+    assert [parser.add(text) for text in (" ", "<", "{")] == [[Content(" ")], [Content("<")], [Content("{")]]
+    parser = AnswerParser(AnswerSyntax(tools=FORMATS["qwen2.5"], names=frozenset(NAMES)))
+    assert [parser.add(text) for text in ("a", " b", '{"na')] == [[Content("a")], [Content(" b")], [Content('{"na')]]
+    call, arguments = parser.add('\n<tool_call>\n{"name": "f", "arguments": {"a"')[1:]
+    assert (call.name, arguments) == ("f", CallArguments(0, '{"a"'))
+
+
+def test_a_long_hostile_answer_is_parsed_in_time():
+    """The parser reads each character a bounded number of times: what looked like a call is not read again."""
+    for name, text in (
+        ("qwen2.5", "<tool_call>{"),
+        ("mistral-nemo", "[TOOL_CALLS][{"),
+        ("mistral-args", "[TOOL_CALLS]"),
+    ):
+        syntax = AnswerSyntax(tools=FORMATS[name], names=frozenset(NAMES))
+        answer = text * 5_000
+        assert events_of(syntax, [answer]) == [content(answer)]
+    deep = "<tool_call>" + '{"a":' * 20_000 + "}" * 20_000
+    assert events_of(AnswerSyntax(tools=FORMATS["qwen2.5"], names=frozenset(NAMES)), [deep]) == [content(deep)]
+
+
+# ---------------------------------------------------------------- grammars
+
+
+def fits(model: ServedModel, compiler, source: str, text: str) -> bool:
+    """Whether an answer may be this text and then end. Marks that are special tokens are written as such."""
+    grammar = compiler.compile(source)
+    ids = model.tokenizer.encode(text, add_bos=False)
+    return all(grammar.matcher.try_consume_tokens([i]) == 1 for i in ids) and grammar.matcher.is_accepting()
+
+
+FITTING = [{"x": 1}, {"x": -2, "y": "ä"}]
+NOT_FITTING = [{}, {"x": "1"}, {"x": 1, "y": "no"}, {"x": 1, "z": 1}]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_fit_their_grammar_if_their_arguments_do(served, compiler, name):
+    model, format = served(name), FORMATS[name]
+    special = model.chat.special_tokens
+    several = ToolGrammar(format, TOOLS, special, True)
+    rules = "\n".join([r"TEXT: /(.|\n)*/", *several.rules])
+    source = f"start: {several.calls()}\n{rules}"
+    for arguments in FITTING + NOT_FITTING:
+        text = rendered_answer(model, "", [("f", arguments)])
+        assert fits(model, compiler, source, text) == (arguments in FITTING), text
+    assert fits(model, compiler, source, rendered_answer(model, "", [("A-b_9", {"anything": [1]})]))
+    assert not fits(model, compiler, source, rendered_answer(model, "", [("unknown", {})]))
+    assert not fits(model, compiler, source, "Hello") and not fits(model, compiler, source, "")
+    if format.between is not None:
+        both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
+        one = ToolGrammar(format, TOOLS, special, False)
+        assert fits(model, compiler, source, both)
+        assert not fits(model, compiler, "\n".join([f"start: {one.calls()}", *one.rules]), both)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_tools_leave_other_text_free(served, compiler, name):
+    model, format = served(name), FORMATS[name]
+    for several in (True, False):
+        grammar = ToolGrammar(format, TOOLS, model.chat.special_tokens, several)
+        answer = grammar.text_with_calls()
+        source = "\n".join([f"start: {answer}", r"TEXT: /(.|\n)*/", *grammar.rules])
+        for text in ("", "Hello.\n\nI <tool> [1] ä", "\n x"):
+            assert fits(model, compiler, source, text)
+        for arguments in FITTING + NOT_FITTING:
+            text = rendered_answer(model, "", [("f", arguments)])
+            assert fits(model, compiler, source, text) == (arguments in FITTING), text
+        if format.openers and not format.more_openers:
+            called = rendered_answer(model, "", [("f", FITTING[0])])
+            assert fits(model, compiler, source, "Sure. " + called)
+            assert not fits(model, compiler, source, format.openers[0] + " no call")
+            both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
+            assert fits(model, compiler, source, both) == several
+
+
+# ---------------------------------------------------------------- requests and responses
+
+
+def function(name, schema=None, **more):
+    return {"type": "function", "function": {"name": name, "parameters": schema or {"type": "object"}} | more}
+
+
+QUESTION = {"role": "user", "content": "Hello"}
+REQUEST = {"messages": [QUESTION], "tools": [function("get_weather"), function("f", POINT)], "max_tokens": 9}
+
+
+def answered(model: ServedModel, body: dict, pieces: list[str]) -> dict:
+    """The response to a request whose answer is text in pieces. It is checked that the stream has the same."""
+
+    def updates(completion):
+        last = len(pieces) - 1
+        reasons = ["stop" if i == last else None for i in range(len(pieces))]
+        return [Update(0, text, i + 1, finish_reason=reason) for i, (text, reason) in enumerate(zip(pieces, reasons))]
+
+    completion = model.parse_chat(REQUEST | body)
+    completion.choices[0].updates += updates(completion)
+    whole = ResponseBuilder(model, completion).whole()["choices"][0]
+    streamed = model.parse_chat(REQUEST | body | {"stream": True})
+    builder = ResponseBuilder(model, streamed)
+    chunks = [chunk for update in updates(streamed) for chunk in builder.chunks(streamed.choices[0], update)]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]
+    assert parts[0]["delta"]["role"] == "assistant" and not any("role" in part["delta"] for part in parts[1:])
+    message = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for delta in (part["delta"] for part in parts):
+        message["content"] += delta.get("content", "")
+        message["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                assert call["id"].startswith("call_") and call["function"]["arguments"] == ""
+                message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            else:
+                assert call.keys() == {"index", "function"}
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    found = whole["message"]
+    assert message == {
+        "content": found["content"] or "",
+        "reasoning_content": found.get("reasoning_content", ""),
+        "tool_calls": [call["function"] for call in found.get("tool_calls", [])],
+    }
+    return whole
+
+
+def test_responses_with_calls_streamed_and_whole(served):
+    model = served("qwen3")
+    text = f"<think>\nHm.\n</think>\n\nSure.{HERMES_CALL}\n{HERMES_CALL.replace('f', 'get_weather', 1)}"
+    for pieces in ([text], list(text), cut(text, [9, 31, 60, 77, 78, 110])):
+        choice = answered(model, {}, pieces)
+        message = choice["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Sure.", "\nHm.\n")
+        calls = [(call["type"], call["function"]) for call in message["tool_calls"]]
+        names = ["f", "get_weather"]
+        assert calls == [("function", {"name": name, "arguments": ARGUMENTS}) for name in names]
+        assert choice["finish_reason"] == "tool_calls"
+    only_call = answered(model, {"parallel_tool_calls": False}, list(text.partition("Sure.")[2]))["message"]
+    assert only_call["content"] is None and len(only_call["tool_calls"]) == 1
+    for body in ({"tool_choice": "none"}, {"tools": []}):
+        plain = answered(model, body, list(HERMES_CALL))
+        assert plain["message"] == {"role": "assistant", "content": HERMES_CALL, "refusal": None}
+        assert plain["finish_reason"] == "stop"
+
+
+def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(served):
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if no %}</think>{% endif %}{# </think> #}"
+    model, body = served(source), {"tools": []}
+    assert answered(model, body, list("a</think> b"))["message"]["reasoning_content"] == "a"
+    body |= {"chat_template_kwargs": {"no": True}, "response_format": {"type": "json_object"}}
+    completion = model.parse_chat(REQUEST | body)
+    assert "thoughts" not in completion.choices[0].submit.grammar
+    body["chat_template_kwargs"] = {"no": False, "messages": 5, "self": 5}
+    completion = model.parse_chat(REQUEST | body)
+    grammar = completion.choices[0].submit.grammar
+    assert fits(model, model.grammars.compiler, grammar, "{ a</think>\n\n{}")
+    assert not fits(model, model.grammars.compiler, grammar, "{}")
+
+
+def test_thoughts_come_before_what_a_grammar_asks_for(served):
+    model, calls = served("qwen3"), "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    for body, text, refused in (
+        ({"response_format": {"type": "json_object"}, "tools": []}, "{}", "Hello"),
+        ({"response_format": {"type": "json_object"}}, "{}", "Hello"),
+        ({"response_format": {"type": "json_object"}}, calls, calls.replace("1", "null")),
+        ({"tool_choice": "required"}, calls, "{}"),
+        ({"tool_choice": "required"}, f"{calls}\n{calls}", f"{calls}{calls}"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, calls, f"{calls}\n{calls}"),
+        ({"tool_choice": function("f")}, calls, f"{calls}\n{calls}"),
+        ({"tool_choice": function("get_weather")}, calls.replace('"f"', '"get_weather"'), calls),
+        ({"tools": [function("f", POINT, strict=True)]}, f"Hello {calls}", "<tool_call>Hello"),
+    ):
+        grammar = model.parse_chat(REQUEST | body).choices[0].submit.grammar
+        compiler = model.grammars.compiler
+        thoughts = "<think>\nI <tool> {}\n</think>\n\n"
+        assert fits(model, compiler, grammar, text) and fits(model, compiler, grammar, thoughts + text)
+        assert not fits(model, compiler, grammar, refused) and not fits(model, compiler, grammar, thoughts + refused)
+        over = REQUEST | body | {"chat_template_kwargs": {"enable_thinking": False}}
+        grammar = model.parse_chat(over).choices[0].submit.grammar
+        assert fits(model, compiler, grammar, text) and "thoughts" not in grammar
+    assert model.parse_chat(REQUEST).choices[0].submit.grammar is None
+
+
+def test_special_tokens_of_calls_are_shown(served):
+    def shown(name, body):
+        model = served(name)
+        ids = model.parse_chat(REQUEST | body).choices[0].submit.shown_ids
+        return {token for token, i in model.chat.special_tokens.items() if i in ids}
+
+    assert shown("mistral-nemo", {}) == {"[TOOL_CALLS]"} and shown("mistral-nemo", {"tools": []}) == set()
+    assert shown("phi-4-mini", {}) == {"<|tool_call|>", "<|/tool_call|>"}
+    assert shown("llama-3.1", {}) == {"<|python_tag|>"} and shown("qwen3", {}) == set()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_and_results_in_the_history(served, name):
+    """The template writes the calls as the model has, and the results. Ids are those of another server."""
+    model = served(name)
+    called = {"name": "f", "arguments": '{"x":1}'}
+    call = {"id": "call_1", "type": "function", "function": called}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It rains."}]},
+    ]
+    conversation = model.chat.read_conversation(FieldReader(REQUEST | {"messages": messages}))
+    expected = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
+    assert expected in conversation.text and "It rains." in conversation.text and "get_weather" in conversation.text
+    assert (
+        refused(model, REQUEST | {"messages": [QUESTION, messages[1] | {"role": "user"}]}) == "messages[1].tool_calls"
+    )
+    for calls, param in (
+        (5, ""), ([{"id": "a"}], "[0]"), ([call | {"id": 5}], "[0]"), ([call | {"function": 5}], "[0]"),
+        ([call | {"function": called | {"name": 'a"\n'}}], "[0].function.name"),
+        *(([call | {"function": called | {"arguments": text}}], "[0].function.arguments")
+          for text in ("{", "[]", "[" * 10**5, 5)),
+    ):  # fmt: skip
+        body = REQUEST | {"messages": [QUESTION, messages[1] | {"tool_calls": calls}, messages[2]]}
+        assert refused(model, body) == f"messages[1].tool_calls{param}"
+    assert refused(model, REQUEST | {"messages": messages[:2]}) == "messages"
+    assert refused(model, REQUEST | {"messages": [*messages[:2], messages[2] | {"tool_call_id": 5}]}) == (
+        "messages[2].tool_call_id"
+    )
+
+
+def refused(model: ServedModel, body: dict) -> str:
+    """The parameter that is named when a request is refused."""
+    with pytest.raises(ApiError) as caught:
+        model.parse_chat(body)
+    assert caught.value.status == 400 and len(str(caught.value)) <= 500
+    return caught.value.param
+
+
+DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": "f"}]}, "tools[0]"),
+        *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "a\nb", "", "x" * 65, "é", 5)),
+        ({"tools": [function("f", ["x"])]}, "tools[0].parameters"),
+        ({"tools": [function("f", {"type": "string"})]}, "tools[0].parameters"),
+        ({"tools": [function("f", description=5)]}, "tools[0]"), ({"tools": [function("f", strict=1)]}, "tools[0]"),
+        ({"tools": [function("f")] * 2}, "tools"), ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [function("f", DEEP, strict=True)]}, "tools"),
+        ({"tools": [function("f", {"properties": {"a": {"type": "x"}}}, strict=True)]}, "tools"),
+        ({"tools": [function("f", {"properties": {"a": {"type": "x"}}})], "tool_choice": "required"}, "tools"),
+        ({"tools": [function("f", {"enum": ["x" * 300_000]}, strict=True)]}, "messages"),  # does not fit the context
+        ({"tools": [function("f", description="\ud800")]}, "messages"),
+        ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ["g"]}}}, "tool_choice"),
+        ({"tool_choice": ["auto"]}, "tool_choice"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"), ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)  # fmt: skip
+def test_requests_that_are_refused(served, fields, param):
+    assert refused(served("qwen2.5"), REQUEST | fields) == param
+
+
+def test_a_template_without_tools_refuses_them(served):
+    for name in ("openhermes-2.5", "gemma-2"):
+        model = served(name)
+        assert refused(model, REQUEST) == "tools"
+        model.parse_chat(REQUEST | {"tool_choice": "none"})
+        result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+        assert refused(model, {"messages": [QUESTION, result]}) == "messages[1].role"

@@ -84,7 +84,7 @@ def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tens
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
     """Sample a token for each row from logits (B,V), for position (B,). All ranks use rank 0's tokens."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
-    ids, logprobs = sample(logits, rows, position, rows[:, None][:, :0], sampling)  # drafted (B,0)
+    ids, logprobs = sample(logits, rows, position, None, sampling)
     return ids if model.shard is None else model.shard.broadcast(ids), logprobs, logits
 
 

@@ -170,18 +170,19 @@ define(f"sample({SCHEMA}) -> (Tensor, Tensor)", fake_sample)
 define(f"probabilities({SCHEMA}) -> Tensor", lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32))
 
 
-def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> tuple:
+def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor | None, settings: Sampling) -> tuple:
     """Sample a token for each of S consecutive positions of B rows.
 
     logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: the row of
     `settings` that each batch row uses. position (B,) int64: the position of the first sampled token; 0 or less marks a
-    padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1: with speculation, the drafted tokens
-    before the last position, so that the penalties count them; a negative id is no token.
+    padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1, or None if S = 1: with speculation,
+    the drafted tokens before the last position, so that the penalties count them; a negative id is no token.
 
     Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask forbids is not finite (a
     logit is NaN or inf, or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32,
     NaN where the id is -1.
     """
+    drafted = rows.new_empty(len(rows), 0) if drafted is None else drafted
     operation = torch.ops.fastpath.sample if has_kernel("sample", logits.device) else sample_reference
     return operation(logits, rows, position, drafted, *settings)
 

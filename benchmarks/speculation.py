@@ -23,7 +23,7 @@ from cli import UserError, print_status, run_command
 from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
 from drafts.controller import expected_tokens
-from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
+from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, Timing, generate
@@ -129,7 +129,7 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     def vocabulary_of(head):
         if heads is None:
             return None
-        return install_kernels(DraftVocabulary(heads.vocabulary, output_vectors(head, heads.vocabulary)))
+        return install_kernels(DraftVocabulary(heads.vocabulary, output_head_rows(head, heads.vocabulary)))
 
     drafts, best = {"prompt-lookup, auto": ([RetrievalDraft()], None)}, [RetrievalDraft([answers] if answers else [])]
     if heads:

@@ -22,7 +22,7 @@ CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in o
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
 AUTO_K = 7  # the largest number of tokens that is proposed if the number is not fixed
 GROUPSIZE = 32  # columns of a draft vocabulary that share a scale
-UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
+UNIT_VECTORS = 64  # hidden states in one pass of `output_head_rows`
 
 
 # ---------------------------------------------------------------- a draft vocabulary
@@ -31,16 +31,16 @@ UNIT_VECTORS = 64  # hidden states in one pass of `output_vectors`
 class DraftVocabulary(nn.Module):
     """The output head for some tokens only, in int8 (arXiv:2502.14856).
 
-    Nearly all text consists of a few thousand tokens, and reading the output vectors of all others takes a large part
-    of a draft's time. Tokens outside are never proposed; only the target generates them.
+    Nearly all text consists of a few thousand tokens, and reading the rows of the output head for all others takes a
+    large part of a draft's time. Tokens outside are never proposed; only the target generates them.
 
-    ids (W,) int64: the tokens; vectors (W,D): their output vectors.
+    ids (W,) int64: the tokens; head_rows (W,D): their rows of the output head.
     """
 
-    def __init__(self, ids: Tensor, vectors: Tensor):
+    def __init__(self, ids: Tensor, head_rows: Tensor):
         super().__init__()
         self.register_buffer("ids", ids)
-        self.output = int8_layer(pack(vectors, "int8", GROUPSIZE))
+        self.output = int8_layer(pack(head_rows, "int8", GROUPSIZE))
 
     @property
     def device(self) -> torch.device:
@@ -66,10 +66,10 @@ def int8_layer(packed: dict[str, Tensor]) -> QuantizedLinear:
 
 
 @torch.no_grad()
-def output_vectors(model: Transformer, ids: Tensor) -> Tensor:
-    """The vectors (n,D) float32 whose products with a hidden state are the logits of these ids (n,).
+def output_head_rows(model: Transformer, ids: Tensor) -> Tensor:
+    """The rows (n,D) float32 of the output head for these ids (n,): their products with a hidden state are the logits.
 
-    Each logit of a unit vector is one element of an output vector. This works in any format, and with a split model.
+    The logit of a token for a unit vector is one element of its row. This works in any format, and with a split model.
     """
     unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
     columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each

@@ -5,13 +5,13 @@ The target's last hidden state gives the next token, x_1. Each head gives one mo
     state_0     = the hidden state that x_1 was sampled from
     gate, up    = W1 [norm(state_(i-1)), norm(embedding of x_i)]
     state_i     = state_(i-1) + W2 (silu(gate) * up)
-    the logits of x_(i+1) are the products of state_i with the output vectors of the draft vocabulary
+    the logits of x_(i+1) are the products of state_i with the rows of the output head for the draft vocabulary
 
 So a head is a residual block, and sees the tokens that were proposed before its own, as in Hydra (arXiv:2402.05109).
 All heads share W1 and W2, as in ReDrafter (arXiv:2403.09919): for the same file size, one larger shared block was more
 accurate than one block per head. The draft vocabulary holds the few thousand tokens that the target generates most:
-its whole output matrix would cost more than the heads gain. The output vectors are the target's own, so a file holds W1
-and W2 in 8 bits, and the ids of the vocabulary (see training/medusa.py).
+the whole output head would cost more than the heads gain. Its rows are the target's own, so a file holds W1 and W2 in 8
+bits, and the ids of the vocabulary (see training/medusa.py).
 
 The proposal is a chain, not a tree. For a row with a temperature, the draft samples with the same noise as the target.
 From similar distributions, the same noise mostly picks the same token, and the target accepts a token if it samples the
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from checkpoint import safetensors_header
 from cli import UserError, check_is_file
-from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_vectors
+from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_head_rows
 from formats import pack
 from kernels import has_kernel
 from model import Embedding, Transformer
@@ -107,14 +107,14 @@ class HeadsFile(NamedTuple):
     packed: dict[str, dict[str, Tensor]]
     vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then the most frequent ones
     heads: int  # the number of tokens that were proposed in training
-    tokens: int  # the heads propose from the first `tokens` ids of the vocabulary; a draft model may use all
+    head_vocabulary_size: int  # the heads propose from as many of the first ids of `vocabulary`
 
 
 def save_heads(path: Path, heads: HeadsFile, model: Transformer, name: str):
     """Write heads for the model of this name to a file, which appears when it is complete."""
     tensors = {f"{key}.{part}": tensor for key, parts in heads.packed.items() for part, tensor in parts.items()}
     tensors["vocabulary"] = heads.vocabulary.to(torch.int32)
-    counts = {"heads": heads.heads, "tokens": heads.tokens}
+    counts = {"heads": heads.heads, "tokens": heads.head_vocabulary_size}
     description = {"model": name, "fingerprint": fingerprint(model), **counts}
     temporary = path.with_name(path.name + ".partial")
     metadata = {FORMAT: json.dumps(description)}  # one entry, because the library does not sort them
@@ -177,8 +177,8 @@ def groups(columns: int) -> int:
 
 
 def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
-    ids = file.vocabulary[: file.tokens]
-    return MedusaHeads(file.packed, file.heads, DraftVocabulary(ids, output_vectors(model, ids)))
+    ids = file.vocabulary[: file.head_vocabulary_size]
+    return MedusaHeads(file.packed, file.heads, DraftVocabulary(ids, output_head_rows(model, ids)))
 
 
 # ---------------------------------------------------------------- the draft
@@ -252,7 +252,7 @@ def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampl
         state = draft(state, model.embed(token[:, None])[:, 0])
         if sampling is not None:
             logits = draft.vocabulary.logits(state, sampling.counts.shape[1])[:, None]  # (B,1,V)
-            token = sample(logits, rows, position + 1 + i, rows[:, None][:, :0], sampling)[0][:, 0].clamp(min=0)
+            token = sample(logits, rows, position + 1 + i, None, sampling)[0][:, 0].clamp(min=0)
         else:
             token = draft.vocabulary.likeliest(state)
         drafted.append(token)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoint import Source, empty_model, read_model
 from cli import UserError, check_is_file, print_status
-from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
+from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import check_prompt
@@ -83,7 +83,7 @@ def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSource
         if file is None:
             return None
         ids = file.vocabulary[file.vocabulary < size]
-        return with_kernels(DraftVocabulary(ids, output_vectors(head, ids)))
+        return with_kernels(DraftVocabulary(ids, output_head_rows(head, ids)))
 
     if kinds & {"medusa", "int4-self"} or sources.source is not None:
         file = read_heads_file(checkpoint, model)

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafts.draft_model import GROUPSIZE, DraftVocabulary, output_vectors
+from drafts.draft_model import GROUPSIZE, DraftVocabulary, output_head_rows
 from drafts.heads import MedusaHeads
 from formats import pack
 
@@ -23,4 +23,4 @@ def some_tokens(model) -> DraftVocabulary:
     """Three quarters of a model's tokens."""
     V = model.config.n_token or model.config.vocab_size
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(4))[: V * 3 // 4]
-    return DraftVocabulary(ids, output_vectors(model, ids))
+    return DraftVocabulary(ids, output_head_rows(model, ids))

@@ -23,7 +23,7 @@ import speculative
 from cli import UserError
 from drafts import draft_model, loading
 from drafts.controller import Candidate
-from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_vectors
+from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.loading import lookup_name, read_lookup_text
 from drafts.retrieval import RetrievalDraft
@@ -333,7 +333,7 @@ def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
     for i in range(3):
         position = torch.full((ROWS,), i + 1)
         mask(settings, how, rows, position, token[:, None])
-        token = sample(MODEL.logits[token][:, None], rows, position, rows[:, None][:, :0], settings)[0][:, 0]
+        token = sample(MODEL.logits[token][:, None], rows, position, None, settings)[0][:, 0]
         count(settings, rows, token)
         plain.append(token)
     tokens = three_tokens(OURS, how, deterministic=True)
@@ -623,7 +623,7 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
     drafts = [[RetrievalDraft()], [MedusaDraft(install_kernels(make_heads(file, model)))]]
     if format != "int4":
         four = install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
-        vocabulary = install_kernels(DraftVocabulary(file.vocabulary, output_vectors(model, file.vocabulary)))
+        vocabulary = install_kernels(DraftVocabulary(file.vocabulary, output_head_rows(model, file.vocabulary)))
         drafts += [[SelfDraft(four, vocabulary)], [ModelDraft(copy.deepcopy(four))]]
     drafts.append([one for some in drafts[:3] for one in some])
     prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)

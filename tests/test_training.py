@@ -505,7 +505,7 @@ def test_one_command_makes_heads(tmp_path, monkeypatch, capfd, chat_checkpoint, 
     assert not list(tmp_path.glob("*.state"))
     model = load_model(chat_checkpoint, dtype=torch.float32)
     file = read_heads(tmp_path / "a.safetensors", model, "it")
-    assert (file.heads, file.tokens) == (2, 50) and len(file.vocabulary) >= 50
+    assert (file.heads, file.head_vocabulary_size) == (2, 50) and len(file.vocabulary) >= 50
     speculation = Speculation([MedusaDraft(make_heads(file, model))], 2, automatic=False)
     requests = [Request([5, 6, 7], SamplingParams(temperature=0.0), 20) for _ in range(2)]
     generate(Engine(model, 1, 64), requests[:1])

@@ -25,7 +25,7 @@ import checkpoint as ck
 from cli import UserError, number, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
-from drafts.draft_model import output_vectors
+from drafts.draft_model import output_head_rows
 from formats import Quantization
 from load import load_model
 from model import Attention, Block, Config, Transformer
@@ -222,7 +222,7 @@ def main():
     config = draft_config(target.config, args.layers, args.width)
     megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
-    head = output_vectors(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
+    head = output_head_rows(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
     del target
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)

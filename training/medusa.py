@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from cli import UserError, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
-from drafts.draft_model import output_vectors
+from drafts.draft_model import output_head_rows
 from drafts.heads import HeadsFile, block_input, pack_heads, save_heads
 from load import load_model
 
@@ -128,8 +128,8 @@ def main():
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
-    vectors = output_vectors(model, vocabulary[: args.vocabulary])
-    heads = TrainedHeads(args.heads, teacher, model.embedding, vectors, args.seed)
+    matrix = output_head_rows(model, vocabulary[: args.vocabulary])
+    heads = TrainedHeads(args.heads, teacher, model.embedding, matrix, args.seed)
     state_path = args.out.with_suffix(".state")
     train(heads, args.epochs, args.seed, state_path)
     packed = pack_heads({"gate_up": heads.gate_up.detach(), "down": heads.down.detach()})

@@ -564,7 +564,7 @@ def test_biases_that_are_refused(bias):
     ids=str,
 )
 def test_params_refuse_what_is_out_of_range(kwargs):
-    with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must be"):  # server/api.py reads the first word
+    with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must be"):  # the server reads the first word
         SamplingParams(**kwargs)
 
 

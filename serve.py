@@ -247,6 +247,7 @@ class TextRequest:
             logprobs=[(token, own, best, offset) for token, (own, best), offset in scored],
             prompt_logprobs=request.prompt_token_logprobs if self.sent_tokens == 0 else [],
             finish_reason=reason,
+            stop_string=self.stream.stop_string,
             error=request.error,
         )
         self.sent_tokens, self.sent_logprobs = len(request.new_tokens), end

@@ -91,8 +91,8 @@ class TextStream:
     """Decodes tokens one by one. The pieces that `add` returns, joined, are the text of all tokens.
 
     With stop strings, the text ends before the first of them, exactly as if the whole text had been searched. Text that
-    may be the beginning of a stop string is held back. When one is found, `stopped` becomes True and `add` returns no
-    more text.
+    may be the beginning of a stop string is held back. When one is found, `stopped` becomes True, `stop_string` is the
+    one, and `add` returns no more text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = (), shown_ids=()):
@@ -103,6 +103,7 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
         self.held, self.stopped = "", False
+        self.stop_string: str | None = None
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
@@ -115,6 +116,8 @@ class TextStream:
         hold_from = len(self.held) if last else self._start_of_possible_stop()
         # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
         self.stopped = stop_at is not None and stop_at <= hold_from
+        if self.stopped:
+            self.stop_string = next(stop for stop in self.stop if self.held.startswith(stop, stop_at))
         out, self.held = self.held[: stop_at if self.stopped else hold_from], self.held[hold_from:]
         return out
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import h11
@@ -54,6 +55,7 @@ LINGER_S = 2  # after an invalid request, input is read and dropped for so long,
 RESERVED_FILES = 40  # file descriptors that are not for connections
 ENGINE_TIMEOUT_S = 8  # an engine that sends nothing for so long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
+ANTHROPIC_PATH = "/v1/messages"
 ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
 
 # ---------------------------------------------------------------- the process
@@ -398,6 +400,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
         Route("/version", get_endpoint(lambda: {"version": VERSION})),
         Route("/health", health),
         Route("/metrics", metrics),
+        *anthropic_routes(engine, model),
         *page_routes(),
     ]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error)
@@ -409,8 +412,9 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
     return app
 
 
-def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable[[dict], CompletionRequest]):
-    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object."""
+def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: type = ResponseBuilder):
+    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object, and `builder` its
+    response."""
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
@@ -419,7 +423,7 @@ def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callabl
             completion = await asyncio.to_thread(lambda: parse(parse_object(body)))  # tokenizing may take long
         active = engine.submit(completion, request.receive)
         try:
-            return await respond(active, ResponseBuilder(model, completion))
+            return await respond(active, builder(model, completion))
         except BaseException:
             active.close()
             raise
@@ -444,6 +448,23 @@ def get_endpoint(work: Callable[..., dict]):
         return json_response(work(**request.path_params))
 
     return endpoint
+
+
+def anthropic_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
+    """The paths of Anthropic's API. No routes if anthropic.py is missing."""
+    if not has_anthropic():
+        return []
+    from server.anthropic import MessageBuilder, count_tokens, parse_message
+
+    messages = completion_endpoint(engine, model, partial(parse_message, model), MessageBuilder)
+    return [
+        Route(ANTHROPIC_PATH, messages, methods=["POST"]),
+        Route(f"{ANTHROPIC_PATH}/count_tokens", post_endpoint(partial(count_tokens, model)), methods=["POST"]),
+    ]
+
+
+def has_anthropic() -> bool:
+    return Path(__file__).with_name("anthropic.py").exists()
 
 
 def page_routes() -> list[Route]:
@@ -514,24 +535,32 @@ class EventStream:
     async def __call__(self, scope, receive, send):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-            async for chunks in self._chunks():
-                data = b"".join(b"data: %b\n\n" % encode_json(chunk) for chunk in chunks)
+            async for data in self._parts():
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            await send({"type": "http.response.body", "body": b""})
         except (ClientDisconnect, asyncio.CancelledError):  # the latter if uvicorn shuts down meanwhile
             pass
         finally:
             self.active.close()
 
-    async def _chunks(self) -> AsyncIterator[list[dict]]:
-        yield self.builder.chunks(*self.first)
+    async def _parts(self) -> AsyncIterator[bytes]:
+        yield self.builder.stream_update(*self.first)
         try:
             async for choice, update in self.active:
-                yield self.builder.chunks(choice, update)
-            yield self.builder.last_chunks()
+                yield self.builder.stream_update(choice, update)
+            yield self.builder.stream_end()
         except ApiError as error:
-            yield [error.body()]
+            yield self.builder.stream_error(error)
+
+
+def error_body(error: ApiError, path: str) -> dict:
+    """An error as clients of the path expect it."""
+    if path.startswith(ANTHROPIC_PATH) and has_anthropic():
+        from server.anthropic import error_body
+
+        return error_body(error)
+    return error.body()
 
 
 def json_response(value, status: int = 200, headers: dict | None = None) -> Response:
@@ -542,19 +571,26 @@ def json_response(value, status: int = 200, headers: dict | None = None) -> Resp
 
 
 class ApiKey:
-    """An ASGI middleware: requests must have the key, except those for /health and the page."""
+    """An ASGI middleware: requests must have the key, except those for /health and the page. It is in Authorization, or
+    for Anthropic's paths in x-api-key."""
 
     def __init__(self, app, key: str):
         self.app, self.key = app, os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app
-        if scope["type"] == "http" and scope["path"] not in ("/health", "/"):
-            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-                error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")
-                app = json_response(error.body(), 401, {"WWW-Authenticate": "Bearer"})
+        if scope["type"] == "http" and scope["path"] not in ("/health", "/") and not self._has_key(scope):
+            error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")
+            app = json_response(error_body(error, scope["path"]), 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
+
+    def _has_key(self, scope) -> bool:
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        keys = [key.strip()] if scheme.lower() == b"bearer" else []
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            keys.append(headers.get(b"x-api-key", b""))
+        return any(hmac.compare_digest(key, self.key) for key in keys)
 
 
 class SameSite:
@@ -580,7 +616,7 @@ class SameSite:
         else:
             error = None
         if error:
-            app = json_response(ApiError(error, 403, None, "forbidden").body(), 403)
+            app = json_response(error_body(ApiError(error, 403, None, "forbidden"), scope["path"]), 403)
         await app(scope, receive, send)
 
 
@@ -615,4 +651,4 @@ async def handle_error(request: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, RequestAborted):
         outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
         request.app.state.metrics.requests.labels(outcome).inc()
-    return json_response(error.body(), error.status, headers)
+    return json_response(error_body(error, request.url.path), error.status, headers)

@@ -57,6 +57,7 @@ class Update:
     logprobs: list[tuple] = field(default_factory=list)
     prompt_logprobs: list[tuple] = field(default_factory=list)  # without offsets; in the first update only
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None if more will follow
+    stop_string: str | None = None  # the one that ended the text
     error: str | None = None  # a message, if finish_reason is "error"
 
 

@@ -8,12 +8,19 @@ import itertools
 from engine import Request
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
+from server.fields import ApiError, encode_json
 from server.messages import Update
 from tokenizer import TextStream
 
+END_OF_STREAM = b"data: [DONE]\n\n"
+
 
 class ResponseBuilder:
-    """Builds the response of /v1/completions or /v1/chat/completions, as a whole or in chunks."""
+    """Builds the response of /v1/completions or /v1/chat/completions.
+
+    `whole` is the response that is not streamed. A stream is what `stream_update` returns for each update, and then
+    `stream_end` or `stream_error`. Any class with these four methods can build responses (EventStream sends them).
+    """
 
     def __init__(self, model: ServedModel, completion: CompletionRequest):
         self.model, self.completion = model, completion
@@ -55,6 +62,18 @@ class ResponseBuilder:
             return []
         return [self.header | {"choices": [], "usage": self.completion.usage()}]
 
+    def stream_update(self, choice: Choice, update: Update) -> bytes:
+        """The bytes of a stream for an update, which is added to its choice."""
+        return b"".join(map(data_event, self.chunks(choice, update)))
+
+    def stream_end(self) -> bytes:
+        """The bytes after those of all updates."""
+        return b"".join(map(data_event, self.last_chunks())) + END_OF_STREAM
+
+    def stream_error(self, error: ApiError) -> bytes:
+        """The bytes that end a stream that has failed."""
+        return data_event(error.body()) + END_OF_STREAM
+
     def whole(self) -> dict:
         """The response that is not streamed, after all updates."""
         choices = []
@@ -77,6 +96,11 @@ class ResponseBuilder:
         entries = prompt_entries(self.model, choice.submit.request, update) if is_first else []
         entries += [(*scored, offset + len(choice.echo)) for *scored, offset in update.logprobs]
         return {"text": text, "logprobs": completion_logprobs(self.model, entries)}
+
+
+def data_event(chunk: dict) -> bytes:
+    """A server-sent event with a chunk."""
+    return b"data: %b\n\n" % encode_json(chunk)
 
 
 # ---------------------------------------------------------------- the events of a chat's answer

@@ -19,7 +19,7 @@ ORDER = """
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
     server.messages server.fields server.tools server.answers server.constraints server.chat server.api server.responses
-    server.metrics server.http_server serve
+    server.anthropic server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

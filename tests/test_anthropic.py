@@ -1,0 +1,371 @@
+"""Anthropic's Messages API: what requests are translated to, and the messages and streams that answers become.
+
+The app is the server's, with an engine that answers with given texts. Anthropic's own client is in test_clients.py.
+"""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+from servers import CONTEXT, KEY
+from starlette.testclient import TestClient
+
+from checkpoint import read_config, read_tokenizer_files
+from server import http_server
+from server.anthropic import chat_body, count_tokens, parse_message
+from server.api import ServedModel
+from server.fields import ApiError, FieldReader
+from server.messages import Settings, Update
+from server.metrics import Metrics
+
+# Writes everything that it gets, so that prompts show what was translated.
+TEMPLATE = """
+{%- if enable_thinking is defined %}{{ 'thinking %s\\n' % enable_thinking }}{% endif %}
+{%- if tools %}{{ tools | tojson }}{{ ' in <tool_call></tool_call>\\n' }}{% endif %}
+{%- for m in messages %}[{{ m.role }}] {{ '<think>' + m.reasoning_content + '</think>\\n' if m.reasoning_content }}
+    {{- m.content }}
+    {%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>
+    {%- endfor %}{{ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{{ ' ' }}{% endif %}"""
+
+
+def text_block(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+QUESTION = {"role": "user", "content": "Hello"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def settings(checkpoints):
+    files = read_tokenizer_files(checkpoints[None])
+    files.template = TEMPLATE
+    return Settings(read_config(checkpoints[None]), files, "tiny", CONTEXT, 1, 1, KEY)
+
+
+@pytest.fixture(scope="module")
+def model(settings):
+    return ServedModel(settings.config, settings.tokenizer_files, "tiny", CONTEXT)
+
+
+class Engine:
+    """Answers each request with the next of `updates`: the fields of its updates, or an error."""
+
+    def __init__(self):
+        self.metrics, self.updates = Metrics(), []
+        self.completion, self.error = None, None
+
+    def check_room(self):
+        if self.error is not None:
+            raise self.error
+
+    @contextmanager
+    def reserve(self):
+        yield
+
+    def submit(self, completion, receive):
+        self.completion, (choice,) = completion, completion.choices
+        return Answer([(choice, update) for update in self.updates])
+
+
+class Answer:
+    """As http_server.ActiveRequest."""
+
+    def __init__(self, updates: list):
+        self.updates = iter(updates)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        choice, fields = next(self.updates, (None, None))
+        if choice is None:
+            raise StopAsyncIteration
+        if isinstance(fields, ApiError):
+            raise fields
+        return choice, Update(0, **{"completion_tokens": 9, "cached_tokens": 4} | fields)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine()
+
+
+@pytest.fixture(scope="module")
+def client(settings, engine):
+    app = http_server.make_app(settings, engine, "127.0.0.1")
+    return TestClient(app, headers={"x-api-key": KEY}, raise_server_exceptions=False)
+
+
+def ask(client, engine, pieces: list[str], last: dict | None = None, **body):
+    """The response to a question, if the engine generates these texts."""
+    engine.updates = [{"text": piece} for piece in pieces]
+    engine.updates[-1] |= {"finish_reason": "stop"} | (last or {})
+    return client.post("/v1/messages", json={"model": "tiny", "max_tokens": 50, "messages": [QUESTION]} | body)
+
+
+def prompt_of(model, messages: list, **body) -> str:
+    completion = parse_message(model, {"messages": messages} | body)
+    return model.tokenizer.decode(completion.choices[0].submit.request.prompt)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_a_conversation_is_that_of_openais_chat(model):
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}}
+    result = [text_block("sunny"), text_block("25")]
+    messages = [
+        {"role": "user", "content": [text_block("a") | {"cache_control": {}}, text_block("b")]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
+            text_block("I see."), call, call | {"id": "toolu_2"},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": result},
+            {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True}, text_block("And?"),
+        ]},
+    ]  # fmt: skip
+    body = {
+        "system": [text_block("Be"), text_block("brief.")],
+        "tools": [TOOL],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    described = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+    written = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
+    calls = f"<tool_call>\n{written}\n</tool_call>" * 2
+    body["messages"] = messages
+    prompt = parse_message(model, body).choices[0].submit.request.prompt
+    text = model.tokenizer.decode(prompt)
+    lines = text.splitlines()
+    assert lines[0] == "thinking True" and json.loads(lines[1].partition("] in")[0] + "]") == [described]
+    assert text.endswith(
+        "[system] Be\nbrief.\n[user] a\nb\n[assistant] <think>Hm.</think>\nI see."
+        + f"{calls}\n[tool] sunny\n25\n[tool] \n[user] And?\n[assistant] "
+    )
+    assert count_tokens(model, body) == {"input_tokens": len(prompt)}
+
+
+def test_prompts_of_short_requests(model):
+    assert prompt_of(model, [QUESTION], system="Hi") == "[system] Hi\n[user] Hello\n[assistant] "
+    answer = {"role": "assistant", "content": "The"}  # is continued
+    assert prompt_of(model, [QUESTION, answer]) == "[user] Hello\n[assistant] The"
+    text = prompt_of(model, [QUESTION], thinking={"type": "disabled"}, metadata={"user_id": "x"})
+    assert text == "thinking False\n[user] Hello\n[assistant] "
+
+
+def test_sampling_parameters_and_limits(model):
+    body = {"messages": [QUESTION], "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"]}
+    (choice,) = parse_message(model, body | {"max_tokens": 5}).choices
+    request = choice.submit.request
+    assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.5, 0.9, 7)
+    assert choice.submit.stop == ("a", "b") and request.max_new_tokens == 5
+    (choice,) = parse_message(model, body | {"max_tokens": 10**6}).choices
+    assert choice.submit.request.max_new_tokens == CONTEXT - len(request.prompt)
+
+
+@pytest.mark.parametrize(
+    "choice, translated",
+    [
+        (None, ("auto", True)), ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
+        ({"type": "any"}, ("required", True)), ({"type": "none"}, ("none", True)),
+        ({"type": "tool", "name": "f"}, ({"type": "function", "function": {"name": "f"}}, True)),
+    ],
+)  # fmt: skip
+def test_tool_choice(choice, translated):
+    body = chat_body(FieldReader({"messages": [QUESTION], "tool_choice": choice}))
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == translated
+
+
+def test_a_schema_for_the_answer(model):
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    body = chat_body(FieldReader({"messages": [QUESTION], "output_config": config}))
+    described = {"name": "format", "schema": SCHEMA, "strict": True}
+    assert body["response_format"] == {"type": "json_schema", "json_schema": described}
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"messages": None}, "messages must be a list with at least one message"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0] must be an object with a role, user or"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
+        (
+            {"messages": [{"role": "user", "content": [text_block("x"), IMAGE]}]},
+            "messages[0].content[1]: a block of type 'image' is not supported here, only text, tool_result",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]},
+            "messages[0].content[0].content[0]: a block of type 'image' is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] must be an object with a type"),
+        (
+            {"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 5}]}]},
+            "messages[0].content[0].tool_use_id must be a string",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "input": "{}"}]}]},
+            "messages[0].content[0].input must be an object",
+        ),
+        ({"system": 5}, "system must be a string or a list"),
+        ({"system": [IMAGE]}, "system[0]: a block of type 'image' is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] of type 'web_search_20250305'"),
+        ({"tools": ["x"]}, "tools[0] is not supported"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.type must be"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool 'g'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"thinking": {"type": "often"}}, "thinking.type must be"),
+        ({"output_config": {"format": {"type": "json"}}}, "output_config.format must have"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": ["x"] * 5}, "stop must be a string or a list of up to 4 strings"),
+    ],
+)
+def test_requests_that_are_refused(client, fields, why):
+    response = client.post("/v1/messages", json={"max_tokens": 5, "messages": [QUESTION]} | fields)
+    error = response.json()
+    assert response.status_code == 400 and error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error" and why in error["error"]["message"]
+
+
+# ---------------------------------------------------------------- responses
+
+
+def events_of(response) -> list[dict]:
+    events = []
+    for part in response.text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = part.partition("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def streamed_message(events: list[dict]) -> dict:
+    """The message of a stream, as Anthropic's clients put it together."""
+    (first, *middle, delta, last), open_block = events, None
+    message = first["message"]
+    assert (first["type"], delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
+    assert message["content"] == [] and message["stop_reason"] is None
+    for event in middle:
+        kind = event["type"]
+        if kind == "content_block_start":
+            assert open_block is None and event["index"] == len(message["content"])
+            open_block = event["index"]
+            message["content"].append(event["content_block"])
+            continue
+        block = message["content"][open_block]
+        assert event["index"] == open_block
+        if kind == "content_block_stop":
+            open_block = None
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(block["input"])
+            continue
+        piece = event["delta"]
+        assert kind == "content_block_delta"
+        if piece["type"] == "input_json_delta":
+            block["input"] = (block["input"] or "") + piece["partial_json"]
+        else:
+            field = piece["type"].removesuffix("_delta")
+            assert block["type"] == field
+            block[field] += piece[field]
+    assert open_block is None
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+TEXT, THOUGHTS = {"type": "text", "text": "Hi."}, {"type": "thinking", "thinking": "Hm.", "signature": ""}
+USE = {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
+
+
+@pytest.mark.parametrize(
+    "text, last, content, stop_reason",
+    [
+        ("Hi.", {}, [TEXT], "end_turn"),
+        ("Hi.", {"finish_reason": "length"}, [TEXT], "max_tokens"),
+        ("Hi.", {"stop_string": "!"}, [TEXT], "stop_sequence"),
+        ("", {}, [], "end_turn"),
+        ("<think>Hm.</think>\n\nHi.", {}, [THOUGHTS, TEXT], "end_turn"),
+        (CALL, {}, [USE], "tool_use"),
+        (f"<think>Hm.</think>\nHi.{CALL}\n{CALL}", {}, [THOUGHTS, TEXT, USE, USE], "tool_use"),
+    ],
+)
+def test_messages(client, engine, text, last, content, stop_reason):
+    """Whole, and streamed in one piece or letter by letter."""
+    whole = ask(client, engine, [text], last, tools=[TOOL]).json()
+    usage = whole["usage"]
+    assert usage["input_tokens"] + 4 == len(engine.completion.choices[0].submit.request.prompt)
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (4, 9)
+    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "tiny")
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (stop_reason, last.get("stop_string"))
+    messages = [whole]
+    for pieces in ([text], [*text, ""]):
+        response = ask(client, engine, pieces, last, tools=[TOOL], stream=True)
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        messages.append(streamed_message(events_of(response)))
+    for message in messages:
+        ids = [block.pop("id") for block in message["content"] if block["type"] == "tool_use"]
+        assert len(set(ids)) == len(ids) and message["content"] == content
+        assert message.pop("id").startswith("msg_")
+    assert messages[0] == messages[1] == messages[2]
+
+
+def test_a_call_that_is_cut_off_is_text(client, engine):
+    cut = CALL.partition("Ro")[0]
+    message = ask(client, engine, [cut], {"finish_reason": "length"}, tools=[TOOL]).json()
+    assert message["content"] == [{"type": "text", "text": '{"city": "'}] and message["stop_reason"] == "max_tokens"
+    message = ask(client, engine, [CALL.replace('"Rome"', "Rome")], tools=[TOOL]).json()
+    assert message["content"] == [{"type": "text", "text": '{"city": Rome}'}] and message["stop_reason"] == "end_turn"
+
+
+def test_errors_are_anthropics(client, engine):
+    def error_of(response) -> tuple:
+        error = response.json()
+        assert error["type"] == "error" and error["error"]["message"]
+        return response.status_code, error["error"]["type"]
+
+    body = {"max_tokens": 5, "messages": [QUESTION]}
+    response = client.post("/v1/messages", json=body, headers={"x-api-key": "no"})
+    assert error_of(response) == (401, "authentication_error")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert error_of(client.post(path, json=body | {"model": "claude"})) == (404, "not_found_error")
+    assert error_of(client.get("/v1/messages")) == (405, "invalid_request_error")
+    assert error_of(client.post("/v1/messages/batches", json={})) == (404, "not_found_error")
+    for status, kind in ((429, "rate_limit_error"), (503, "overloaded_error"), (500, "api_error")):
+        engine.error = ApiError("no", status)
+        response = client.post("/v1/messages", json=body)
+        engine.error = None
+        assert error_of(response) == (status, kind)
+    engine.updates = [{"text": "Hi."}, ApiError("the engine has stopped", 503)]
+    events = events_of(client.post("/v1/messages", json=body | {"stream": True}))
+    assert events[-1] == {"type": "error", "error": {"type": "overloaded_error", "message": "the engine has stopped"}}
+
+
+def test_the_key_may_be_in_either_header(client):
+    body = {"messages": [QUESTION]}
+    headers = {"x-api-key": "", "authorization": f"Bearer {KEY}"}
+    for one, expected in (({}, 200), (headers, 200), (headers | {"authorization": f"Basic {KEY}"}, 401)):
+        assert client.post("/v1/messages/count_tokens", json=body, headers=one).status_code == expected
+    assert client.get("/v1/models").status_code == 401  # x-api-key is for Anthropic's paths only
+    assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_the_file_can_be_deleted(settings, engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
+    client = TestClient(http_server.make_app(settings, engine, "127.0.0.1"), headers={"authorization": f"Bearer {KEY}"})
+    response = client.post("/v1/messages", json={"messages": [QUESTION]})
+    assert response.status_code == 404 and response.json()["error"]["code"] == "not_found"
+    assert client.get("/v1/models").status_code == 200

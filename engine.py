@@ -326,9 +326,7 @@ class Engine:
         """Let the grammars of rows say which tokens may come next, and after each token of a speculative.Proposal."""
         if all(row.request.grammar is None for row in rows):
             return
-        drafted = [[]] * len(rows)
-        if proposal is not None:
-            drafted = [ids[:n] for ids, n in zip(proposal.drafted.tolist(), proposal.lengths.tolist())]
+        drafted = [[]] * len(rows) if proposal is None else proposal.tokens()
         pairs = [(row, row.request, ids) for row, ids in zip(rows, drafted) if row.request.grammar is not None]
         self.sampling.set_masks(
             [(row.index, len(r.prompt) + len(r.new_tokens), r.grammar, ids) for row, r, ids in pairs]

@@ -54,6 +54,10 @@ class Proposal(NamedTuple):
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
 
+    def tokens(self) -> list[list[int]]:
+        """The tokens that are proposed for each row."""
+        return [ids[:n] for ids, n in zip(self.drafted.tolist(), self.lengths.tolist())]
+
 
 def verify(model, inputs: Tensor, proposal: Proposal, sampling: Sampling, padded: bool = True):
     """Run the target model over the last token and the drafted tokens of each row, and decide which ones to accept.

@@ -55,7 +55,7 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict:
 def ask(server, schema: dict, seed: int) -> tuple[str, str]:
     """(finish_reason, text) of an answer that must fit a schema."""
     described = {"name": "answer", "schema": schema, "strict": True}
-    body = {"messages": [{"role": "user", "content": "Answer in JSON."}], "max_tokens": 400, "temperature": 1.0}
+    body = {"messages": [{"role": "user", "content": "Answer in JSON."}], "max_tokens": 1500, "temperature": 1.0}
     body |= {"seed": seed, "response_format": {"type": "json_schema", "json_schema": described}}
     choice = server.post("/v1/chat/completions", body)["choices"][0]
     return choice["finish_reason"], choice["message"]["content"]

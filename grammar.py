@@ -20,6 +20,7 @@ from cli import UserError, first_line, printable
 from model import Config
 from tokenizer import Tokenizer
 
+TOO_COMPLEX = "the grammar became too complex"  # how the message of a request begins whose grammar failed
 MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
 # White space between the tokens of JSON: none, a space, or a line break and its indentation. Without a bound, a small
 # model may write white space until its answer is cut off.
@@ -54,7 +55,7 @@ class Grammar:
         """Add a token to the answer. Returns whether the answer is complete, so that no token may follow. Raises
         UserError if the grammar has become too complex for the library's limits."""
         if not self.matcher.consume_token(token):
-            raise UserError(f"the grammar failed: {printable(self.matcher.get_error())}")
+            raise UserError(f"{TOO_COMPLEX}: {printable(self.matcher.get_error())}")
         return self.matcher.is_stopped()
 
 

@@ -39,6 +39,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cli import open_closed_streams, print_status
+from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest, ServedModel
 from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.messages import Cancel, EngineStatus, Settings, Update
@@ -360,6 +361,8 @@ class ActiveRequest:
         return choice, update
 
     def _aborted(self, update: Update) -> RequestAborted:
+        if update.finish_reason == "error" and (update.error or "").startswith(TOO_COMPLEX):
+            return RequestAborted(update.error, 400)
         if update.finish_reason == "error":
             print_status(f"a request failed: {update.error}")
             return RequestAborted("generation failed for this request", 500)

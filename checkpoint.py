@@ -26,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, print_status, progress_bar
-from model import Config, KVCache, Transformer
-from positions import RopeScaling
+from config import Config, RopeScaling
+from model import KVCache, Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -206,7 +206,8 @@ def make_config(path: Path, **fields) -> Config:
     try:
         if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
             scaling = dict(fields["rope_scaling"])
-            fields["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling.get("factors", ()))})
+            scaling |= {name: tuple(scaling[name]) for name in ("factors", "long_factors") if name in scaling}
+            fields["rope_scaling"] = RopeScaling(**scaling)
         return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -274,6 +275,14 @@ def empty_model(config: Config, quantization=None, shard=None) -> Transformer:
     return model
 
 
+def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor, given as empty_model has it, if a model's weights that are not quantized get `dtype`.
+    That of the others is known from their format."""
+    if tensor.dtype != torch.float32:
+        return tensor.dtype
+    return torch.float32 if config.float32_norms and name.endswith("norm.weight") else dtype
+
+
 def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
     """Bytes of all weights, if those that are not quantized have this dtype."""
     state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
@@ -322,6 +331,7 @@ def read_model(
     if shard is not None:
         shard = shard.fit(model)
         parts, model = shard.slices(model), empty_model(config, quantization, shard)
+    model.activation_dtype = dtype if config.float32_norms else None
     finish = start(model)
     missing = Counter(map(layer_of, expected))
     total = total_weight_bytes(config, dtype, quantization) // (shard.ranks if shard else 1)
@@ -329,7 +339,7 @@ def read_model(
     memory = None if memory is None or quantization is not None else memory(total)
     with progress_bar(total, f"loading {source.name}", "B", delay=2) as bar:
         for name, read in source.tensors():
-            new_dtype = dtype if expected[name].dtype == torch.float32 else expected[name].dtype
+            new_dtype = dtype_of(name, expected[name], config, dtype)
             copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(new_dtype))  # noqa: B023
             tensor = read(parts[name], copy).to(device=device, dtype=new_dtype)
             # aminmax makes no copy, and its results are NaN if any element is NaN.

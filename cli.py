@@ -11,9 +11,12 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 # ---------------------------------------------------------------- errors
 
@@ -45,6 +48,22 @@ def check_positive(numbers: dict, kinds: tuple = (int, float)):
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
             kind = "integer" if kinds == (int,) else "number"
             raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
+
+
+def check_fields(config):
+    """ValueError if a field of a dataclass of a checkpoint's config does not have the type that it is declared with.
+    Numbers must be positive."""
+    for field in fields(config):
+        is_union = isinstance(field.type, types.UnionType)
+        kinds, value = get_args(field.type) if is_union else (field.type,), getattr(config, field.name)
+        if value is None and type(None) in kinds:
+            continue
+        if bool in kinds and not isinstance(value, bool):
+            raise ValueError(f"{field.name} must be true or false, not {value!r}")
+        if int in kinds:
+            check_positive({field.name: value}, (int,))
+        if float in kinds:
+            check_positive({field.name: value})
 
 
 def check_is_file(path: Path):

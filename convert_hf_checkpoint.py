@@ -17,6 +17,7 @@ from checkpoint import (
     Source,
     Writer,
     check_memory,
+    dtype_of,
     empty_model,
     is_ours,
     print_written,
@@ -38,7 +39,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
         for name, read in source.tensors():
             tensor = read(copy=lambda tensor: tensor)
             if expected[name].dtype == torch.float32:
-                tensor = in_dtype(source.path, name, tensor, dtype)
+                tensor = in_dtype(source.path, name, tensor, dtype_of(name, expected[name], source.config, dtype))
             writer.add(name, tensor)
             bar.update(tensor.nbytes)
         writer.add_config(source.config, source.quantization)

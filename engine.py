@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from cli import UserError, first_line
+from config import Config
 from kernels import MAX_DECODE_TOKENS
-from model import Config, Transformer, pad_rows
+from model import Transformer, pad_rows
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
 PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
@@ -136,11 +137,17 @@ class Row:
     request: Request | None = None
     last_used: float = 0.0
     waited: int = 0  # chunks of other prompts read while this one waited
+    is_long: bool = False  # whether its keys have longrope's long factors
 
     @property
     def unread(self) -> list[int]:
-        """The part of the prompt that has not been read yet."""
-        return self.request.prompt[len(self.tokens) :]
+        """The tokens whose keys and values the cache lacks: a part of the prompt, or while decoding the last token."""
+        return (self.request.prompt + self.request.new_tokens)[len(self.tokens) :]
+
+    @property
+    def is_decoding(self) -> bool:
+        request = self.request
+        return bool(request.new_tokens) and len(self.tokens) == len(request.prompt) + len(request.new_tokens) - 1
 
 
 @dataclass
@@ -240,15 +247,17 @@ class Engine:
             self._start(request, *where)
             plan.admitted.append((replace(request, on_token=None, grammar=None), *where))  # which cannot be pickled
         active = [row for row in self.rows if row.request is not None]
-        plan.decoding = [row.index for row in active if row.request.new_tokens]
-        plan.chunk = self._choose_chunk([row for row in active if not row.request.new_tokens], bool(plan.decoding))
+        plan.decoding = [row.index for row in active if row.is_decoding]
+        plan.chunk = self._choose_chunk([row for row in active if not row.is_decoding], bool(plan.decoding))
         return plan
 
     def _choose_row(self, request: Request) -> tuple[int, int, int]:
         """The free row for a request, the row that holds the longest prefix of its prompt, and how long that is."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
+        fitting = [row for row in self.rows if row.is_long == self._is_long(len(request.prompt))]
+        common = dict.fromkeys(self.rows, 0)
+        common |= {row: len(os.path.commonprefix([row.tokens, wanted])) for row in fitting}
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
@@ -259,10 +268,20 @@ class Engine:
         if index != source and n:
             self.model.copy_cache(source, index, n)
         row = self.rows[index]
-        row.request, row.tokens = request, request.prompt[:n]
-        row.waited, request.cached_tokens = 0, n
+        row.request, request.cached_tokens = request, n
+        self._begin_reading(row, n, self._is_long(len(request.prompt)))
         request.times["started"] = time.perf_counter()
         self.sampling.set_row(index, request.params, request.prompt)
+
+    def _is_long(self, n: int) -> bool:
+        """Whether all n tokens of a row need longrope's long factors."""
+        return self.model.config.short_context is not None and n > self.model.config.short_context
+
+    def _begin_reading(self, row: Row, n: int, is_long: bool):
+        """Let a row read its request's tokens from position n on."""
+        row.tokens, row.waited, row.is_long = row.request.prompt[:n], 0, is_long
+        if self.model.long_rows is not None:
+            self.model.long_rows[row.index] = is_long
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
@@ -290,7 +309,7 @@ class Engine:
         width = 0 if model.backend.chunk_invariant else MAX_DECODE_TOKENS + 1
         padded = pad_rows(parts, [len(row.tokens) for row in rows], width)
         inputs = [tensor.to(model.device) for tensor in (*padded, torch.tensor(list(chunk)))]
-        if any(row.request.prompt_logprobs is not None for row in rows):
+        if any(row.request.prompt_logprobs is not None and not row.request.new_tokens for row in rows):
             x = model.hidden(*inputs)  # (B,S,D)
             self._score_prompts(rows, parts, x)
             logits = model.head(torch.stack([states[len(part) - 1] for states, part in zip(x, parts)]))  # (B,V)
@@ -367,6 +386,8 @@ class Engine:
             for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._append_token(request, row, token)
+            if request.finish_reason is None and not row.is_long and self._is_long(len(row.tokens) + 1):
+                self._begin_reading(row, 0, True)  # again, as all its keys change
         return sum(len(request.new_tokens) for request in requests) - before
 
     def _append_token(self, request: Request, row: Row, token: int):

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import print_status
-from model import Config, Embedding, Linear, Transformer
+from config import Config
+from model import Embedding, Linear, Transformer
 
 PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
 UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
@@ -498,7 +499,7 @@ TWINS = {"q4_0": ("int4", -8), "q4_1": ("int4", 0), "q8_0": ("int8", 0)}
 
 def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels"):
     """Replace the quantized layers whose formats are not `known` to a device: by int4 or int8 where these are known and
-    can hold the same values, else by layers in bfloat16, or in the dtype of the model's norms. Says what that costs."""
+    can hold the same values, else by layers in bfloat16, or in the model's dtype. Says what that costs."""
     extra, names = 0, set()
     kinds = (QuantizedLinear, StackedLinear)
     for name in [name for name, module in model.named_modules() if isinstance(module, kinds)]:
@@ -512,7 +513,7 @@ def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels
         if len(pieces) == 1 and TWINS.get(layer.scheme.format, "none")[0] in known:
             model.set_submodule(name, twin(layer))
             continue
-        dense = dense_layer(layer, model.norm.weight.dtype if hasattr(model, "norm") else torch.bfloat16)
+        dense = dense_layer(layer, getattr(model, "dtype", torch.bfloat16))
         extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
         names |= {piece.scheme.format for piece in foreign}
         model.set_submodule(name, dense)

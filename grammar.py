@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from cli import UserError, first_line, printable
-from model import Config
+from config import Config
 from tokenizer import Tokenizer
 
 TOO_COMPLEX = "the grammar became too complex"  # how the message of a request begins whose grammar failed

@@ -57,6 +57,7 @@ FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
     "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
+    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale",
 )  # fmt: skip
 
 
@@ -226,9 +227,11 @@ define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", empty_like_firs
 
 
 def rms_norm(x, weight, eps):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467). The weight may be float32."""
     if has_kernel("rms_norm", x.device):
         return torch.ops.fastpath.rms_norm.default(x, weight, eps)
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -263,8 +266,11 @@ define(
     "embed_packed(Tensor tokens, int layer, int K) -> Tensor",
     lambda t, _, K: t.new_empty((*t.shape, K), dtype=torch.float32),
 )
-BLOCK_SETTINGS = "int? window, float scale, float eps, bool gated, bool post_norm_residual, int rope_table"
-define(f"prepare_block(Tensor?[] norms, int[] layers, int[] sizes, {BLOCK_SETTINGS}) -> int")
+BLOCK_SETTINGS = (
+    "int? window, float scale, float eps, float residual_scale, str activation, bool qk_norm_whole, "
+    "bool post_norm_residual, int rope_table"
+)
+define(f"prepare_block(Tensor?[] norms, int[] layers, int[] sizes, ScalarType dtype, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 import sampling
 from cli import print_status
+from config import Config
 from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
 from kernels import (
     FUSED_FIELDS,
@@ -54,7 +55,7 @@ from kernels import (
     find_kernels,
     uses_only,
 )
-from model import Block, Config, Transformer
+from model import Block, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
 TILE_M = tl.constexpr(8)  # rows of activations in a tile: the fewest that a tensor core takes, padded with zeros
@@ -963,7 +964,7 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = T
     # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a norm's
     # weight may overflow, because the kernels divide by the norm only after the matrix product.
     is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard is None
-    if not is_fused or model.norm.weight.dtype == torch.float16:
+    if not is_fused or model.dtype == torch.float16:
         return backend
     return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
 

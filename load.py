@@ -282,7 +282,7 @@ def unpack_without_kernels(model: Transformer, kernels: str):
         return
     from formats import repack_layers
 
-    extra = sum(layer.in_features * layer.out_features for layer in layers) * model.norm.weight.element_size()
+    extra = sum(layer.in_features * layer.out_features for layer in layers) * model.dtype.itemsize
     if extra < available_memory(model.device):
         return repack_layers(model, ())
     print_status("no kernels, and no memory to unpack the quantized weights: each step unpacks them, which is slow")

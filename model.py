@@ -1,8 +1,8 @@
 """A decoder-only transformer in one file.
 
-Read down: Config, Transformer, Block, Attention, KVCache, MLP, layers, inputs. RoPE and ALiBi are in positions.py.
-Knows nothing of text, sampling, files or devices: kernels.py defines the operations and dispatches them to the kernels
-of the device.
+Read down: Transformer, Block, Attention, KVCache, MLP, layers, inputs. The hyperparameters are in config.py, RoPE and
+ALiBi in positions.py. Knows nothing of text, sampling, files or devices: kernels.py defines the operations and
+dispatches them to the kernels of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
@@ -12,92 +12,16 @@ Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), s
 arXiv:2310.06825), QK norm (Qwen3, arXiv:2505.09388), BLOOM (arXiv:2211.05100).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli import check_positive
+from config import Config
 from kernels import Backend, attention, layer_norm, linear, rms_norm
-from positions import RopeScaling, alibi_slopes, rope_frequencies, rope_table, rotate
-
-# ---------------------------------------------------------------- Config
-
-
-@dataclass(frozen=True)
-class Config:
-    """The hyperparameters of a model; the switches below the sizes tell the families apart."""
-
-    n_layer: int
-    n_head: int  # H
-    n_kv_head: int  # K: K = H is multi-head attention, K = 1 multi-query, anything between grouped-query
-    head_dim: int  # E; not always D / H
-    dim: int  # D
-    hidden_dim: int  # F
-    vocab_size: int  # V
-    max_seq_length: int  # the longest context that the model supports
-    norm_eps: float = 1e-6
-    rope_base: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    tied_embeddings: bool = False  # the output head is the embedding table
-    qkv_bias: bool = False  # Qwen2
-    out_bias: bool = False  # on the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
-    sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
-    sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
-    layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
-    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias (this and the fields below: BLOOM)
-    mlp: str = "swiglu"  # or "gelu": ungated, tanh-GELU
-    alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
-    embedding_norm: bool = False
-    post_norm_residual: bool = False  # residuals start from the normalized input
-    n_token: int | None = None  # if the vocabulary is padded: how many ids are real; the others are never sampled
-
-    def __post_init__(self):
-        sizes = ("n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length")
-        optional = {"sliding_window": self.sliding_window} if self.sliding_window is not None else {}
-        optional |= {"n_token": self.n_token} if self.n_token is not None else {}
-        check_positive({name: getattr(self, name) for name in sizes} | optional, (int,))
-        check_positive({"norm_eps": self.norm_eps, "rope_base": self.rope_base})
-        switches = ("tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
-        for name in (*switches, "alibi", "embedding_norm", "post_norm_residual"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name, known in (("norm", ("rms", "layer")), ("mlp", ("swiglu", "gelu"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        if self.n_token is not None and self.n_token > self.vocab_size:
-            raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
-        for name in ("sliding_layers", "layers_without_rope"):
-            if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
-                raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
-        scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
-            raise ValueError(f"RoPE has {len(scaling.factors)} factors for head_dim {self.head_dim}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if self.head_dim % 2 and not self.alibi:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """H, K, E: the numbers of query heads and of key/value heads, and their width."""
-        return self.n_head, self.n_kv_head, self.head_dim
-
-    def window(self, layer: int) -> int | None:
-        """The sliding window of one layer; None if it attends to all positions."""
-        slides = self.sliding_layers is None or layer in self.sliding_layers
-        return self.sliding_window if slides else None
-
-    def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
-        """The base and the scaling of one layer's RoPE. Layers in which they are equal share a table of cos and sin."""
-        return (math.inf, None) if layer in (self.layers_without_rope or ()) else (self.rope_base, self.rope_scaling)
-
+from positions import alibi_slopes, rope_tables, rotate
 
 # ---------------------------------------------------------------- Transformer
 
@@ -112,6 +36,8 @@ class Transformer(nn.Module):
 
     shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part, config of the whole.
     """
+
+    activation_dtype: torch.dtype | None = None  # that of the norms' weights, unless these are float32 in any model
 
     def __init__(self, config: Config, shard=None):
         super().__init__()
@@ -137,29 +63,29 @@ class Transformer(nn.Module):
         T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
         to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one.
         """
-        weight = self.norm.weight  # never quantized, so its dtype is that of the activations
-        T = max_seq_length + SCRATCH_SLOTS
+        config, device, T = self.config, self.device, max_seq_length + SCRATCH_SLOTS
         # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
         cos_sin, slopes = (None, None), None
-        if self.config.alibi:
-            heads = slice(None) if self.shard is None else list(self.shard.own(self.config.n_head))
-            slopes = alibi_slopes(self.config.n_head).to(weight.device)[heads]  # one tensor for all layers
+        if config.alibi:
+            heads = slice(None) if self.shard is None else list(self.shard.own(config.n_head))
+            slopes = alibi_slopes(config.n_head).to(device)[heads]  # one tensor for all layers
         else:  # a table, because a compiled cosine differs from the eager one in the last bit
-            slots = torch.arange(T, device=weight.device)[None]  # (1,T)
-            freqs = [rope_frequencies(self.config.head_dim, *rope).to(weight.device) for rope in self.different_ropes]
-            tables = [rope_table(f, scaling, slots) for f, (_, scaling) in zip(freqs, self.different_ropes)]
-            cos_sin = map(torch.cat, zip(*tables))
-        for name, table in zip(("rope_cos", "rope_sin"), cos_sin):  # (P,T,1,E) float32, for P different tables
+            slots = torch.arange(T, device=device)[None]  # (1,T)
+            cos_sin = rope_tables(config.head_dim, config.rotary_dim or config.head_dim, self.different_ropes, slots)
+        # Which rows need longrope's long factors whatever tokens are passed: the engine says so.
+        long_rows = None if config.short_context is None else torch.zeros(max_batch_size, dtype=bool, device=device)
+        # (P,T,1,E) float32 for P different tables
+        for name, table in zip(("rope_cos", "rope_sin", "long_rows"), (*cos_sin, long_rows)):
             self.register_buffer(name, table, persistent=False)
-        nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, weight.dtype)
-        zeros = partial(self.backend.zeros(nbytes, weight.device), dtype=weight.dtype)
+        nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
+        zeros = partial(self.backend.zeros(nbytes, device), dtype=self.dtype)
         for block in self.blocks:
             block.attention.cache.allocate(max_batch_size, T, zeros)
             block.attention.register_buffer("slopes", slopes, persistent=False)
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
-        for name in ("rope_cos", "rope_sin"):
+        for name in ("rope_cos", "rope_sin", "long_rows"):
             self.register_buffer(name, getattr(other, name), persistent=False)
         for block, source in zip(self.blocks, other.blocks):
             block.attention.cache = source.attention.cache
@@ -168,6 +94,11 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the activations and of the KV caches."""
+        return self.activation_dtype or self.norm.weight.dtype
 
     def copy_cache(self, source_row: int, target_row: int, n: int):
         """Copy the keys and values of the first n positions of one cache row to another, in all layers."""
@@ -180,7 +111,7 @@ class Transformer(nn.Module):
         if config.sliding_window is not None:
             windows = [config.window(layer) for layer in range(config.n_layer)]
             positions = sum(min(length, window or length) for window in windows for length in lengths)
-        return KVCache.nbytes(config, positions, self.norm.weight.dtype)
+        return KVCache.nbytes(config, positions, self.dtype)
 
     def forward(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False):
         """tokens (B,S) int64, input_pos (B,S) int64, rows (B,) int64 or None (rows 0..B-1).
@@ -196,10 +127,12 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
-        x = self.embed(tokens).to(self.norm.weight.dtype)  # (B,S,D)
+        x = self.embed(tokens).to(self.dtype)  # (B,S,D)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as the authors of Gemma do
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        ropes = self.ropes(input_pos)
+        ropes = self.ropes(input_pos, rows)
         if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
             x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
         else:
@@ -207,13 +140,18 @@ class Transformer(nn.Module):
                 x = block(x, ropes[block.rope_table], input_pos, rows)
         return self.norm(x)
 
-    def ropes(self, input_pos: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+    def ropes(self, input_pos: Tensor, rows: Tensor | None = None) -> list[tuple[Tensor, Tensor] | None]:
         """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
         A block takes those of its own table, ropes[block.rope_table]."""
         if self.config.alibi:
             return [None]
+        slots = input_pos
+        if self.long_rows is not None:  # the second half of a table is for long rows
+            is_long = self.long_rows[slice(len(input_pos)) if rows is None else rows]  # (B,)
+            is_long = is_long | (input_pos.amax(1) >= self.config.short_context)
+            slots = torch.where(is_long[:, None], input_pos + self.rope_cos.shape[1] // 2, input_pos)
         tables = zip(self.rope_cos.unbind(), self.rope_sin.unbind())
-        return [(cos[input_pos], sin[input_pos]) for cos, sin in tables]
+        return [(cos[slots], sin[slots]) for cos, sin in tables]
 
     def embed(self, tokens: Tensor):
         """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""
@@ -224,6 +162,7 @@ class Transformer(nn.Module):
     def head(self, x: Tensor):
         """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V logits."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
+        logits = logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
         return logits if self.shard is None else self.shard.gather(logits, self.config.vocab_size)
 
 
@@ -231,42 +170,55 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int, rope_table: int, shard=None):
         super().__init__()
         self.rope_table = rope_table  # an index of Transformer.ropes
-        self.post_norm_residual, self.shard = config.post_norm_residual, shard
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = make_norm(config)
+        self.post_norm_residual, self.residual_scale = config.post_norm_residual, config.residual_scale
+        self.shard = shard
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.attention_norm = make_norm(config) if before else None
+        self.attention = Attention(config, layer, shard)
+        self.attention_post_norm = make_norm(config) if after else None
+        self.mlp_norm = make_norm(config) if before else None
         self.mlp = MLP(config)
+        self.mlp_post_norm = make_norm(config) if after else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
-        h = self.attention_norm(x)
-        x = (h if self.post_norm_residual else x) + self.add_ranks(self.attention(h, rope, input_pos, rows))
-        h = self.mlp_norm(x)
-        return (h if self.post_norm_residual else x) + self.add_ranks(self.mlp(h))
+        h = x if self.attention_norm is None else self.attention_norm(x)
+        y = self.attention(h, rope, input_pos, rows)
+        x = self.add(h if self.post_norm_residual else x, y, self.attention_post_norm)
+        h = x if self.mlp_norm is None else self.mlp_norm(x)
+        return self.add(h if self.post_norm_residual else x, self.mlp(h), self.mlp_post_norm)
 
-    def add_ranks(self, x: Tensor) -> Tensor:
-        """If the model is split, each rank has computed a part of a sum: the sum over the ranks."""
-        return x if self.shard is None else self.shard.all_reduce(x)
+    def add(self, x: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
+        """The residual connection: x plus the output y of attention or MLP, which may have a norm."""
+        y = y if self.shard is None else self.shard.all_reduce(y)  # each rank has computed a part of a sum
+        y = y if post_norm is None else post_norm(y)
+        return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
 
 
 class Attention(nn.Module):
     """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
 
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, shard=None):
         super().__init__()
         self.config, self.cache = config, KVCache(config)
-        self.window, self.scale = config.window(layer), config.head_dim**-0.5
+        self.window, self.scale = config.window(layer), config.attention_scale or config.head_dim**-0.5
         H, K, E = config.heads
         self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
-        self.q_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = None, None
+        if config.qk_norm and config.qk_norm_whole:
+            self.q_norm, self.k_norm = (RMSNorm(heads * E, config.norm_eps, shard) for heads in (H, K))
+        elif config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(E, config.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
         B, S, _ = x.shape
         H, K, E = self.config.heads
         qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
         if self.q_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])], dim=2)
+            q, k = qk.split([H, K], dim=2)
+            if self.config.qk_norm_whole:
+                q, k = q.flatten(2), k.flatten(2)  # (B,S,H*E), (B,S,K*E)
+            qk = torch.cat([self.q_norm(q).view(B, S, H, E), self.k_norm(k).view(B, S, K, E)], dim=2)
         qk = qk if rope is None else rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
 
@@ -309,12 +261,12 @@ class KVCache(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
+    """SwiGLU or GeGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
 
     def __init__(self, config: Config):
         super().__init__()
         D, hidden = config.dim, config.hidden_dim
-        self.gated, bias = config.mlp == "swiglu", config.mlp_bias
+        self.kind, self.gated, bias = config.mlp, config.mlp != "gelu", config.mlp_bias
         if self.gated:
             self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
         else:
@@ -325,7 +277,8 @@ class MLP(nn.Module):
         if not self.gated:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
-        return self.down(F.silu(gate) * up)
+        gate = F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate="tanh")
+        return self.down(gate * up)
 
 
 # ---------------------------------------------------------------- layers
@@ -362,12 +315,15 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
+    """shard: a tp.Shard if each rank has a part of the dimension."""
+
+    def __init__(self, dim: int, eps: float, shard=None):
         super().__init__()
-        self.weight, self.eps = empty_parameter(dim), eps
+        self.weight, self.eps, self.shard = empty_parameter(dim), eps, shard
 
     def forward(self, x: Tensor):
-        return rms_norm(x, self.weight, self.eps)
+        norm = rms_norm if self.shard is None else self.shard.rms_norm
+        return norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -1,51 +1,22 @@
 """Where a token stands in its row: rotary position embedding (RoPE), its scalings, and ALiBi.
 
-Read down: RopeScaling, the frequencies, the table of cos and sin, `rotate`, ALiBi's slopes. E is the head width.
+Read down: the frequencies, the table of cos and sin, `rotate`, ALiBi's slopes. E is the head width.
 
 Sources: RoPE (arXiv:2104.09864), YaRN (arXiv:2309.00071), ALiBi (arXiv:2108.12409).
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cli import check_positive
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
-
-    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
-    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own).
-    """
-
-    kind: str
-    factor: float = 1.0
-    original_max_seq_length: int = 0  # llama3, yarn: the training context
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
-    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
-    factors: tuple[float, ...] = ()  # factors: E/2 divisors
-
-    def __post_init__(self):
-        if self.kind not in ("linear", "llama3", "yarn", "factors"):
-            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: linear, llama3, yarn, factors")
-        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
-        if self.kind in ("llama3", "yarn"):
-            numbers.append("original_max_seq_length")
-        check_positive({name: getattr(self, name) for name in numbers} | dict(enumerate(self.factors)))
-        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
-            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
+from config import RopeScaling
 
 
 def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns."""
+    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns. E is the number
+    of dimensions that are rotated."""
     if base == math.inf:  # a layer without RoPE: cos is 1 and sin is 0
         return torch.zeros(E // 2, device="cpu")
     freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
@@ -53,7 +24,7 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
         return freqs
     if scaling.kind == "linear":
         return freqs / scaling.factor
-    if scaling.kind == "factors":
+    if scaling.kind in ("factors", "longrope"):
         return freqs / torch.tensor(scaling.factors)
     context = scaling.original_max_seq_length
     if scaling.kind == "llama3":
@@ -81,8 +52,27 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
     angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.attention_factor != 1.0:
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+        factor = torch.where(freqs > 0, scaling.attention_factor, 1.0)  # 1 for dimensions that are not rotated
+        cos, sin = cos * factor, sin * factor
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rope_tables(E: int, rotary_dim: int, ropes: list, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of all T slots (1,T), for P different results of Config.rope, as (P,T,1,E) float32 each. Pairs of
+    dimensions from rotary_dim / 2 on are not rotated. With longrope the tables are (P,2T,1,E), and the second half is
+    for long sequences."""
+    variants = [ropes]
+    if any(scaling is not None and scaling.kind == "longrope" for _, scaling in ropes):
+        variants.append([(base, scaling and scaling.long) for base, scaling in ropes])
+
+    def table(base, scaling):
+        freqs = F.pad(rope_frequencies(rotary_dim, base, scaling), (0, (E - rotary_dim) // 2))
+        return rope_table(freqs.to(slots.device), scaling, slots)
+
+    tables = [[table(*rope) for rope in variant] for variant in variants]
+    halves = [[torch.cat(parts) for parts in zip(*variant)] for variant in tables]  # of cos and sin (P,T,1,E)
+    cos, sin = (torch.cat(parts, 1) for parts in zip(*halves))
+    return cos, sin
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -189,7 +189,8 @@ def quantize_checkpoint(
             scheme = schemes.get(module) if kind == "weight" else None
             if scheme is None:
                 kept.append(name)
-                writer.add(name, tensor if from_directory else tensor.to(torch.bfloat16))
+                dtype = tensor.dtype if from_directory else ck.dtype_of(name, tensor, config, torch.bfloat16)
+                writer.add(name, tensor.to(dtype))
                 continue
             try:
                 packed = gptq_packed.pop(module, None) or pack(tensor, *scheme)

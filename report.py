@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from config import Config
 from formats import FORMATS, Quantization, swap
-from model import Config, Transformer
+from model import Transformer
 
 FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
 
@@ -97,7 +98,7 @@ def read_bandwidth(model: Transformer) -> float:
 
 def all_reduces_s(model: Transformer, rows: int, times: int = 10) -> float:
     """Seconds that the all-reduces of one decode step take by themselves; all ranks must call this together."""
-    x = model.norm.weight.new_zeros(rows, 1, model.config.dim)  # (B,1,D)
+    x = torch.zeros(rows, 1, model.config.dim, dtype=model.dtype, device=model.device)  # (B,1,D)
     synchronize(x.device)
     start = time.perf_counter()
     for _ in range(times * (2 * model.config.n_layer + 1)):
@@ -162,7 +163,7 @@ def measurements(engine, profiled: bool) -> dict:
         "mean_accepted_tokens": None,  # Speculation.report replaces it
         "device": str(model.device),
         "kernels": model.backend.name,
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
     if engine.speculation is not None:

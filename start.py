@@ -16,9 +16,10 @@ from torch import Tensor
 
 from checkpoint import check_memory
 from cli import Stopwatch, UserError, first_line, print_status
+from config import Config
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
 from load import Checkpoint, SingleProcess, choose_device, kernels_module, load_with
-from model import SCRATCH_SLOTS, Config
+from model import SCRATCH_SLOTS
 from sampling import SamplingParams
 
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused

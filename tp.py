@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cli import UserError
+from config import Config
 from formats import QuantizedLinear
-from model import Config, Transformer
+from model import Transformer
 
 # How the weight (N,K) of a module, with N outputs and K inputs, and its bias (N,) are split. The keys are the ends of
 # the modules' names; the values are (how, number of matrices that are stored as one):
@@ -53,9 +54,11 @@ SPLIT = {
     "output": ("vocab", 1),
     "embedding_norm": ("whole", 1),
     "attention_norm": ("whole", 1),
-    "attention.q_norm": ("whole", 1),  # one vector of width E, which all heads share
+    "attention.q_norm": ("whole", 1),  # one vector of width E, which all heads share; if longer, see Shard._slice
     "attention.k_norm": ("whole", 1),
+    "attention_post_norm": ("whole", 1),
     "mlp_norm": ("whole", 1),
+    "mlp_post_norm": ("whole", 1),
     "norm": ("whole", 1),
 }
 
@@ -144,6 +147,8 @@ class Shard:
     def _slice(self, config: Config, name: str, module: nn.Module, kind: str) -> Slice:
         """This rank's slice of a module's tensor (kind: "weight", "bias", "scales" ...)."""
         how, count = split_of(name)
+        if config.qk_norm_whole and name.endswith(("q_norm", "k_norm")):
+            how = "query heads" if name.endswith("q_norm") else "key heads"
         N = len(getattr(module, kind))
         if how in ("heads", "query heads", "key heads"):
             H, K, E = config.heads
@@ -174,6 +179,12 @@ class Shard:
         """The sum of x over the ranks."""
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_reduce(x, "sum", self.group))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over a dimension of which each rank has an equal part. (If some key heads are on several ranks, then
+        all of them are, on equally many.)"""
+        mean = self.all_reduce(x.float().square().mean(-1, keepdim=True)) / self.ranks
+        return (x.float() * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 
     def embed(self, table: nn.Module, rows: int, tokens: Tensor) -> Tensor:
         """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has `rows` rows: one rank has the

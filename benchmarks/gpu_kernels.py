@@ -38,10 +38,10 @@ from triton.testing import do_bench_cudagraph
 
 import kernels_triton as kt
 from cli import UserError, print_status, run_command
+from config import Config, RopeScaling
 from engine import Engine
 from formats import Quantization, QuantizedLinear, Scheme, swap
-from model import Config, Transformer
-from positions import RopeScaling
+from model import Transformer
 from report import weight_bytes
 from start import compiled_steps
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import sampling  # noqa: F401 (declares two of the operations)
 from cli import Stopwatch, UserError, print_status
+from config import Config
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from kernels import (
@@ -46,7 +47,7 @@ from kernels import (
     find_kernels,
     uses_only,
 )
-from model import Block, Config, Embedding, Linear, Transformer
+from model import Block, Embedding, Linear, Transformer
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
@@ -56,6 +57,8 @@ FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are l
 # still compute the old operation, so it is not used then.
 FUSED_OPERATIONS = {"prepare_layer", "prepare_block", "blocks", "linear", "linear_packed", "rms_norm", "layer_norm"}
 FUSED_OPERATIONS |= {"attention"}
+# What it computes of model.Config besides kernels.FUSED_FIELDS.
+MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale")
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
@@ -96,7 +99,8 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = F
     all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
     is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)
     most = sys.maxsize if all_fused else MAX_DECODE_TOKENS
-    return replace(backend, run_blocks=FusedBlocks(model.blocks), max_fused_tokens=most, chunk_invariant=is_invariant)
+    fused = FusedBlocks(model.blocks, model.dtype)
+    return replace(backend, run_blocks=fused, max_fused_tokens=most, chunk_invariant=is_invariant)
 
 
 def pack_while_reading(model: nn.Module, kernels: str, exact_activations: bool) -> Callable[[str], None]:
@@ -173,8 +177,9 @@ def is_stack(module: nn.Module) -> bool:
 
 def can_fuse(config: Config) -> bool:
     """Whether the fused operation `blocks` supports this architecture; other models run operation by operation."""
-    known = uses_only(config, FUSED_FIELDS) and KERNELS["cpu"] >= FUSED_OPERATIONS
-    return known and config.norm in ("rms", "layer") and config.mlp in ("swiglu", "gelu")
+    known = uses_only(config, FUSED_FIELDS + MORE_FUSED_FIELDS) and KERNELS["cpu"] >= FUSED_OPERATIONS
+    has_norms = config.norm == "rms" or (config.norm == "layer" and config.norm_placement == "before")
+    return known and has_norms and config.mlp in ("swiglu", "geglu", "gelu")
 
 
 class FusedBlocks:
@@ -183,8 +188,8 @@ class FusedBlocks:
     It keeps the weights that the blocks have at this time, so a layer that is replaced later has no effect.
     """
 
-    def __init__(self, blocks: nn.ModuleList):
-        self.handles = [prepare_block(block) for block in blocks]
+    def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
+        self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.slopes, self.modules = blocks[0].attention._buffers, [block.attention._modules for block in blocks]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
@@ -203,17 +208,22 @@ def linears_of(block: Block) -> list[nn.Module]:
     return [block.attention.qkv, block.attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
 
 
-def prepare_block(block: Block) -> int:
-    """Register a block's weights with the kernels; returns a handle to them."""
+def prepare_block(block: Block, dtype: torch.dtype) -> int:
+    """Register a block's weights with the kernels, for activations of this dtype; returns a handle to them."""
     attention, mlp = block.attention, block.mlp
     config = attention.config
-    norms = [tensor for norm in (block.attention_norm, block.mlp_norm) for tensor in (norm.weight, biases(norm))]
-    norms += [norm and norm.weight for norm in (attention.q_norm, attention.k_norm)]
+    norms = [part for norm in (block.attention_norm, block.mlp_norm) for part in (weight_of(norm), biases(norm))]
+    others = (attention.q_norm, attention.k_norm, block.attention_post_norm, block.mlp_post_norm)
+    norms += [weight_of(norm) for norm in others]
     layers = [PreparedLayer.of(layer) for layer in linears_of(block)]  # the block keeps them when these are released
-    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.hidden_dim]
-    switches = (mlp.gated, block.post_norm_residual, block.rope_table)
-    settings = (attention.window, attention.scale, config.norm_eps, *switches)
-    return torch.ops.fastpath.prepare_block(norms, [layer.handle for layer in layers], sizes, *settings)
+    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
+    switches = (mlp.kind, config.qk_norm_whole, block.post_norm_residual, block.rope_table)
+    settings = (attention.window, attention.scale, config.norm_eps, block.residual_scale, *switches)
+    return torch.ops.fastpath.prepare_block(norms, [layer.handle for layer in layers], sizes, dtype, *settings)
+
+
+def weight_of(norm: nn.Module | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 def biases(module: nn.Module) -> Tensor | None:

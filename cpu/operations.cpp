@@ -146,9 +146,11 @@ Tensor norm(const Tensor& x, const Row& row) {
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  checked(weight, "weight", x.scalar_type(), {x.size(-1)});
+  const bool in_float = weight.scalar_type() == at::kFloat;  // whatever x is
+  checked(weight, "weight", in_float ? at::kFloat : x.scalar_type(), {x.size(-1)});
   return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
-    rms_norm_row(from, weight.const_data_ptr<T>(), to, D, float(eps));
+    if (in_float) rms_norm_row(from, weight.const_data_ptr<float>(), to, D, float(eps));
+    else rms_norm_row(from, weight.const_data_ptr<T>(), to, D, float(eps));
   });
 }
 
@@ -205,31 +207,34 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
 
 Handles<PreparedBlock> prepared_blocks;
 
-// Returns a handle of a block for the operation `blocks`. norms: weight and bias of the two norms of a block, then the
-// weights of q_norm and k_norm. layers: qkv, out, up (or gate and up), down. sizes: H, K, E, F.
+// Returns a handle of a block for the operation `blocks`. norms: weight and bias of the norms before attention and MLP,
+// then the weights of q_norm, k_norm and the norms after attention and MLP. layers: qkv, out, up (or gate and up), down.
+// sizes: H, K, E, D, F. activation: of the MLP, as in Config.mlp.
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
-                      std::optional<int64_t> window, double scale, double eps, bool gated, bool post_norm_residual,
+                      at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
+                      double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
                       int64_t rope_table) {
-  TORCH_CHECK(norms.size() == 6 && layers.size() == 4 && sizes.size() == 4, "6 norms, 4 layers, 4 sizes were expected");
+  TORCH_CHECK(norms.size() == 8 && layers.size() == 4 && sizes.size() == 5, "8 norms, 4 layers, 5 sizes were expected");
   PreparedBlock p;
-  p.norms.assign(norms.begin(), norms.end());
-  const auto& w = p.norms;
-  TORCH_CHECK(w[0] && w[2], "the weight of a norm is missing");
-  p.dtype = w[0]->scalar_type(), p.D = w[0]->numel();
-  p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.F = sizes[3];
+  for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
+  p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.D = sizes[3], p.F = sizes[4], p.dtype = dtype;
   p.window = window.value_or(std::numeric_limits<int64_t>::max()), p.scale = scale;
   auto vector = [&](int i, int64_t size) {
-    return checked(w[i], "weight of a norm", p.dtype, {size}) ? w[i]->const_data_ptr() : nullptr;
+    return checked(p.norms[i], "weight of a norm", at::kFloat, {size}) ? p.norms[i]->const_data_ptr<float>() : nullptr;
   };
   auto linear = [&](int i, int64_t N, int64_t columns) {
     p.layers.push_back(prepared_layers.get(layers[i]));
     return p.layers.back()->checked(p.dtype, N, columns);
   };
   p.qkv = linear(0, (p.H + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
-  p.up = linear(2, gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+  p.gated = activation != "gelu", p.gelu = activation != "swiglu";
+  p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
   for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
-  p.q_norm = vector(4, p.E), p.k_norm = vector(5, p.E);
-  p.eps = eps, p.gated = gated, p.post_norm_residual = post_norm_residual, p.rope_table = rope_table;
+  p.qk_norm_whole = qk_norm_whole;
+  p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E), p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
+  p.attention_post_norm = vector(6, p.D), p.mlp_post_norm = vector(7, p.D);
+  p.eps = eps, p.residual_scale = residual_scale;
+  p.post_norm_residual = post_norm_residual, p.rope_table = rope_table;
   return prepared_blocks.add(std::move(p));
 }
 

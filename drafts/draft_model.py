@@ -71,7 +71,7 @@ def output_head_rows(model: Transformer, ids: Tensor) -> Tensor:
 
     The logit of a token for a unit vector is one element of its row. This works in any format, and with a split model.
     """
-    unit = torch.eye(model.config.dim, dtype=model.norm.weight.dtype, device=ids.device)
+    unit = torch.eye(model.config.dim, dtype=model.dtype, device=ids.device)
     columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]  # (64,n) each
     return torch.cat(columns).T.float().contiguous()
 

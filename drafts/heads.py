@@ -199,7 +199,7 @@ class MedusaDraft:
 
     def begin(self, context: DraftContext):
         self.context, self.draw = context, context.compile(draw_tokens)
-        self.no_state = torch.zeros_like(context.model.norm.weight)
+        self.no_state = torch.zeros_like(context.model.norm.weight, dtype=context.model.dtype)
         self.layers = self.heads.layers_for_kernels(context.model)
         self.states.clear()
 

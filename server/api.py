@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
 from cli import UserError
+from config import Config
 from engine import Request, check_prompt
-from model import Config
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
 from server.chat import ChatModel

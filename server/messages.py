@@ -8,8 +8,8 @@ the engine's process needs none.
 from dataclasses import dataclass, field
 
 from checkpoint import TokenizerFiles
+from config import Config
 from engine import Request
-from model import Config
 
 
 @dataclass

@@ -15,8 +15,8 @@ import torch
 
 from checkpoint import empty_model
 from cli import UserError, and_more
+from config import Config
 from formats import Packed, Quantization, matrices, piece_rows
-from model import Config
 from sources.families import Layout
 
 

@@ -10,11 +10,12 @@ converted, such as another order of rows, needs no switch in the model.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from cli import check_positive
-from model import Config
-from sources.fields import Fields, hf_rope
+from config import Config
+from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,15 @@ class Layout:
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
-    optional_prefix: str = ""  # a prefix that all names have in some files
+    prefixes: dict[str, str] = field(default_factory=dict)  # how names begin in some files -> how they should begin
     # A name in the file -> how its weight and bias are changed while they are read. If a weight is quantized, this
     # happens to each of its packed tensors, which have the same rows, so it may only move rows.
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
+
+    def renamed(self, name: str) -> str:
+        """A name in a file, with another beginning if it is one of `prefixes`."""
+        found = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
+        return name if found is None else self.prefixes[found] + name.removeprefix(found)
 
 
 LLAMA_NAMES = {
@@ -71,7 +77,10 @@ BLOOM_NAMES = {
     "mlp.up": ["mlp.dense_h_to_4h"],
     "mlp.down": ["mlp.dense_4h_to_h"],
 }
+GGUF_NAMES |= {"attention_post_norm": ["post_attention_norm"], "mlp_post_norm": ["post_ffw_norm"]}
+POST_NORMS = {"attention_post_norm": ["post_attention_layernorm"], "mlp_post_norm": ["post_feedforward_layernorm"]}
 LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
+POST_NORM_LAYOUT = replace(LLAMA_LAYOUT, names=LLAMA_NAMES | POST_NORMS | {"mlp_norm": ["pre_feedforward_layernorm"]})
 GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.")
 
 
@@ -83,21 +92,23 @@ class Family:
     architectures: list[str]  # names in transformers; error messages show the first
     read_fields: Callable[[Fields], dict]  # the fields of config.json -> the fields of our Config
     defaults: dict = field(default_factory=dict)  # Fields.defaults
+    multimodal: tuple[str, str] | None = None  # model_type and architecture of those with such a text_config
     layout: Layout = LLAMA_LAYOUT  # of Hugging Face files
     padded_vocabulary: bool = False  # the embedding table may have more rows than the tokenizer has tokens
     gguf_architecture: str | None = None  # None: there are no GGUF files with an architecture of this family's own
     gguf_layout: Layout = GGUF_LAYOUT
+    partial_rotary: bool = False  # whether a part of each head may be rotated, in GGUF files
     gguf_fields: Callable[[Config], dict] = lambda config: {}  # the fields of Config that are not in the metadata
 
 
 # ---------------------------------------------------------------- config.json
 
 
-def shared_fields(fields: Fields) -> dict:
-    """The fields of Config that Llama and its relatives have in common."""
+def shared_fields(fields: Fields, **rope: bool) -> dict:
+    """The fields of Config that Llama and its relatives have in common. rope: arguments of hf_rope."""
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
     check_positive({"n_layer": n_layer}, (int,))  # first, because lists of this many layers are made
-    base, scaling, context = hf_rope(fields)
+    base, scaling, context = hf_rope(fields, **rope)
     return {
         "n_layer": n_layer,
         "n_head": n_head,
@@ -130,10 +141,11 @@ def layer_types(fields: Fields) -> list[str] | None:
     return kinds
 
 
-def sliding_layers(fields: Fields, slides: Callable[[int], bool]) -> dict:
-    """A sliding window in some layers, if use_sliding_window is set. slides: which ones, if layer_types is missing."""
+def sliding_layers(fields: Fields, slides: Callable[[int], bool], default: bool = False) -> dict:
+    """A sliding window in some layers, if use_sliding_window is set. slides: which ones, if layer_types is missing.
+    default: the value of use_sliding_window where it is missing."""
     window, kinds = fields.take("sliding_window", None), layer_types(fields)
-    if not fields.take("use_sliding_window", False) or window is None:
+    if not fields.take("use_sliding_window", default) or window is None:
         return {}
     n_layer = fields.take("num_hidden_layers")
     layers = [i for i in range(n_layer) if (kinds[i] == "sliding_attention" if kinds else slides(i))]
@@ -172,6 +184,97 @@ def smollm3_fields(fields: Fields) -> dict:
         fields.refuse("layer_types", "has sliding_attention, but use_sliding_window is not set")
     without = tuple(i for i in range(found["n_layer"]) if not has_rope[i])
     return found | sliding_layers(fields, lambda i: i in without) | {"layers_without_rope": without}
+
+
+def gemma3_fields(fields: Fields) -> dict:
+    if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
+    if fields.take("sliding_window") is None:
+        fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
+    pattern = fields.take("sliding_window_pattern", 6)
+    check_positive({"sliding_window_pattern": pattern}, (int,))
+    found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
+    return (
+        found
+        | sliding_layers(fields, lambda i: (i + 1) % pattern > 0, default=True)
+        | {
+            "max_seq_length": fields.take("max_position_embeddings"),  # of the scaled RoPE
+            "attention_scale": fields.take("query_pre_attn_scalar") ** -0.5,
+        }
+        | gemma3_constants(found["dim"])
+    )
+
+
+def gemma3_constants(dim: int) -> dict:
+    return {
+        "norm_placement": "both",
+        "float32_norms": True,
+        "qk_norm": True,
+        "mlp": "geglu",
+        "embedding_scale": dim**0.5,
+    }
+
+
+def gemma3_gguf_fields(config: Config) -> dict:
+    """As in llama.cpp: the layers that slide, and that the scores of the 27B model have another scale."""
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.factor
+    width = config.dim // config.n_head if config.n_layer == 62 else config.head_dim
+    return (
+        gguf_windows(config, 6, 10000.0)
+        | gemma3_constants(config.dim)
+        | {
+            "attention_scale": width**-0.5,
+            "max_seq_length": int(config.max_seq_length / factor),  # the file has the context of the scaled RoPE
+        }
+    )
+
+
+def phi3_fields(fields: Fields) -> dict:
+    found = shared_fields(fields, partial=True)
+    return (
+        found | rotated_dimensions(fields, found["head_dim"]) | {"sliding_window": fields.take("sliding_window", None)}
+    )
+
+
+def granite_fields(fields: Fields) -> dict:
+    divisor = fields.take("logits_scaling", 1.0)
+    check_positive({"logits_scaling": divisor})
+    return (
+        shared_fields(fields)
+        | biases(fields)
+        | {
+            "embedding_scale": float(fields.take("embedding_multiplier", 1.0)),
+            "attention_scale": float(fields.take("attention_multiplier", 1.0)),
+            "residual_scale": float(fields.take("residual_multiplier", 1.0)),
+            "logits_scale": 1 / divisor,
+        }
+    )
+
+
+OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
+
+
+def olmo3_fields(fields: Fields) -> dict:
+    if fields.take("sliding_window") is None:
+        fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
+    slides = sliding_layers(fields, lambda i: (i + 1) % 4 > 0, default=True)
+    return shared_fields(fields, by_kind=True) | attention_bias(fields) | slides | sliding_rope(fields) | OLMO2
+
+
+def olmo2_gguf_fields(config: Config) -> dict:
+    """Files of OLMo 3 have OLMo 2's architecture. As in llama.cpp, every fourth layer does not slide."""
+    return OLMO2 | gguf_windows(config, 4, config.rope_base)
+
+
+def gguf_windows(config: Config, period: int, base: float) -> dict:
+    """What a GGUF file leaves out about sliding layers: all slide but every period-th, and their RoPE has this base."""
+    if config.sliding_window is None:
+        return {}
+    layers = tuple(i for i in range(config.n_layer) if (i + 1) % period)
+    return {
+        "sliding_layers": layers if config.sliding_layers is None else config.sliding_layers,
+        "sliding_rope_base": config.sliding_rope_base or base,
+    }
 
 
 def bloom_fields(fields: Fields) -> dict:
@@ -220,8 +323,39 @@ def separate_qkv(config: Config, tensor: Tensor) -> Tensor:
     return heads.transpose(0, 1).reshape(tensor.shape)
 
 
+def plus_one(config: Config, weight: Tensor) -> Tensor:
+    """The weight of a norm that multiplies by 1 + weight."""
+    return 1 + weight.float()
+
+
+def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
+    """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head, reordered for ours,
+    which rotates (i, i + E/2)."""
+    E, R = config.head_dim, config.rotary_dim or config.head_dim
+    middle = (E + R) // 2
+    order = [*range(R // 2), *range(R, middle), *range(R // 2, R), *range(middle, E)]
+    heads = tensor.reshape(-1, E, *tensor.shape[1:])  # (H+2K,E,...)
+    rotated = config.n_head + config.n_kv_head
+    return torch.cat([heads[:rotated, order], heads[rotated:]]).reshape(tensor.shape)
+
+
 PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k"), separate_pairs))
-BLOOM_LAYOUT = Layout(BLOOM_NAMES, "h.", "transformer.", {"self_attention.query_key_value": separate_qkv})
+BLOOM_LAYOUT = Layout(BLOOM_NAMES, "h.", {"transformer.": ""}, {"self_attention.query_key_value": separate_qkv})
+GEMMA3_LAYOUT = replace(
+    POST_NORM_LAYOUT,
+    prefixes={"language_model.": "", "model.language_model.": "model."},  # of multimodal models
+    folds={name: plus_one for names in POST_NORM_LAYOUT.names.values() for name in names if name.endswith("norm")},
+)
+PHI3_LAYOUT = replace(
+    LLAMA_LAYOUT,
+    names=LLAMA_NAMES | {"attention.qkv": ["self_attn.qkv_proj"], "mlp.gate_up": ["mlp.gate_up_proj"]},
+    folds={"self_attn.qkv_proj": rotated_pairs},
+)
+PHI3_GGUF_LAYOUT = replace(
+    GGUF_LAYOUT,
+    names=GGUF_NAMES | {"attention.qkv": ["attn_qkv"], "mlp.gate_up": ["ffn_up"]},  # ffn_up holds the gate, too
+    folds={"attn_qkv": rotated_pairs},
+)
 
 # ---------------------------------------------------------------- the table
 
@@ -258,6 +392,63 @@ RECORDS = [
         gguf_architecture="smollm3",
         gguf_layout=PAIRED_GGUF_LAYOUT,
         gguf_fields=lambda config: {"layers_without_rope": tuple(range(3, config.n_layer, 4))},  # as in llama.cpp
+    ),
+    Family(
+        "gemma3_text",
+        ["Gemma3ForCausalLM"],
+        gemma3_fields,
+        defaults={
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+        },
+        multimodal=("gemma3", "Gemma3ForConditionalGeneration"),
+        layout=GEMMA3_LAYOUT,
+        gguf_architecture="gemma3",
+        gguf_fields=gemma3_gguf_fields,
+    ),
+    Family(
+        "phi3",
+        ["Phi3ForCausalLM"],
+        phi3_fields,
+        defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        layout=PHI3_LAYOUT,
+        gguf_architecture="phi3",
+        gguf_layout=PHI3_GGUF_LAYOUT,
+        partial_rotary=True,
+    ),
+    Family(
+        "granite",
+        ["GraniteForCausalLM"],
+        granite_fields,
+        gguf_architecture="granite",
+        gguf_layout=PAIRED_GGUF_LAYOUT,
+    ),
+    Family(
+        "olmo2",
+        ["Olmo2ForCausalLM"],
+        lambda fields: shared_fields(fields) | attention_bias(fields) | OLMO2,
+        defaults={"rms_norm_eps": 1e-5},
+        layout=POST_NORM_LAYOUT,
+        gguf_architecture="olmo2",
+        gguf_fields=olmo2_gguf_fields,
+    ),
+    Family(
+        "olmo3",
+        ["Olmo3ForCausalLM"],
+        olmo3_fields,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        layout=POST_NORM_LAYOUT,
     ),
     Family(
         "bloom",

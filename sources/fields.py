@@ -9,22 +9,23 @@ import math
 from pathlib import Path
 
 from cli import UserError, print_status, printable
-from positions import RopeScaling
+from config import RopeScaling
 
 # Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
 HARMLESS = """
-    _attn_implementation _name_or_path architectures attention_dropout attention_softmax_in_fp32 attn_implementation
-    auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion bos_token_id chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
-    length_penalty masked_softmax_fusion max_length max_sequence_length max_window_layers min_length
-    model_max_length n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences offset_alibi
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
-    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _name_or_path _sliding_window_pattern architectures attention_dropout
+    attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion
+    bos_token_id cache_implementation chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
+    hidden_dropout_prob id2label initializer_range is_llama_config label2id length_penalty masked_softmax_fusion
+    max_length max_sequence_length max_window_layers min_length model_max_length n_inner no_repeat_ngram_size
+    num_beam_groups num_beams num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id skip_bias_add skip_bias_add_qkv
+    slow_but_exact suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split()  # noqa: SIM905
 # Fields that change what the model computes, with the values at which they have no effect.
 NEUTRAL = {
@@ -34,7 +35,8 @@ NEUTRAL = {
     "no_rope_layers": [None, []],
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "rope_interleaved", "use_mrope"), [None, False]),
     **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), [None, 1]),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), [None, 1]),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "full_attn_mod", "interpolate_factor"), [None, 1]),
+    **dict.fromkeys(("lm_head_bias", "use_bidirectional_attention"), [None, False]),
     **dict.fromkeys(("num_experts", "num_local_experts"), [None, 0, 1]),
     **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), [None]),
     **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),
@@ -78,20 +80,48 @@ ROPE_FIELDS = {
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
     "yarn": ["factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"],
+    "longrope": ["factor", "short_factor", "long_factor", "attention_factor"],
 }
 
+REQUIRED_ROPE_FIELDS = {kind: ROPE_FIELDS[kind] for kind in ("linear", "llama3")}
+REQUIRED_ROPE_FIELDS["longrope"] = ["short_factor", "long_factor"]
 
-def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
-    """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
-    context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
+
+def rope_fields(fields: Fields, by_kind: bool = False) -> tuple[str, dict]:
+    """The field of config.json that describes RoPE, and its value; by_kind: that of layers with full attention."""
     name = "rope_parameters" if fields.take("rope_parameters", None) is not None else "rope_scaling"
-    rope = dict(fields.take(name, None) or {})
+    rope = fields.take(name, None) or {}
+    return name, dict(rope.get("full_attention", rope) or {} if by_kind else rope)
+
+
+def sliding_rope(fields: Fields) -> dict:
+    """The field of Config for families in which RoPE is scaled in the layers with full attention only."""
+    base = fields.take("rope_local_base_freq", fields.take("rope_theta", None))
+    rope = (fields.take("rope_parameters", None) or {}).get("sliding_attention") or {}
+    if rope.get("rope_type", "default") != "default":
+        fields.refuse("rope_parameters", "scales RoPE in layers with sliding attention, which is not supported")
+    return {"sliding_rope_base": float(rope.get("rope_theta", base))}
+
+
+def rotated_dimensions(fields: Fields, head_dim: int) -> dict:
+    """The field of Config for families in which a part of each head is rotated."""
+    part = rope_fields(fields)[1].get("partial_rotary_factor", fields.take("partial_rotary_factor", None))
+    return {} if part in (None, 1) else {"rotary_dim": int(head_dim * part)}
+
+
+def hf_rope(fields: Fields, partial: bool = False, by_kind: bool = False) -> tuple[float, RopeScaling | None, int]:
+    """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling.
+    partial: whether a part of each head may be rotated; the caller then reads which (`rotated_dimensions`). by_kind:
+    whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`)."""
+    context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
+    name, rope = rope_fields(fields, by_kind)
     base = float(rope.pop("rope_theta", base))
     old_kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_kind)
+    kind = "longrope" if kind == "su" else kind  # an older name
     if kind not in ROPE_FIELDS:
         fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
-    if rope.pop("partial_rotary_factor", 1) not in (None, 1):
+    if rope.pop("partial_rotary_factor", 1) not in (None, 1) and not partial:
         fields.refuse(name, "rotates a part of each head, which is not supported")
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
@@ -102,11 +132,13 @@ def hf_rope(fields: Fields) -> tuple[float, RopeScaling | None, int]:
         fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
     if kind == "default":
         return base, None, context
-    if lacking := [key for key in ROPE_FIELDS[kind] if key.endswith("factor") and key not in values and kind != "yarn"]:
+    if lacking := [key for key in REQUIRED_ROPE_FIELDS.get(kind, []) if key not in values]:
         fields.refuse(name, f"lacks {lacking[0]}")
     if kind == "yarn":
         magnitudes = values.pop("mscale", None), values.pop("mscale_all_dim", None)
         values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
+    if kind == "longrope":
+        values = longrope(values, context / original, original)
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
     # The scaled context may be used even if max_position_embeddings is still the original one.
@@ -122,3 +154,15 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
     return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+
+def longrope(values: dict, extension: float, original: int) -> dict:
+    """The fields of a RopeScaling with the kind "longrope" (arXiv:2402.13753). values: those of config.json. extension:
+    the context as a multiple of the original one."""
+    factor = values.get("factor", extension)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "factors": tuple(map(float, values["short_factor"])),
+        "long_factors": tuple(map(float, values["long_factor"])),
+        "attention_factor": values.get("attention_factor", attention),
+    }

@@ -17,9 +17,8 @@ import torch
 
 from checkpoint import TokenizerFiles, make_config
 from cli import UserError, first_line, print_status, printable
+from config import Config, RopeScaling
 from formats import FORMATS, Packed, Quantization, Scheme
-from model import Config
-from positions import RopeScaling
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
 from sources.gguf_header import TensorInfo, open_file, read_header
@@ -29,7 +28,10 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
     attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count"""
+    rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count embedding_scale residual_scale logit_scale
+    attention.scale attention.sliding_window_pattern rope.freq_base_swa
+    rope.scaling.yarn_attn_factor"""
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -99,7 +101,7 @@ class GgufFile:
         head_dim = self.hyper("attention.key_length", dim // n_head)
         if self.hyper("attention.value_length", head_dim) != head_dim:
             self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
-        if self.hyper("rope.dimension_count", head_dim) != head_dim:
+        if (rotary_dim := self.hyper("rope.dimension_count", head_dim)) != head_dim and not self.family.partial_rotary:
             self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
         scaling, context = self.rope()
         config = make_config(
@@ -115,26 +117,55 @@ class GgufFile:
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),  # 1e-5 or 1e-6, stored as float32
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             out_bias="blk.0.attn_output.bias" in shapes,
             mlp_bias="blk.0.ffn_down.bias" in shapes,
             qk_norm="blk.0.attn_q_norm.weight" in shapes,
             sliding_window=self.hyper("attention.sliding_window", None) or None,
+            sliding_layers=self.sliding_layers(),
+            sliding_rope_base=self.hyper("rope.freq_base_swa", None),
+            embedding_scale=self.hyper("embedding_scale", 1.0),
+            attention_scale=self.hyper("attention.scale", None),
+            residual_scale=self.hyper("residual_scale", 1.0),
+            logits_scale=1 / self.hyper("logit_scale", 1.0),
         )
         return dataclasses.replace(config, **self.family.gguf_fields(config))
 
+    def sliding_layers(self) -> tuple[int, ...] | None:
+        """The layers that slide: a list says so for each layer, a number n that every n-th does not. None if the file
+        does not say it."""
+        pattern = self.hyper("attention.sliding_window_pattern", None)
+        if pattern is None:
+            return None
+        layers = range(self.hyper("block_count"))
+        return tuple(i for i in layers if (pattern[i] if isinstance(pattern, list) else (i + 1) % pattern))
+
+    def divisors(self, name: str) -> tuple[float, ...] | None:
+        """A tensor of divisors of RoPE's frequencies, or None if the file does not have it."""
+        if (info := self.infos.get(name)) is None:
+            return None
+        if info.type not in DENSE or len(info.shape) != 1:
+            raise UserError(f"{self.path}: {name} is {info.type} {info.shape}, not a vector of floating-point numbers")
+        return tuple(self.read(info).float().tolist())
+
     def rope(self) -> tuple[RopeScaling | None, int]:
-        """(scaling, longest context). Llama 3's scaling is a tensor of divisors, others are fields."""
+        """(scaling, longest context). The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields."""
         context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
-        divisors = self.infos.get("rope_freqs.weight")
-        if divisors is not None and (divisors.type not in DENSE or len(divisors.shape) != 1):
-            found = f"{divisors.type} {divisors.shape}"
-            raise UserError(f"{self.path}: rope_freqs.weight is {found}, not a vector of floating-point numbers")
-        if divisors is not None and kind != "none":
-            self.refuse("rope.scaling.type", "and a tensor rope_freqs.weight cannot both be used")
-        if divisors is not None:
-            return RopeScaling("factors", factors=tuple(self.read(divisors).float().tolist())), context
+        factors, short, long = map(self.divisors, ROPE_TENSORS)
+        if factors is not None and kind != "none":
+            self.refuse("rope.scaling.type", f"and a tensor {ROPE_TENSORS[0]} cannot both be used")
+        if factors is not None:
+            return RopeScaling("factors", factors=factors), context
+        if short is not None:
+            return RopeScaling(
+                "longrope",
+                original_max_seq_length=self.hyper("rope.scaling.original_context_length", context),
+                attention_factor=float(self.hyper("rope.scaling.attn_factor", 1.0)),
+                factors=short,
+                long_factors=long or (),
+            ), context
         if kind == "none":
             return None, context
         factor = float(self.hyper("rope.scaling.factor"))
@@ -149,7 +180,8 @@ class GgufFile:
             original,
             beta_fast=float(self.hyper("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self.hyper("rope.scaling.yarn_beta_slow", 1.0)),
-            attention_factor=yarn_attention_factor(factor) * float(self.hyper("rope.scaling.attn_factor", 1.0)),
+            attention_factor=float(self.hyper("rope.scaling.yarn_attn_factor", yarn_attention_factor(factor)))
+            * float(self.hyper("rope.scaling.attn_factor", 1.0)),
         )
         return scaling, max(context, int(original * factor))
 

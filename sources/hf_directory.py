@@ -14,7 +14,7 @@ import torch
 
 from checkpoint import INDEX, TokenizerFiles, make_config, read_json, read_tensor, read_tokenizer_files, weight_files
 from cli import UserError, first_line
-from model import Config
+from config import Config
 from sources.families import FAMILIES, Family
 from sources.fields import Fields
 
@@ -29,7 +29,7 @@ def hf_config(directory: Path) -> Config:
 def hf_family(directory: Path) -> tuple[Family, Config]:
     """The family and the Config of a Hugging Face directory. Errors as in `hf_config`."""
     path = directory / "config.json"
-    values = read_json(path)
+    values = text_fields(read_json(path))
     name = values.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     fields = Fields(path, values, family.defaults if family else {})
@@ -48,6 +48,17 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
         raise UserError(f"{path} has a value of the wrong type: {error}") from None
     fields.finish()
     return family, make_config(path, **config)
+
+
+def text_fields(values: dict) -> dict:
+    """The fields of the language model, if a config.json is that of a multimodal model that has one."""
+    for family in FAMILIES.values():
+        model_type, architecture = family.multimodal or (None, None)
+        if isinstance(values.get("text_config"), dict) and values.get("model_type") == model_type:
+            outside = {name: values[name] for name in ("tie_word_embeddings", "quantization_config") if name in values}
+            text = values["text_config"] | outside | {"architectures": values.get("architectures", [architecture])}
+            return {"model_type": family.model_type} | text
+    return values
 
 
 # ---------------------------------------------------------------- weights

@@ -15,6 +15,7 @@ from sources import hub
 from sources.assemble import assemble, source_names
 from sources.hf_directory import hf_family, hf_tensors, hf_tokenizer_files, vocabulary_size
 
+OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")  # tensors of multimodal models that are left out
 # Of the files of a directory, those that stand for it.
 WEIGHTS_FILES = (".safetensors", ".bin", ".pth", ".pt", ".json")
 
@@ -75,24 +76,26 @@ def open_hf(directory: Path) -> Source:
     """A directory as transformers' save_pretrained writes it, or as it is downloaded from the hub."""
     files = FileStates(directory)
     family, config = hf_family(directory)
-    tensors, prefix = hf_tensors(directory), family.layout.optional_prefix
+    tensors, layout = hf_tensors(directory), family.layout
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
 
     def unneeded(name: str) -> bool:
         # Old checkpoints contain the RoPE table. A tied head is the embedding, even if the file has an lm_head as well.
+        if family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES):
+            return True
         return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
 
     def read():
-        named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors())
-        return assemble(directory, config, family.layout, None, named, unneeded)
+        named = ((layout.renamed(name), tensor) for name, tensor in tensors())
+        return assemble(directory, config, layout, None, named, unneeded)
 
     return Source(directory, config, None, read, lambda: hf_tokenizer_files(directory), files)
 
 
 def open_gguf(path: Path, dequantize: bool = False) -> Source:
     """A .gguf file of one of the architectures in GGUF_FAMILIES. Tensors in a format of FORMATS stay as they are."""
-    from sources.gguf_file import GgufFile
+    from sources.gguf_file import ROPE_TENSORS, GgufFile
 
     if not path.exists():
         raise UserError(f"{path} does not exist")
@@ -106,7 +109,7 @@ def open_gguf(path: Path, dequantize: bool = False) -> Source:
         kept |= zip(names[module], scheme if isinstance(scheme, list) else [scheme] * len(names[module]))
 
     def read():
-        in_config = ("rope_freqs.weight",)  # what the Config has
-        return assemble(path, config, layout, quantization, file.tensors(kept), lambda name: name in in_config)
+        # The tensors of RoPE are in the Config.
+        return assemble(path, config, layout, quantization, file.tensors(kept), lambda name: name in ROPE_TENSORS)
 
     return Source(path, config, quantization, read, file.tokenizer_files, files)

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import DTYPES, check_memory, read_config
 from cli import ArgumentParser, UserError, number, run_command
+from config import Config
 from convert_hf_checkpoint import ensure_checkpoint
 from generate import token_ids
 from load import load_model
-from model import Config
 from tokenizer import Tokenizer
 
 # Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for its input.

@@ -58,12 +58,27 @@ VOCABULARY = 131
 
 LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
 QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
-SMOLLM3 = transformers.SmolLM3Config
+SMOLLM3, GEMMA3 = transformers.SmolLM3Config, transformers.Gemma3TextConfig
+PHI3, GRANITE = transformers.Phi3Config, transformers.GraniteConfig
+OLMO2, OLMO3 = transformers.Olmo2Config, transformers.Olmo3Config
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
 YARN_SET = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 70, "rope_theta": 10000.0}
+
+
+def longrope(n):
+    """Two lists of n factors."""
+    return LONGROPE | {"short_factor": [1 + i / 9 for i in range(n)], "long_factor": [2 + i * i for i in range(n)]}
+
+
+def by_kind(**full):
+    """RoPE of models in which it is scaled in the layers with full attention only."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+
+
 YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 
 # Every family at least twice; MHA, GQA and MQA; tied and untied; every RoPE scaling.
@@ -84,10 +99,39 @@ TINY = {
     "qwen2-yarn": (QWEN2, 64, 8, 2, 98, 2, False, {"rope_parameters": YARN_SET}),
     "qwen3-gqa": (QWEN3, 52, 6, 2, 38, 3, False, {"head_dim": 18}),
     "qwen3-mqa-biased": (QWEN3, 46, 5, 1, 62, 2, True, {"head_dim": 26, "attention_bias": True}),
-    "smollm3-tied": (SMOLLM3, 70, 5, 1, 88, 5, True, {"pad_token_id": None}),
+    "smollm3-tied": (SMOLLM3, 70, 5, 1, 88, 5, True, {}),
     "smollm3-custom": (
         SMOLLM3, 72, 6, 3, 62, 3, False, {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9,
-                                          "attention_bias": True, "pad_token_id": None, "rope_parameters": YARN_SET},
+                                          "attention_bias": True, "rope_parameters": YARN_SET},
+    ),
+    "gemma3-tied": (
+        GEMMA3, 56, 4, 2, 74, 7, True, {"head_dim": 22, "sliding_window": 13, "query_pre_attn_scalar": 15}
+    ),
+    "gemma3-untied": (
+        GEMMA3, 42, 3, 1, 58, 3, False, {"head_dim": 30, "sliding_window": 5, "sliding_window_pattern": 2,
+                                         "rope_parameters": by_kind(rope_type="linear", factor=8.0, rope_theta=1e6)},
+    ),
+    "phi3-partial": (PHI3, 52, 2, 1, 62, 3, True, {"rope_parameters": {"rope_type": "default", "rope_theta": 9e3,
+                                                                     "partial_rotary_factor": 0.7}}),
+    "phi3-window": (PHI3, 36, 6, 2, 46, 2, False, {"sliding_window": 23}),
+    "phi3-longrope": (PHI3, 48, 4, 4, 94, 2, False, {"rope_parameters": longrope(6)}),
+    "phi3-longrope-partial": (
+        PHI3, 60, 6, 3, 38, 3, True, {"rope_parameters": longrope(3) | {"partial_rotary_factor": 0.6}}
+    ),
+    "granite-tied": (
+        GRANITE, 42, 6, 2, 68, 3, True, {"embedding_multiplier": 7.0, "attention_multiplier": 0.31,
+                                         "residual_multiplier": 0.22, "logits_scaling": 0.6},
+    ),
+    "granite-biased": (
+        GRANITE, 54, 3, 3, 44, 2, False, {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.4,
+                                          "logits_scaling": 1.3, "rope_parameters": LINEAR},
+    ),
+    "olmo2-gqa": (OLMO2, 40, 5, 1, 66, 3, False, {}),
+    "olmo2-mha-biased": (OLMO2, 84, 6, 6, 50, 2, True, {"attention_bias": True, "rope_parameters": YARN_SET}),
+    "olmo3-tied": (OLMO3, 66, 3, 1, 82, 5, True, {"sliding_window": 17}),
+    "olmo3-yarn": (
+        OLMO3, 72, 4, 2, 54, 4, False, {"sliding_window": 6, "rope_parameters": by_kind(**YARN_SET),
+                                        "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
     "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),
@@ -103,7 +147,7 @@ TINY = {
 def tiny_config(name: str):
     kind, D, H, K, F, layers, tied, rest = TINY[name]
     sizes = {"hidden_size": D, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F}
-    rest = {"eos_token_id": None, "bos_token_id": 1} | rest
+    rest = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": None} | rest
     if kind is BLOOM:
         sizes = {"hidden_size": D, "n_head": H, "n_layer": layers, "seq_length": 256}
         return BLOOM(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes, **rest)
@@ -119,7 +163,8 @@ def save_tiny(name: str, directory: Path, **save):
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
-            if ("norm" in key or "ln_f" in key) and not key.endswith("bias"):
+            is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
+            if is_norm and not name.startswith("gemma"):  # whose norms add 1 themselves
                 weight += 1
     model.save_pretrained(directory, **save)
     return model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 from checkpoint import Writer, available_memory, check_memory, read_config
 from cli import UserError
+from config import Config
 from load import load_model
-from model import Config
 
 
 @pytest.fixture

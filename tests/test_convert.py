@@ -27,11 +27,11 @@ import checkpoint
 import convert_hf_checkpoint
 from checkpoint import read_config, read_quantization
 from cli import UserError
+from config import RopeScaling
 from convert_hf_checkpoint import convert, ensure_checkpoint
 from engine import Engine, Request, generate
 from formats import FORMATS
 from load import load_model
-from positions import RopeScaling
 from sampling import SamplingParams
 from sources import hf_directory, hub
 from sources.families import FAMILIES

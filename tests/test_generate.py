@@ -15,11 +15,11 @@ from programs import ids, main, run
 import generate as program
 from checkpoint import open_directory
 from cli import UserError, run_command
+from config import Config
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import Checkpoint, load_model
-from model import Config
 from report import measurements, weight_bytes
 from sampling import SamplingParams
 from sources.hub import default_gguf

@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import Writer, empty_model
 from cli import UserError
+from config import Config
 from cpu import install as kernels_cpu
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import KERNELS, attention_reference
 from load import install_kernels, load_model
-from model import Config, Embedding, Linear
+from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
 
@@ -880,7 +881,8 @@ def test_under_sanitizers(tmp_path, kernels):
         from cpu import install as kernels_cpu
         import formats
         from checkpoint import Writer, empty_model
-        from model import Config
+        from config import Config
+
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         assert kernels_cpu.load_kernels(KERNELS)
         ops = torch.ops.fastpath

@@ -20,11 +20,12 @@ with INTERPRET:
     import kernels_triton as kt
 
 import kernels
+from config import RopeScaling
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from kernels import attention_reference
 from load import load_model
 from model import Linear, RMSNorm
-from positions import RopeScaling, rope_table, rotate
+from positions import rope_table, rotate
 from quantize import quantize_checkpoint
 
 CHOOSE, ops = kt.choose_tiles, torch.ops.fastpath

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import TINY, greedy, hf_greedy, only_torch, random_prompts
 
+from config import Config, RopeScaling
 from load import load_model
-from model import Config, Transformer
-from positions import RopeScaling
+from model import Transformer
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
 SAME = 2e-5  # the same weights and the same arithmetic, but other shapes of the same matrix products

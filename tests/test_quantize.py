@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint import Writer, empty_model, read_quantization
 from cli import UserError
+from config import Config
 from formats import (
     FORMATS,
     Quantization,
@@ -29,7 +30,6 @@ from formats import (
     pack,
 )
 from load import load_model
-from model import Config
 from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
 

@@ -20,10 +20,10 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import Writer, empty_model, open_directory, read_model
 from cli import UserError
+from config import Config
 from drafts.loading import DraftSources, load_self_draft
 from formats import Quantization, quantize_model
 from load import ModelOptions, load_model
-from model import Config
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
 from tp import SPLIT, Shard, check, split_of

@@ -30,12 +30,12 @@ from teacher import (
 
 from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
+from config import Config
 from convert_hf_checkpoint import convert
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
 from load import load_model
-from model import Config
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_hf

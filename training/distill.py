@@ -23,12 +23,13 @@ from torch import Tensor
 
 import checkpoint as ck
 from cli import UserError, number, print_status, run_command
+from config import Config
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_head_rows
 from formats import Quantization
 from load import load_model
-from model import Attention, Block, Config, Transformer
+from model import Attention, Block, Transformer
 from positions import rope_frequencies, rope_table, rotate
 
 BATCH_TOKENS = 2048

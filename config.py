@@ -1,0 +1,134 @@
+"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it.
+
+Knows nothing of tensors. H, K, E, D, F and V are explained in model.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from cli import check_fields, check_positive
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
+
+    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
+    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own),
+    "longrope" (the same, with other factors for sequences beyond the training context).
+    """
+
+    kind: str
+    factor: float = 1.0
+    original_max_seq_length: int = 0  # llama3, yarn, longrope: the training context
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
+    attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors, longrope: a divisor for each frequency
+    long_factors: tuple[float, ...] = ()  # longrope: those of sequences longer than original_max_seq_length
+
+    def __post_init__(self):
+        if self.kind not in (kinds := ("linear", "llama3", "yarn", "factors", "longrope")):
+            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: {', '.join(kinds)}")
+        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+        if self.kind in ("llama3", "yarn", "longrope"):
+            numbers.append("original_max_seq_length")
+        factors = dict(enumerate(self.factors + self.long_factors))
+        check_positive({name: getattr(self, name) for name in numbers} | factors)
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
+        if self.kind == "longrope" and len(self.long_factors) != len(self.factors):
+            raise ValueError(f"longrope has {len(self.factors)} factors, but {len(self.long_factors)} long_factors")
+
+    @property
+    def long(self) -> "RopeScaling":
+        """The scaling of sequences longer than original_max_seq_length, which differs with longrope only."""
+        return replace(self, factors=self.long_factors) if self.kind == "longrope" else self
+
+
+@dataclass(frozen=True)
+class Config:
+    """The hyperparameters of a model; the switches below the sizes tell the families apart."""
+
+    n_layer: int
+    n_head: int  # H
+    n_kv_head: int  # K: K = H is multi-head attention, K = 1 multi-query, anything between grouped-query
+    head_dim: int  # E; not always D / H
+    dim: int  # D
+    hidden_dim: int  # F
+    vocab_size: int  # V
+    max_seq_length: int  # the longest context that the model supports
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False  # the output head is the embedding table
+    qkv_bias: bool = False  # Qwen2
+    out_bias: bool = False  # on the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
+    qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
+    sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
+    sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
+    sliding_rope_base: float | None = None  # Gemma 3: layers with a sliding window have this base, and no rope_scaling
+    layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
+    rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
+    norm_placement: str = "before"  # of a block's norms: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
+    float32_norms: bool = False  # Gemma: the norms' weights are float32 in a model of any dtype
+    embedding_scale: float = 1.0  # the embeddings are multiplied by it (Gemma; this and the next three: Granite)
+    attention_scale: float | None = None  # so are the products of queries and keys; None means head_dim ** -0.5
+    residual_scale: float = 1.0  # and the outputs of attention and MLP
+    logits_scale: float = 1.0
+    mlp: str = "swiglu"  # or "geglu": the same with tanh-GELU (Gemma); or "gelu": tanh-GELU without a gate (BLOOM)
+    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias (this and the next three: BLOOM)
+    alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
+    embedding_norm: bool = False
+    post_norm_residual: bool = False  # residuals start from the normalized input
+    n_token: int | None = None  # if the vocabulary is padded: how many ids are real; the others are never sampled
+
+    def __post_init__(self):
+        check_fields(self)
+        kinds = {"norm": ("rms", "layer"), "mlp": ("swiglu", "geglu", "gelu")}
+        for name, known in (kinds | {"norm_placement": ("before", "after", "both")}).items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.n_token is not None and self.n_token > self.vocab_size:
+            raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
+        for name in ("sliding_layers", "layers_without_rope"):
+            if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
+                raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
+        scaling, rotated = self.rope_scaling, self.rotary_dim or self.head_dim
+        if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
+            raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.head_dim % 2 and not self.alibi:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
+        if rotated > self.head_dim or (rotated % 2 and not self.alibi):
+            raise ValueError(f"rotary_dim {rotated} is odd, or more than head_dim {self.head_dim}")
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """H, K, E: the numbers of query heads and of key/value heads, and their width."""
+        return self.n_head, self.n_kv_head, self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer; None if it attends to all positions."""
+        slides = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if slides else None
+
+    def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
+        """The base and the scaling of one layer's RoPE. Layers in which they are equal share a table of cos and sin."""
+        if layer in self.layers_without_rope:
+            return math.inf, None
+        if self.sliding_rope_base is not None and self.window(layer) is not None:
+            return self.sliding_rope_base, None
+        return self.rope_base, self.rope_scaling
+
+    @property
+    def short_context(self) -> int | None:
+        """With longrope, a row with more tokens than this needs the long factors for all of them."""
+        is_longrope = self.rope_scaling is not None and self.rope_scaling.kind == "longrope"
+        return self.rope_scaling.original_max_seq_length if is_longrope else None

@@ -165,4 +165,5 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
         schemes = {name: layer.scheme for name, layer in draft.named_modules() if hasattr(layer, "scheme")}
         slices, draft = shard.slices(draft), swap(empty_model(model.config, shard=shard), schemes.get)
         draft.load_state_dict({name: part.of(whole[name]).clone() for name, part in slices.items()}, assign=True)
+        draft.activation_dtype = model.activation_dtype
     return install_kernels(draft, options.kernels, options.exact_activations)

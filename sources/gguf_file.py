@@ -317,6 +317,7 @@ CONTROL, USER_DEFINED = 3, 4
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATH_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
@@ -325,10 +326,13 @@ PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": None,  # every digit is split off first
     "llama-bpe": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
+    "dbrx": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
     "qwen2": _CONTRACTION + _WORD + r"|\p{N}" + _REST,
-    "tekken": _CASED_WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),
+    "tekken": _CASED_WORD + r"|\p{N}" + _PATH_REST,
+    "gpt-4o": _CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST,
 }
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+ALIASES |= {"refact": "smollm", "llama4": "gpt-4o"}
 
 
 def byte_level_bpe(path: Path, get):

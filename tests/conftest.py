@@ -66,16 +66,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
 YARN_SET = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
-LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 70, "rope_theta": 10000.0}
+SHORT_CONTEXT = {"original_max_position_embeddings": 95}  # of longrope
 
 
 def longrope(n):
-    """Two lists of n factors."""
-    return LONGROPE | {"short_factor": [1 + i / 9 for i in range(n)], "long_factor": [2 + i * i for i in range(n)]}
+    """With n factors each."""
+    factors = {"short_factor": [1 + i / 9 for i in range(n)], "long_factor": [2 + i * i for i in range(n)]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0} | factors | SHORT_CONTEXT
 
 
-def by_kind(**full):
-    """RoPE of models in which it is scaled in the layers with full attention only."""
+def by_kind(truncate=None, **full):
+    """RoPE that is scaled in the layers with full attention only. (transformers ignores `truncate` there.)"""
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
 
 
@@ -114,12 +115,12 @@ TINY = {
     "phi3-partial": (PHI3, 52, 2, 1, 62, 3, True, {"rope_parameters": {"rope_type": "default", "rope_theta": 9e3,
                                                                      "partial_rotary_factor": 0.7}}),
     "phi3-window": (PHI3, 36, 6, 2, 46, 2, False, {"sliding_window": 23}),
-    "phi3-longrope": (PHI3, 48, 4, 4, 94, 2, False, {"rope_parameters": longrope(6)}),
+    "phi3-longrope": (PHI3, 48, 4, 4, 94, 2, False, {"rope_parameters": longrope(6)} | SHORT_CONTEXT),
     "phi3-longrope-partial": (
-        PHI3, 60, 6, 3, 38, 3, True, {"rope_parameters": longrope(3) | {"partial_rotary_factor": 0.6}}
+        PHI3, 60, 6, 3, 38, 3, True, {"rope_parameters": longrope(3) | {"partial_rotary_factor": 0.6}} | SHORT_CONTEXT
     ),
     "granite-tied": (
-        GRANITE, 42, 6, 2, 68, 3, True, {"embedding_multiplier": 7.0, "attention_multiplier": 0.31,
+        GRANITE, 60, 6, 2, 68, 3, True, {"embedding_multiplier": 7.0, "attention_multiplier": 0.31,
                                          "residual_multiplier": 0.22, "logits_scaling": 0.6},
     ),
     "granite-biased": (
@@ -127,7 +128,7 @@ TINY = {
                                           "logits_scaling": 1.3, "rope_parameters": LINEAR},
     ),
     "olmo2-gqa": (OLMO2, 40, 5, 1, 66, 3, False, {}),
-    "olmo2-mha-biased": (OLMO2, 84, 6, 6, 50, 2, True, {"attention_bias": True, "rope_parameters": YARN_SET}),
+    "olmo2-mha-biased": (OLMO2, 78, 3, 3, 64, 2, False, {"attention_bias": True, "rope_parameters": YARN_SET}),
     "olmo3-tied": (OLMO3, 66, 3, 1, 82, 5, True, {"sliding_window": 17}),
     "olmo3-yarn": (
         OLMO3, 72, 4, 2, 54, 4, False, {"sliding_window": 6, "rope_parameters": by_kind(**YARN_SET),
@@ -156,15 +157,20 @@ def tiny_config(name: str):
 
 
 def save_tiny(name: str, directory: Path, **save):
-    """Write a tiny model with transformers and return it. All weights are random, including norms and biases."""
-    torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
-    small, large = (0.1, 2.5) if name.startswith("bloom") else (0.3, 1.2)  # so that the text does not repeat itself
+    """Write a tiny model with transformers and return it."""
+    return save_random(tiny_config(name), directory, sum(map(ord, name)), **save)
+
+
+def save_random(config, directory: Path, seed: int, **save):
+    """Write a model with random weights, norms and biases included, with transformers, and return it."""
+    torch.manual_seed(seed)
+    model, kind = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), config.model_type
+    small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)  # so that the text does not repeat itself
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
-            if is_norm and not name.startswith("gemma"):  # whose norms add 1 themselves
+            if is_norm and not kind.startswith("gemma"):  # whose norms add 1 themselves
                 weight += 1
     model.save_pretrained(directory, **save)
     return model

@@ -1,5 +1,7 @@
 """Writes GGUF files for tests as llama.cpp's converter does, from a tiny transformers model and a vocabulary."""
 
+import math
+
 import gguf
 import numpy as np
 import torch
@@ -29,6 +31,52 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# The families that have other names, architectures or fields than Llama.
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OTHER_NAMES = {"gemma3_text": POST_NORMS, "olmo2": POST_NORMS, "olmo3": POST_NORMS}
+OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+PAIRED = ("llama", "smollm3", "granite")
+SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def family_fields(config, family):
+    """The fields that only some families have."""
+    rope = config.rope_parameters
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
+    fields = {}
+    if full["rope_type"] in ("linear", "yarn"):
+        fields |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
+    if full["rope_type"] == "yarn":
+        fields |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"]}
+        fields |= {f"rope.scaling.yarn_{key}": full[key] for key in ("beta_fast", "beta_slow") if key in full}
+        fields |= {"rope.scaling.yarn_attn_factor": full["attention_factor"]} if "attention_factor" in full else {}
+    if full["rope_type"] == "longrope":
+        fields |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"]}
+        extension = config.max_position_embeddings / full["original_max_position_embeddings"]
+        attention = math.sqrt(1 + math.log(extension) / math.log(full["original_max_position_embeddings"]))
+        fields |= {"rope.scaling.attn_factor": attention}
+    if sliding is not None:
+        fields |= {"attention.sliding_window": config.sliding_window, "rope.freq_base_swa": sliding["rope_theta"]}
+        fields |= {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types]}
+    elif config.model_type == "phi3" and config.sliding_window:
+        fields |= {"attention.sliding_window": config.sliding_window}
+    return fields | {name: float(getattr(config, theirs)) for theirs, name in SCALES.items() if hasattr(config, theirs)}
+
+
+def family_tensors(config):
+    rope = config.rope_parameters
+    kinds = ("short", "long") if rope.get("rope_type") == "longrope" else ()
+    return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], dtype=np.float32) for kind in kinds}
 
 
 def pair_rows(weight, heads):
@@ -40,7 +88,8 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     """Write a transformers model. quantize(name) -> a GGMLQuantizationType, or None for float32. extra: fields to add.
     tensors: tensors to add or replace, or None to leave one out."""
     config = model.config
-    family = "llama" if config.model_type == "mistral" else config.model_type
+    family = ARCHITECTURES.get(config.model_type, config.model_type)
+    names = NAMES | OTHER_NAMES.get(config.model_type, {})
     writer = gguf.GGUFWriter(str(path), family)
     for theirs, name in FIELDS.items():
         value = getattr(config, theirs)
@@ -48,9 +97,11 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_uint32(f"{family}.attention.key_length", head_dim)
     writer.add_uint32(f"{family}.attention.value_length", head_dim)
-    writer.add_uint32(f"{family}.rope.dimension_count", head_dim)
-    writer.add_float32(f"{family}.rope.freq_base", config.rope_parameters["rope_theta"])
-    for name, value in (tokenizer_fields | (extra or {})).items():
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_uint32(f"{family}.rope.dimension_count", int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_float32(f"{family}.rope.freq_base", rope["rope_theta"])
+    fields = {f"{family}.{name}": value for name, value in family_fields(config, family).items()}
+    for name, value in (tokenizer_fields | fields | (extra or {})).items():
         add_field(writer, name, value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = {}
@@ -59,12 +110,14 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
             continue
         array = weight.float().numpy()
         stem, kind = name.rsplit(".", 1)
-        if family in ("llama", "smollm3") and stem.split(".")[-1] in heads:
+        if family == "gemma3" and stem.endswith("norm"):
+            array = array + 1
+        if family in PAIRED and stem.split(".")[-1] in heads:
             array = pair_rows(array, heads[stem.split(".")[-1]])
         parts = stem.split(".", 3)
-        stem = f"blk.{parts[2]}.{NAMES[parts[3]]}" if parts[1:2] == ["layers"] else NAMES[stem]
+        stem = f"blk.{parts[2]}.{names[parts[3]]}" if parts[1:2] == ["layers"] else names[stem]
         state[f"{stem}.{kind}"] = array
-    for name, array in (state | (tensors or {})).items():
+    for name, array in (state | family_tensors(config) | (tensors or {})).items():
         if array is None:
             continue
         kind = quantize(name) if quantize and array.ndim == 2 else None

@@ -1,0 +1,191 @@
+"""Model families: random members against transformers, GGUF files, and all that an engine does with a model.
+
+tests/test_model.py has the named tiny models of all families; here are sizes and fields drawn at random, prompts of
+different lengths that run beside each other, and contexts beyond the original one of longrope.
+"""
+
+import random
+
+import gguf
+import pytest
+import torch
+from conftest import (
+    GEMMA3,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SHORT_CONTEXT,
+    VOCABULARY,
+    YARN_SET,
+    by_kind,
+    hf_greedy,
+    longrope,
+    random_prompts,
+    save_random,
+)
+from gguf_writer import bpe_fields, write_gguf
+from tokenizers import Tokenizer as TokenizersLibrary
+
+from convert_hf_checkpoint import convert
+from drafts.draft_model import SelfDraft
+from drafts.retrieval import RetrievalDraft
+from engine import Engine, Request, generate
+from formats import Quantization, quantize_model
+from load import install_kernels, load_model
+from quantize import quantize_checkpoint
+from sampling import SamplingParams
+from sources.opening import open_gguf, open_hf
+from speculative import Speculation
+from start import compiled_steps
+
+LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
+LENGTHS, NEW = (1, 5, 11, 26, 40, 67, 81, 120), 64  # of prompts; new tokens
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_member(family: str, seed: int, wide: bool = False):
+    """A config of transformers with random sizes and fields. wide: the sizes are multiples of 32."""
+    rng = random.Random(f"{family} {seed}")
+    K, group, E = (1, 3, 32) if wide else (rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), 2 * rng.randint(4, 13))
+    D = K * group * E if wide or family != "gemma3" else 2 * rng.randint(11, 37)
+    if family == "gemma3":
+        D -= D % (K * group)  # which transformers requires
+    layers, window = rng.randint(2, 5), rng.randint(2, 50)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": D, "num_attention_heads": K * group, "num_key_value_heads": K}
+    sizes |= {"intermediate_size": 64 if wide else 2 * rng.randint(17, 51), "num_hidden_layers": layers}
+    sizes |= {"tie_word_embeddings": rng.random() < 0.5, "max_position_embeddings": 256}
+    sizes |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    biased = {"attention_bias": rng.random() < 0.3}
+    if family == "gemma3":
+        scaled = rng.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
+        rope = by_kind(rope_theta=rng.choice([1e6, 2e4]), **scaled)
+        more = {"head_dim": E, "query_pre_attn_scalar": rng.randint(5, 40), "layer_types": kinds}
+        return GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
+    if family == "phi3":
+        part = rng.choice([1.0, 0.5, 0.75])
+        plain = {"rope_type": "default", "rope_theta": 1e4}
+        rope = rng.choice([plain, longrope(int(E * part) // 2)]) | {"partial_rotary_factor": part}
+        if int(E * part) % 2:
+            rope = plain
+        return PHI3(**sizes, **SHORT_CONTEXT, rope_parameters=rope, sliding_window=rng.choice([None, window]))
+    if family == "granite":
+        scales = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+        more = {name: round(rng.uniform(0.2, 3.0), 2) for name in scales} | {"mlp_bias": rng.random() < 0.3}
+        return GRANITE(**sizes, **biased, **more)
+    if family == "olmo2":
+        return OLMO2(**sizes, **biased)
+    rope = by_kind(**rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
+    return OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
+
+
+FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3")
+
+
+@pytest.fixture(scope="module")
+def member(tmp_path_factory):
+    """(family, seed) -> transformers' model, its directory, and its greedy tokens for prompts of LENGTHS."""
+    made, prompts = {}, random_prompts(LENGTHS, seed=3)
+
+    def get(*which):
+        if which not in made:
+            folder = tmp_path_factory.mktemp("member")
+            oracle = save_random(random_member(*which), folder, seed=which[1])
+            made[which] = oracle, folder, [hf_greedy(oracle, prompt, NEW) for prompt in prompts]
+        return made[which]
+
+    return get
+
+
+def tokens(engine: Engine, prompts=None) -> list[list[int]]:
+    """The new tokens of all prompts of LENGTHS, as many at a time as the engine has rows."""
+    requests = [Request(prompt, GREEDY, NEW) for prompt in prompts or random_prompts(LENGTHS, seed=3)]
+    generate(engine, requests)
+    return [request.new_tokens for request in requests]
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_member_equals_transformers(member, family, seed):
+    oracle, folder, expected = member(family, seed)
+    model = load_model(open_hf(folder), dtype=torch.float32)
+    assert tokens(Engine(model, 3, 200, chunk_tokens=19)) == expected
+    sequence = torch.tensor([random_prompts((130,), seed=5)[0]])
+    model.setup_caches(1, 140)
+    with torch.no_grad():
+        difference = model(sequence, torch.arange(130)[None], all_logits=True) - oracle(sequence).logits
+    assert difference.abs().max() < LOGITS * max(1, oracle(sequence).logits.abs().max())
+    assert len({tuple(ids) for ids in expected}) == len(LENGTHS), "the oracle should continue each prompt differently"
+
+
+def engine_of(how: str, source) -> Engine:
+    model = load_model(source, dtype=torch.float32, kernels="torch" if how == "plain torch" else "auto")
+    if how == "compiled":
+        return Engine(model, 2, 200, compiled_steps(True, False))
+    if how in ("lookup", "self draft"):
+        four = quantize_model(load_model(source, dtype=torch.float32, kernels="torch"), Quantization("int4", 0, "int8"))
+        draft = RetrievalDraft() if how == "lookup" else SelfDraft(install_kernels(four))
+        return Engine(model, 3, 200, chunk_tokens=23, speculation=Speculation([draft], 4, automatic=False))
+    engine = Engine(model, 1 if how == "alone" else 4, 200, chunk_tokens=9)
+    engine.always_chunk = True
+    return engine
+
+
+HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
+PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i], HOW[(i + 2) % 5])]
+PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
+PAIRS += [pytest.param(family, "compiled", marks=pytest.mark.full) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family, how", PAIRS)
+def test_a_family_in_combination(member, family, how):
+    """Phi-3's member has longrope, and its prompts grow beyond the original context."""
+    _, folder, expected = member(family, 4 if family == "phi3" else 0)
+    engine = engine_of(how, open_hf(folder))
+    assert tokens(engine) == expected
+    longer = [prompt + ids[:30] for prompt, ids in zip(random_prompts(LENGTHS, seed=3), expected)]
+    assert [ids[:34] for ids in tokens(engine, longer)] == [ids[30:] for ids in expected], "with cached prefixes"
+
+
+FORMATS = ("int8", "int4", "iq4_nl", "int4", "int8")
+
+
+@pytest.mark.parametrize("family, format", zip(FAMILIES, FORMATS))
+def test_a_quantized_family(member, tmp_path, family, format):
+    """Kernels and plain torch have the same tokens; in bfloat16 a converted checkpoint has those of its source."""
+    folder = member(family, 4 if family == "phi3" else 0)[1]
+    quantize_checkpoint(folder, tmp_path / "q", Quantization(format, 32 if format == "iq4_nl" else 0, format))
+    fused = tokens(Engine(load_model(tmp_path / "q", dtype=torch.float32), 3, 200))
+    assert tokens(Engine(load_model(tmp_path / "q", dtype=torch.float32, kernels="torch"), 3, 200)) == fused
+    convert(open_hf(folder), tmp_path / "ours", torch.bfloat16)
+    direct, ours = (tokens(Engine(load_model(path), 3, 200)) for path in (open_hf(folder), tmp_path / "ours"))
+    assert direct == ours
+
+
+def vocabulary_fields(byte_level) -> dict:
+    fields = bpe_fields(TokenizersLibrary.from_file(str(byte_level / "tokenizer.json")), "llama-bpe")
+    return fields | {n: fields[n][:VOCABULARY] for n in fields if n.endswith((".tokens", ".token_type"))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_equals_transformers(member, byte_level, tmp_path, family):
+    """As llama.cpp's converter writes it, in float32."""
+    oracle, _, expected = member(family, 4 if family == "phi3" else 0)
+    write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level))
+    assert tokens(Engine(load_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32), 3, 200)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantized_gguf_file(byte_level, tmp_path, family):
+    """Matrices that stay quantized, whose rows are changed while they are read, are those of the dequantized file."""
+    oracle = save_random(random_member(family, 4, wide=True), tmp_path / "hf", seed=2)
+    write_gguf(tmp_path / "q.gguf", oracle, vocabulary_fields(byte_level), lambda name: gguf.GGMLQuantizationType.Q8_0)
+    models = [load_model(open_gguf(tmp_path / "q.gguf", dequantize=d), dtype=torch.float32) for d in (False, True)]
+    kept, dense = (tokens(Engine(model, 3, 200)) for model in models)
+    assert kept == dense
+    convert(open_gguf(tmp_path / "q.gguf"), tmp_path / "ours", torch.float32)
+    assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept

@@ -94,7 +94,7 @@ def recovery_s(args, engine: Engine) -> float:
                 programs[0].kill()
                 end = time.perf_counter()
             engine.step()
-            if not engine.active:  # the cache is full
+            if not engine.has_requests:  # the cache is full
                 engine.add(Request([5, 6, 7], GREEDY, 10**6))
             kinds = engine.threads.kinds
             steps.append((time.perf_counter(), kinds["decode"].count if "decode" in kinds else None))

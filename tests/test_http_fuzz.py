@@ -423,7 +423,7 @@ def test_a_large_answer_is_written_in_a_thread():
         asyncio.get_running_loop().call_later(0.01, others.set)
         completion = CompletionRequest("cmpl-1", [])
         builder = SimpleNamespace(completion=completion, whole=lambda: others.wait(PATIENCE_S))
-        active = EngineClient(None, 1, 0).submit(completion, asyncio.Event().wait)
-        return (await respond(active, builder)).body
+        updates = EngineClient(None, 1, 0).generate(completion, asyncio.Event().wait)
+        return (await respond(updates, builder)).body
 
     assert asyncio.run(written()) == b"true"

@@ -462,10 +462,10 @@ def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(ser
     assert answered(model, body, list("a</think> b"))["message"]["reasoning_content"] == "a"
     body |= {"chat_template_kwargs": {"no": True}, "response_format": {"type": "json_object"}}
     completion = model.parse_chat(REQUEST | body)
-    assert "thoughts" not in completion.choices[0].submit.grammar
+    assert "thoughts" not in completion.choices[0].text_request.grammar
     body["chat_template_kwargs"] = {"no": False, "messages": 5, "self": 5}
     completion = model.parse_chat(REQUEST | body)
-    grammar = completion.choices[0].submit.grammar
+    grammar = completion.choices[0].text_request.grammar
     assert fits(model, model.grammars.compiler, grammar, "{ a</think>\n\n{}")
     assert not fits(model, model.grammars.compiler, grammar, "{}")
 
@@ -483,21 +483,21 @@ def test_thoughts_come_before_what_a_grammar_asks_for(served):
         ({"tool_choice": function("get_weather")}, calls.replace('"f"', '"get_weather"'), calls),
         ({"tools": [function("f", POINT, strict=True)]}, f"Hello {calls}", "<tool_call>Hello"),
     ):
-        grammar = model.parse_chat(REQUEST | body).choices[0].submit.grammar
+        grammar = model.parse_chat(REQUEST | body).choices[0].text_request.grammar
         compiler = model.grammars.compiler
         thoughts = "<think>\nI <tool> {}\n</think>\n\n"
         assert fits(model, compiler, grammar, text) and fits(model, compiler, grammar, thoughts + text)
         assert not fits(model, compiler, grammar, refused) and not fits(model, compiler, grammar, thoughts + refused)
         over = REQUEST | body | {"chat_template_kwargs": {"enable_thinking": False}}
-        grammar = model.parse_chat(over).choices[0].submit.grammar
+        grammar = model.parse_chat(over).choices[0].text_request.grammar
         assert fits(model, compiler, grammar, text) and "thoughts" not in grammar
-    assert model.parse_chat(REQUEST).choices[0].submit.grammar is None
+    assert model.parse_chat(REQUEST).choices[0].text_request.grammar is None
 
 
 def test_special_tokens_of_calls_are_shown(served):
     def shown(name, body):
         model = served(name)
-        ids = model.parse_chat(REQUEST | body).choices[0].submit.shown_ids
+        ids = model.parse_chat(REQUEST | body).choices[0].text_request.shown_ids
         return {token for token, i in model.chat.special_tokens.items() if i in ids}
 
     assert shown("mistral-nemo", {}) == {"[TOOL_CALLS]"} and shown("mistral-nemo", {"tools": []}) == set()

@@ -1,7 +1,7 @@
 """What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
 
-Read down: Constraint and read_constraint, which reads the fields of a request; answer_grammar, which writes the grammar
-of a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
+Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
+a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
 
 Sources: response_format is OpenAI's; structured_outputs, and before it guided_json, guided_regex and guided_choice, are
 vLLM's.
@@ -102,12 +102,8 @@ def regex_rule(pattern: str, param: str) -> str:
 
 
 def schema_constraint(schema: dict | bool, param: str, lenient: bool = False) -> Constraint:
-    return Constraint(checked_schema_rule(schema, param, lenient), param, "the schema")
-
-
-def checked_schema_rule(schema: dict | bool, param: str, lenient: bool) -> str:
     try:
-        return schema_rule(schema, lenient)
+        return Constraint(schema_rule(schema, lenient), param, "the schema")
     except RecursionError:
         raise ApiError(f"{param}: the schema is nested too deeply", param=param) from None
 

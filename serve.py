@@ -1,7 +1,7 @@
 """The server: `python serve.py`, then OpenAI's API at http://127.0.0.1:8000.
 
-Read down: options and `main`; the HTTP process; Answer, the text of an answer while it is generated; EngineServer, the
-loop around the engine's steps. Generation itself is in engine.py.
+Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated; EngineServer, the loop
+around the engine's steps. Generation itself is in engine.py.
 
 There are two processes, because in one process, HTTP and the engine would wait for each other: only one thread at a
 time can hold Python's global interpreter lock. The process that was started (with torchrun, rank 0) runs the engine and
@@ -22,17 +22,17 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, run_command
 from engine import Engine
 from grammar import GrammarThread
-from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import compile_while_serving, load_engine, warm_up
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
 STALLED_TIMEOUT_S = 30  # a client that reads nothing of its response for so long is disconnected
@@ -100,7 +100,8 @@ def main(ranks=None):
         api_key=args.api_key,
     )
     with http_process(settings, listener) as connection:
-        grammars = GrammarThread(checkpoint.tokenizer, config.vocab_size, end_ids(checkpoint))
+        tokenizer = checkpoint.tokenizer
+        grammars = GrammarThread(tokenizer, config.vocab_size, answer_end_ids(checkpoint.tokenizer_files, tokenizer))
         engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
         before = time.perf_counter()
@@ -114,17 +115,9 @@ def main(ranks=None):
         connection.send(EngineStatus("ready", [], warm_up_s))
         about = f"{checkpoint.name} ({engine.model.backend.name} kernels)"
         print_status(f"serving {about} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        server = EngineServer(engine, checkpoint.tokenizer, connection, grammars)
+        server = EngineServer(engine, tokenizer, connection, grammars)
         server.run(shutdown, args.queue_seconds)
     engine.close()
-
-
-def end_ids(checkpoint: Checkpoint) -> set[int]:
-    """The tokens that may end an answer."""
-    ids = set(checkpoint.tokenizer.eos_ids)
-    with suppress(UserError):  # there is no chat template, or it fails
-        ids |= ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer).end_ids()
-    return ids
 
 
 def check_web_libraries():
@@ -179,7 +172,7 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http_process, args=(settings, listener, theirs), daemon=True)
-    # It inherits ignored signals. Those to the whole process group are handled here, even while it starts.
+    # It inherits that these signals are ignored, so that those to the whole process group are handled here only.
     before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
     process.start()
     for kind, handler in before.items():
@@ -202,7 +195,7 @@ def http_process(settings: Settings, listener: socket.socket):
 # ---------------------------------------------------------------- the engine's process
 
 
-class Answer:
+class AnswerText:
     """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the updates."""
 
     def __init__(self, tokenizer: Tokenizer, text_request: TextRequest):
@@ -281,7 +274,7 @@ class EngineServer:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection, grammars: GrammarThread):
         self.engine, self.tokenizer = engine, tokenizer
         self.connection, self.grammars = connection, grammars
-        self.answers: dict[int, Answer] = {}  # by request_id
+        self.answers: dict[int, AnswerText] = {}  # by request_id
 
     def run(self, shutdown: Shutdown, queue_seconds: float):
         """Run until EOFError says that the HTTP process has exited, which it does when the server is shutting down and
@@ -304,7 +297,7 @@ class EngineServer:
         while self.connection.poll(timeout):
             message, timeout = self.connection.recv(), 0.0
             if isinstance(message, TextRequest):
-                answer = self.answers[message.request_id] = Answer(self.tokenizer, message)
+                answer = self.answers[message.request_id] = AnswerText(self.tokenizer, message)
                 if message.grammar is None:
                     self.engine.add(answer.request)
                 else:

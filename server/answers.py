@@ -62,7 +62,7 @@ class AnswerSyntax:
 
 
 FENCE = re.compile(r"```(?:json)?\s*")
-CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # with one of them, a call's object may begin
+CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # a call's object begins with one of them
 MAX_NAME_AND_MIDDLE = 200  # characters
 
 
@@ -358,7 +358,8 @@ def start_pattern(keys: tuple[str, str]) -> re.Pattern:
 
 
 def start_of_possible_mark(text: str, marks: tuple[str, ...]) -> int:
-    """The start of the longest end of the text that is the beginning of a mark, but not all of it."""
+    """Where a mark may have begun whose rest is still to come: the first position from which the whole rest of the text
+    is the beginning of a mark. The length of the text if there is none."""
     longest = max(map(len, marks), default=0)
     starts = range(max(0, len(text) - longest + 1), len(text))
     return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))

@@ -227,7 +227,8 @@ class ServedModel:
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
         grammar = self.chat.answer_grammar(conversation, constraint)
         if grammar is not None:
-            is_of_tools = conversation.tools.tools and (constraint is None or conversation.tools.required)
+            choice = conversation.tool_choice
+            is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
         syntax, choices = replace(conversation.syntax, bare_calls=grammar is None), []

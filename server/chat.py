@@ -37,7 +37,7 @@ class ToolChoice:
     tools: list[Tool] = field(default_factory=list)
     described: list[dict] = field(default_factory=list)  # the same, as the template gets them
     required: bool = False  # the answer must be calls
-    several: bool = True  # it may have more than one
+    several: bool = True  # it may have more than one call
 
     @property
     def has_grammar(self) -> bool:
@@ -49,7 +49,7 @@ class Conversation:
     """The prompt of a chat request, and what the answer may contain."""
 
     text: str  # the prompt
-    tools: ToolChoice
+    tool_choice: ToolChoice
     continues: bool  # the answer continues the last message
     thinking_is_over: bool  # the prompt ends after thoughts, which may be empty
     syntax: AnswerSyntax
@@ -116,13 +116,8 @@ class ChatModel:
             )
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
-        begins_inside = thinking_is_over = False
-        if self.thinking is not None:
-            begin, end = self.thinking
-            begins_inside, thinking_is_over = text.rstrip().endswith(begin), text.rstrip().endswith(end)
-            if continues and last["content"].strip():
-                begins_inside = last["content"].rfind(begin) > last["content"].rfind(end)
-                thinking_is_over = not begins_inside
+        is_continued = continues and last["content"].strip() != ""
+        begins_inside, thinking_is_over = self.thoughts_before(last["content"] if is_continued else None, text)
         syntax = AnswerSyntax(
             self.thinking,
             begins_inside,
@@ -131,6 +126,17 @@ class ChatModel:
             None if tools.several and (format is None or format.between is not None) else 1,
         )
         return Conversation(text, tools, continues, thinking_is_over, syntax)
+
+    def thoughts_before(self, content: str | None, text: str) -> tuple[bool, bool]:
+        """Whether the answer begins within thoughts, and whether its thoughts are over. content: what the answer
+        continues, or None if it is a new message; text: the prompt."""
+        if self.thinking is None:
+            return False, False
+        begin, end = self.thinking
+        if content is None:  # the template may write the first mark, or both around no thoughts
+            return text.rstrip().endswith(begin), text.rstrip().endswith(end)
+        begins_inside = content.rfind(begin) > content.rfind(end)
+        return begins_inside, not begins_inside
 
     def encode(self, conversation: Conversation) -> list[int]:
         """The token ids of a conversation."""
@@ -145,7 +151,7 @@ class ChatModel:
 
     def answer_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
         """The source of the grammar that an answer must fit; None if it needs none."""
-        tools, syntax = conversation.tools, conversation.syntax
+        tools, syntax = conversation.tool_choice, conversation.syntax
         if not tools.has_grammar and constraint is None:
             return None
         grammar = None
@@ -161,7 +167,7 @@ class ChatModel:
     def shown_ids(self, conversation: Conversation) -> frozenset[int]:
         """The special tokens whose text the parser of the answer has to see."""
         marks = "\n".join(self.thinking or ())
-        if conversation.tools.tools:
+        if conversation.tool_choice.tools:
             marks += "\n" + self.tool_format.marks
         return frozenset(i for name, i in self.special_tokens.items() if name in marks)
 

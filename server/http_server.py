@@ -144,7 +144,7 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # the timer would keep a connection that was reset in memory
+        self._unset_keepalive_if_required()  # otherwise its timer would keep the connection in memory
 
     def data_received(self, data: bytes):
         if self.is_invalid:
@@ -435,8 +435,8 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: type = ResponseBuilder):
-    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object, and `builder` its
-    response."""
+    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object. builder: the class
+    that builds its response, ResponseBuilder or one with the same methods."""
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
@@ -618,7 +618,8 @@ class ApiKey:
 
 
 class SameSite:
-    """An ASGI middleware: web pages of other sites cannot use a server without a key through its user's browser.
+    """An ASGI middleware for a server without a key. It refuses the requests that web pages of other sites send through
+    the user's browser.
 
     A browser names the site of a page in Origin, which must be this server. DNS rebinding gets around that: a page's
     own domain is made to point to this address, so that Origin and Host agree. So a server that only this machine can

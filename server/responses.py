@@ -89,7 +89,7 @@ class ResponseBuilder:
         return self.header | {"choices": choices, "usage": self.completion.usage()}
 
     def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
-        """Of a choice of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
+        """The fields of a choice of /v1/completions. is_first: they begin with an echoed prompt, if there is one."""
         text = choice.echo + update.text if is_first else update.text
         if choice.request.logprobs is None:
             return {"text": text, "logprobs": None}

@@ -483,7 +483,7 @@ def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data)
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    answer = serve.Answer(tokenizer, TextRequest(3, request, stop))
+    answer = serve.AnswerText(tokenizer, TextRequest(3, request, stop))
     sent, scored = "", []
     while request.finish_reason is None:
         for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:

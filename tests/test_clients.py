@@ -24,6 +24,7 @@ QUESTION = "What is the capital of France? Answer in one short sentence."
 WEATHER = "What is the weather in Paris? Call the tool get_weather."
 REPORT = "Sunny, 21 degrees."
 FACTS = "Paris is a city in France with 2100000 inhabitants. Give these facts about the city as JSON."
+KEYS = ' Write it like this: {"name": "Berlin", "country": "Germany", "inhabitants": 3700000}'  # where no schema helps
 TOKENS, SHORT = 120, 30  # of an answer; a limit, since a grammar lets a weak model write spaces for ever
 SETTINGS = {"temperature": 0, "max_tokens": TOKENS}
 
@@ -132,7 +133,8 @@ def test_openai_several_answers_with_logprobs(chat):
     response = chat(QUESTION, n=2, temperature=0.7, seed=1, logprobs=True, top_logprobs=2)
     assert [choice.index for choice in response.choices] == [0, 1]
     for choice in response.choices:
-        assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+        tokens = "".join(token.token for token in choice.logprobs.content)
+        assert tokens.startswith(choice.message.content)  # some servers list the token that ends the answer, too
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
 
 
@@ -192,7 +194,7 @@ def messages(server):
     client = client_package("anthropic").Anthropic(
         base_url=server.url.removesuffix("/v1"), api_key="unused", max_retries=0, timeout=120
     )
-    return client.messages, {"model": server.model, "max_tokens": TOKENS, "temperature": 0}
+    return client.messages, {"model": server.model, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
 
 
 CLAUDE_TOOL = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": PARAMETERS}
@@ -281,7 +283,7 @@ def test_langchain_tools_streamed(langchain):
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_langchain_structured(langchain, method):
-    keys = " Use the keys name, country and inhabitants." if method == "json_mode" else ""
+    keys = KEYS if method == "json_mode" else ""
     assert is_paris(langchain.with_structured_output(City, method=method).invoke(FACTS + keys))
 
 
@@ -357,7 +359,8 @@ def test_pydantic_ai_tools(agent):
 @pytest.mark.parametrize("kind", ["ToolOutput", "NativeOutput", "PromptedOutput"])
 def test_pydantic_ai_structured(agent, kind):
     output = getattr(client_package("pydantic_ai"), kind)(City)
-    assert is_paris(agent(output_type=output).run_sync(FACTS).output)
+    keys = KEYS if kind == "PromptedOutput" else ""
+    assert is_paris(agent(output_type=output).run_sync(FACTS + keys).output)
 
 
 # ---------------------------------------------------------------- instructor

@@ -463,6 +463,24 @@ def test_responses_with_calls_streamed_and_whole(served):
         assert plain["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral-nemo", "deepseek", "inside"])
+def test_strict_calls_without_marks_are_calls_if_they_fit(served, name):
+    inside = "{% if add_generation_prompt %}<think>{% endif %}"
+    model = served(SOURCES["qwen3"] + inside if name == "inside" else name)
+    body = {"tools": [function("get_weather"), function("f", POINT, strict=True)]}
+    for arguments in FITTING + NOT_FITTING:
+        text = json.dumps({"name": "f", "arguments": arguments}, indent=2, ensure_ascii=False)
+        thoughts = "Hm.</think>" if name == "inside" else ""
+        for pieces in (list(thoughts + text), [f"{thoughts}```json\n", text, "\n```"]):
+            choice = answered(model, body, pieces)
+            assert (choice["finish_reason"] == "tool_calls") == (arguments in FITTING), (name, pieces)
+            if arguments in NOT_FITTING:
+                assert choice["message"]["content"] == "".join(pieces).removeprefix(thoughts)
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        text = '{"name": "f", "arguments": {"x": 1}}'
+        assert answered(model, body | fields, [thoughts + text])["message"]["content"] == text
+
+
 def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(served):
     source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if no %}</think>{% endif %}{# </think> #}"
     model, body = served(source), {"tools": []}

@@ -103,9 +103,9 @@ class ChatModel:
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
-        template, format, described = self.template, self.tool_format, None
+        template = self.tool_template if tools.tools else self.template
+        format, described = self.tool_format, None
         if tools.tools:
-            template = self.tool_template
             messages, places = place_tools(messages, tools.described, format.tools_in)
             described = places.pop("tools", None)
             variables = variables | places

@@ -10,6 +10,7 @@ decides depends on the text alone, not on how the text was cut into pieces.
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
@@ -59,6 +60,7 @@ class AnswerSyntax:
     # An answer that is one JSON object with a tool's name and arguments, or a code block with it, is a call, whatever
     # the model's format is. Small models do that.
     bare_calls: bool = True
+    fits: Callable[[str, str], bool] | None = None  # whether such a call, (name, arguments), fits; None: any does
 
 
 FENCE = re.compile(r"```(?:json)?\s*")
@@ -253,7 +255,7 @@ class AnswerParser:
             return False
         ends = is_complete and rest in (("", "```") if self.is_fenced else ("",))
         call = self._parse_call(self.text[: self.scanned]) if ends else None
-        if call is None:
+        if call is None or (self.syntax.fits is not None and not self.syntax.fits(*call)):
             return self._refuse(self._take(1))
         self._begin_call(call[0])
         self.events.append(CallArguments(self.calls - 1, call[1]))

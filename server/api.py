@@ -11,6 +11,7 @@ import itertools
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from checkpoint import TokenizerFiles
 from cli import UserError
@@ -18,7 +19,7 @@ from engine import Request, check_prompt
 from model import Config
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
-from server.chat import ChatModel
+from server.chat import ChatModel, Conversation
 from server.constraints import AnswerRules, GrammarChecker, read_constraint
 from server.fields import (
     MAX_LOGPROBS,
@@ -231,7 +232,11 @@ class ServedModel:
             is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
-        syntax, choices = replace(conversation.syntax, bare_calls=grammar is None), []
+        syntax, choices = conversation.syntax, []
+        if grammar is not None:  # of strict tools: calls without the model's marks are not masked, so they are checked
+            bare_calls = constraint is None and not conversation.tools.required
+            fits = partial(self.call_fits, conversation, grammar)
+            syntax = replace(syntax, bare_calls=bare_calls, fits=fits)
         shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
@@ -241,6 +246,11 @@ class ServedModel:
             text_request.can_time_out = not choices
             choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
+
+    def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:
+        """Whether a call, if it is written as the model's template writes calls, fits the grammar of an answer."""
+        thoughts = self.chat.thinking[1] if conversation.syntax.begins_inside else ""
+        return self.grammars.accepts(grammar, thoughts + self.chat.tool_format.write([(name, arguments)]))
 
     # ------------------------------------------------------------ responses without the engine
 

@@ -7,7 +7,7 @@ tools. The sampling parameters and the other fields of a request are read in api
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
 from cli import UserError, print_status
@@ -61,15 +61,16 @@ class ChatModel:
     def __init__(self, files: TokenizerFiles, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.template, self.template_error = None, ""
-        self.tool_format = self.thinking = None
+        self.tool_template = self.tool_format = self.thinking = None  # the first is for conversations with tools
         try:
+            self.tool_template = ChatTemplate(replace(files, template=files.tool_template or files.template), tokenizer)
             self.template = ChatTemplate(files, tokenizer)
         except UserError as error:
             self.template_error = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):
                 print_status(f"chat completions are not available: {error}")
         if self.template is not None and tokenizer.vocabulary is not None:
-            self.tool_format, self.thinking = find_tool_format(self.template), find_thinking_marks(self.template)
+            self.tool_format, self.thinking = find_tool_format(self.tool_template), find_thinking_marks(self.template)
         self.special_tokens = special_tokens(tokenizer) if tokenizer.vocabulary is not None else {}
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
@@ -102,13 +103,14 @@ class ChatModel:
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
+        template = self.tool_template if tools.tools else self.template
         format, described = self.tool_format, None
         if tools.tools:
             messages, places = place_tools(messages, tools.described, format.tools_in)
             described = places.pop("tools", None)
             variables = variables | places
         try:
-            text = self.template.render(
+            text = template.render(
                 [self.message_for_template(message) for message in messages],
                 tools=described,
                 variables=variables,

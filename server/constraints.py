@@ -21,6 +21,7 @@ from server.tools import ToolGrammar, literal
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
+MAX_QUICK_BYTES = 1 << 14  # a grammar that compiles in a few ms, for which other requests can wait
 
 
 @dataclass(frozen=True)
@@ -171,3 +172,12 @@ class GrammarChecker:
             self.valid[key] = None
             if len(self.valid) > MAX_VALID:
                 self.valid.popitem(last=False)
+
+    def accepts(self, source: str, text: str) -> bool:
+        """Whether an answer may be this text and nothing more. `source` is a valid grammar. If it takes long to
+        compile, no."""
+        if len(source) > MAX_QUICK_BYTES:
+            return False
+        matcher = self.compiler.compile(source).matcher
+        ids = self.arguments[0].encode(text, add_bos=False)
+        return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()

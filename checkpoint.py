@@ -38,7 +38,8 @@ TARGET_CHECKS = 10  # a target that is not a checkpoint is looked at this often,
 INDEX = "model.safetensors.index.json"
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # where converted and downloaded models are kept
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "chat_template_tool_use.jinja"
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")  # suffixes; others may change meanwhile
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
 
@@ -56,6 +57,7 @@ class TokenizerFiles:
     library: Any = None  # the same as a tokenizers.Tokenizer
     model: bytes | None = None  # of a tokenizer.model
     template: str | None = None  # a chat template
+    tool_template: str | None = None  # another one for conversations with tools, which some models have
 
     def write(self, writer: "Writer"):
         """Write the files of a checkpoint directory."""
@@ -64,8 +66,9 @@ class TokenizerFiles:
             (writer.path / "tokenizer.json").write_bytes(data)
         if self.model is not None:
             (writer.path / "tokenizer.model").write_bytes(self.model)
-        if self.template is not None:
-            (writer.path / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        for name, template in ((TEMPLATE, self.template), (TOOL_TEMPLATE, self.tool_template)):
+            if template is not None:
+                (writer.path / name).write_text(template, encoding="utf-8")
         if self.settings is not None:
             writer.add_json("tokenizer_config.json", self.settings)
 
@@ -139,11 +142,16 @@ def read_tokenizer_files(directory: Path, settings: dict | None = None) -> Token
             raise UserError(f"{directory / name} cannot be read: {error}") from None
     files.json = found.get("tokenizer.json")
     files.model = found.get("tokenizer.model") if files.json is None else None
-    try:
-        files.template = found["chat_template.jinja"].decode() if "chat_template.jinja" in found else None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{directory / 'chat_template.jinja'} cannot be read: {error}") from None
+    files.template, files.tool_template = read_template(directory / TEMPLATE), read_template(directory / TOOL_TEMPLATE)
     return files
+
+
+def read_template(path: Path) -> str | None:
+    """The text of a chat template; None if there is no such file."""
+    try:
+        return path.read_bytes().decode() if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 # ---------------------------------------------------------------- reading

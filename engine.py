@@ -200,7 +200,8 @@ class Engine:
         self.cancelled.append(request)
 
     @property
-    def active(self) -> bool:
+    def has_requests(self) -> bool:
+        """Whether a request waits or has a row."""
         return bool(self.waiting) or any(row.request is not None for row in self.rows)
 
     @torch.no_grad()  # not inference_mode, which breaks compiled graphs
@@ -423,5 +424,5 @@ def generate(engine: Engine, requests: Iterable[Request]):
     """Run requests until all have finished, as many at a time as the engine has rows."""
     for request in requests:
         engine.add(request)
-    while engine.active:
+    while engine.has_requests:
         engine.step()

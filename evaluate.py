@@ -261,7 +261,7 @@ class HarnessCalls:
         for request in sorted(requests, key=length, reverse=True):
             engine.add(request)
         with progress_bar(sum(map(length, requests)), what, " tokens", delay=2) as bar:
-            while engine.active:
+            while engine.has_requests:
                 for request in engine.step():
                     if request.finish_reason == "error":
                         raise UserError(f"the model failed on a task: {request.error}")

@@ -193,7 +193,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     for request in requests:
         engine.add(request)
     shown = 0  # characters
-    while engine.active:
+    while engine.has_requests:
         engine.step()
         if streaming:  # not in on_token, where the error of a closed pipe would only end the request
             print(texts[0][shown:], end="", flush=True)

@@ -1,7 +1,7 @@
 """The server: `python serve.py`, then OpenAI's API at http://127.0.0.1:8000.
 
-Read down: options and `main`; the HTTP process; TextRequest, a request of the engine with its text; `run_engine`, the
-loop around the engine's steps. Generation itself is in engine.py.
+Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated; EngineServer, the loop
+around the engine's steps. Generation itself is in engine.py.
 
 There are two processes, because in one process, HTTP and the engine would wait for each other: only one thread at a
 time can hold Python's global interpreter lock. The process that was started (with torchrun, rank 0) runs the engine and
@@ -22,16 +22,17 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, run_command
 from engine import Engine
 from grammar import GrammarThread
-from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
-from server.messages import Cancel, EngineStatus, Settings, Submit, Update
+from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import compile_while_serving, load_engine, warm_up
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
 STALLED_TIMEOUT_S = 30  # a client that reads nothing of its response for so long is disconnected
@@ -76,7 +77,9 @@ def main(ranks=None):
     if ranks.rank == 0:
         check_web_libraries()
         listener = bind(args.host, args.port)
-    checkpoint = open_checkpoint(args.model, ranks)
+    compiles_later = may_compile_later(args.model, ranks)
+    options = replace(args.model, compile=args.model.compile and not compiles_later)
+    checkpoint = open_checkpoint(options, ranks)
     config = checkpoint.config
     length = args.max_seq_length or min(DEFAULT_CONTEXT, config.max_seq_length)
     if length > config.max_seq_length and not config.alibi:
@@ -97,33 +100,24 @@ def main(ranks=None):
         api_key=args.api_key,
     )
     with http_process(settings, listener) as connection:
-        grammars = GrammarThread(checkpoint.tokenizer, config.vocab_size, end_ids(checkpoint))
-        later = compiles_later(args.model, ranks)
-        args.model.compile = args.model.compile and not later
+        tokenizer = checkpoint.tokenizer
+        grammars = GrammarThread(tokenizer, config.vocab_size, answer_end_ids(checkpoint.tokenizer_files, tokenizer))
         engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
         warm_up_s = time.perf_counter() - before  # no step of a real request should take much longer
-        if later:
+        if compiles_later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]
         ranks.timeout_s, shutdown = RANK_TIMEOUT_S, Shutdown(args.drain_seconds)
         connection.send(EngineStatus("ready", [], warm_up_s))
         about = f"{checkpoint.name} ({engine.model.backend.name} kernels)"
         print_status(f"serving {about} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        server = EngineServer(engine, checkpoint.tokenizer, connection, grammars)
+        server = EngineServer(engine, tokenizer, connection, grammars)
         server.run(shutdown, args.queue_seconds)
     engine.close()
-
-
-def end_ids(checkpoint: Checkpoint) -> set[int]:
-    """The tokens that may end an answer."""
-    ids = set(checkpoint.tokenizer.eos_ids)
-    with suppress(UserError):  # there is no chat template, or it fails
-        ids |= ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer).end_ids()
-    return ids
 
 
 def check_web_libraries():
@@ -133,11 +127,12 @@ def check_web_libraries():
         raise UserError(f"{missing[0]} is not there: pip install -r requirements-serve.txt")
 
 
-def compiles_later(options: ModelOptions, ranks) -> bool:
+def may_compile_later(options: ModelOptions, ranks) -> bool:
     """Whether --compile runs in a thread while eager steps serve. Not on GPUs, where a CUDA graph belongs to the thread
     that captured it, and not with a draft or several ranks, whose steps are more than one function."""
-    on_cpu = choose_device(ranks.device(options.device)).type == "cpu"
-    return options.compile and on_cpu and ranks.size == 1 and not options.speculates
+    if not options.compile or options.speculates or ranks.size > 1:
+        return False
+    return choose_device(options.device).type == "cpu"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -177,7 +172,7 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http_process, args=(settings, listener, theirs), daemon=True)
-    # It inherits ignored signals. Those to the whole process group are handled here, even while it starts.
+    # It inherits that these signals are ignored, so that those to the whole process group are handled here only.
     before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
     process.start()
     for kind, handler in before.items():
@@ -200,14 +195,15 @@ def http_process(settings: Settings, listener: socket.socket):
 # ---------------------------------------------------------------- the engine's process
 
 
-class TextRequest:
-    """A request of the engine with its text: decodes the new tokens, looks for stop strings, makes the updates."""
+class AnswerText:
+    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the updates."""
 
-    def __init__(self, tokenizer: Tokenizer, submit: Submit):
-        self.submit, self.request = submit, submit.request
+    def __init__(self, tokenizer: Tokenizer, text_request: TextRequest):
+        self.request_id, self.can_time_out = text_request.request_id, text_request.can_time_out
+        self.request = text_request.request  # the engine's
         self.request.on_token = self.add_token
-        context = self.request.prompt if submit.continues_prompt else ()
-        self.stream = TextStream(tokenizer, context, submit.stop, submit.shown_ids)
+        context = self.request.prompt if text_request.continues_prompt else ()
+        self.stream = TextStream(tokenizer, context, text_request.stop, text_request.shown_ids)
         self.offsets: list[int] = []  # in the text, where each token begins
         self.unsent_text, self.sent_chars = "", 0
         self.sent_tokens, self.sent_logprobs = 0, 0
@@ -221,10 +217,10 @@ class TextRequest:
         return self.sent_tokens < len(self.request.new_tokens) or self.request.finish_reason is not None
 
     def has_timed_out(self, now: float, queue_seconds: float) -> bool:
-        """Whether it has waited too long for a row."""
+        """Whether the request has waited too long for a row."""
         times = self.request.times
         waited = now - times.get("added", now)
-        return self.submit.can_time_out and "started" not in times and waited > queue_seconds
+        return self.can_time_out and "started" not in times and waited > queue_seconds
 
     def update(self) -> Update:
         """What is new since the last update."""
@@ -240,7 +236,7 @@ class TextRequest:
             end = max(start, bisect_left(self.offsets, self.sent_chars))
         scored = zip(request.new_tokens[start:end], request.token_logprobs[start:end], self.offsets[start:end])
         update = Update(
-            self.submit.request_id,
+            self.request_id,
             text,
             len(request.new_tokens),
             request.cached_tokens,
@@ -278,7 +274,7 @@ class EngineServer:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection, grammars: GrammarThread):
         self.engine, self.tokenizer = engine, tokenizer
         self.connection, self.grammars = connection, grammars
-        self.requests: dict[int, TextRequest] = {}
+        self.answers: dict[int, AnswerText] = {}  # by request_id
 
     def run(self, shutdown: Shutdown, queue_seconds: float):
         """Run until EOFError says that the HTTP process has exited, which it does when the server is shutting down and
@@ -291,53 +287,54 @@ class EngineServer:
             self._step(state)
             if state == "ended" and start > shutdown.deadline + HTTP_EXIT_TIMEOUT_S:
                 return  # the HTTP process hangs
-            for request in self.requests.values():
-                if state == "ended" or request.has_timed_out(start, queue_seconds):
-                    self.engine.cancel(request.request)
+            for answer in self.answers.values():
+                if state == "ended" or answer.has_timed_out(start, queue_seconds):
+                    self.engine.cancel(answer.request)
 
     def _receive(self):
         """Handle what has come through the pipe. An idle engine waits for messages, but not for long."""
-        timeout = 0.0 if self.engine.active else COMPILING_S if self.grammars.pending else IDLE_S
+        timeout = 0.0 if self.engine.has_requests else COMPILING_S if self.grammars.pending else IDLE_S
         while self.connection.poll(timeout):
             message, timeout = self.connection.recv(), 0.0
-            if isinstance(message, Submit):
-                request = self.requests[message.request_id] = TextRequest(self.tokenizer, message)
+            if isinstance(message, TextRequest):
+                answer = self.answers[message.request_id] = AnswerText(self.tokenizer, message)
                 if message.grammar is None:
-                    self.engine.add(request.request)
+                    self.engine.add(answer.request)
                 else:
-                    self.grammars.add(request, message.grammar)
-            elif isinstance(message, Cancel) and message.request_id in self.requests:
-                request = self.requests[message.request_id]
+                    self.grammars.add(answer.request, message.grammar)
+            elif isinstance(message, Cancel) and message.request_id in self.answers:
+                request = self.answers[message.request_id].request
                 if self.grammars.discard(request):
-                    del self.requests[message.request_id]
+                    del self.answers[message.request_id]
                 else:
-                    self.engine.cancel(request.request)
+                    self.engine.cancel(request)
 
     def _add_compiled(self):
         """Pass requests whose grammars have been compiled on to the engine."""
         for request, grammar in self.grammars.finished():
             if isinstance(grammar, Exception):  # the HTTP process has compiled it before, so this is not expected
-                request.request.finish_reason, request.request.error = "error", first_line(grammar)
+                request.finish_reason, request.error = "error", first_line(grammar)
             else:
-                request.request.grammar = grammar
-                self.engine.add(request.request)
+                request.grammar = grammar
+                self.engine.add(request)
 
     def _step(self, state: str):
         """Do a step of the engine, and send a status with the updates of all requests."""
-        start, was_active = time.perf_counter(), self.engine.active
+        start, had_requests = time.perf_counter(), self.engine.has_requests
         self.engine.step()
         step_s = time.perf_counter() - start
-        updates = [request.update() for request in self.requests.values() if request.has_update()]
+        updates = [answer.update() for answer in self.answers.values() if answer.has_update()]
         for update in updates:
             if update.finish_reason is not None:
-                del self.requests[update.request_id]
-        active, speculation = sum(row.request is not None for row in self.engine.rows), self.engine.speculation
+                del self.answers[update.request_id]
+        active_rows = sum(row.request is not None for row in self.engine.rows)
+        speculation = self.engine.speculation
         status = EngineStatus(
             state,
             updates,
-            step_s if was_active else 0.0,
-            waiting=len(self.requests) - active,
-            active=active,
+            step_s if had_requests else 0.0,
+            waiting=len(self.answers) - active_rows,
+            active_rows=active_rows,
             prefill_tokens=self.engine.timing.prefill_tokens,
             drafts=speculation.report.drafts if speculation is not None else {},
         )

@@ -4,9 +4,9 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than k + 1 passes over one token, because it reads the weights once. The target model accepts a prefix of each proposal
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; what a draft is; Speculation, whose `step` the engine calls.
-The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained heads), and
-controller.py, which decides which draft proposes how many tokens. Knows nothing of text.
+Read down: verify and accept, on which exactness depends; Draft, the members of a draft; Speculation, whose `step` the
+engine calls. The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained
+heads), and controller.py, which decides which draft proposes how many tokens. Knows nothing of text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -152,25 +152,6 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- drafts
-#
-# A draft is an object with these functions:
-#   begin(context)           is called once, by Speculation.begin, with a DraftContext
-#   add(row, tokens, cached) a request has started in this cache row; tokens are its prompt and its first new token, and
-#                            `cached` says how many of them the engine found in its cache
-#   propose(batch, k)        returns a Proposal of up to k tokens for each row of a Batch, or None if it has none at all
-#   accepted(row, tokens)    the row has these new tokens after a step; the last one is the target model's own
-#   remove(row)              the request in this cache row has ended
-#   bytes_read(k, positions) returns the bytes of weights and of KV cache that drafting k tokens reads; positions: the
-#                            number of filled cache positions of each row
-#   choices(k)               returns the numbers of tokens, up to k, that are worth choosing from, ascending
-#   catch_up(rows)           optional: reads the parts of the rows' prompts that the draft has not read yet; returns the
-#                            seconds that it took
-#   prior                    optional: as in controller.Controller
-#   observe(rows, hidden)    optional: each step's rows, and the hidden states (B,D) that their last tokens come from
-# and `name`, for the report. A draft that takes next to no time has, instead of `propose`, `choices` and `bytes_read`:
-#   find(rows, k)            returns, for each of these rows (engine.Row), a pair of lists: up to k tokens, and for each
-#                            the estimated probability that it is accepted if those before it are
-# It is asked first, and these probabilities decide how many of the tokens are used.
 
 
 @dataclass
@@ -203,6 +184,57 @@ class Batch:
         proposed = proposed + [[]] * (self.inputs.shape[1] - len(proposed))
         drafted = self.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens in proposed])
         return Proposal(drafted, self.inputs.new_tensor([len(tokens) for tokens in proposed]))
+
+
+class Draft(Protocol):
+    """What every draft has, besides the functions of a ProposingDraft or of a FindingDraft. (Drafts do not inherit from
+    these classes: they are for readers, type checkers and a test.)
+
+    Three members are optional. Speculation looks whether a draft has them:
+      catch_up(rows)         called before `propose`: reads what the draft has not read yet of the prompts of these rows
+                             (engine.Row). Returns the seconds that this took
+      observe(rows, hidden)  called after each step, with its rows and the hidden states (B,D) that their last tokens
+                             were sampled from
+      prior                  of a ProposingDraft: its expected acceptance rate, as in controller.Controller
+    """
+
+    name: str  # for the report
+
+    def begin(self, context: DraftContext):
+        """Called once, before all others."""
+
+    def add(self, row: int, tokens: list[int], cached: int):
+        """A request has started in this cache row. tokens: its prompt and its first new token, of which the engine
+        found `cached` in its cache."""
+
+    def accepted(self, row: int, tokens: list[int]):
+        """A step has added these new tokens to this cache row. The last one is the target model's own."""
+
+    def remove(self, row: int):
+        """The request in this cache row has ended."""
+
+
+class ProposingDraft(Draft, Protocol):
+    """A draft that takes time, so that it runs only if it probably gains more than it costs."""
+
+    def propose(self, batch: Batch, k: int) -> Proposal | None:
+        """Propose up to k tokens for each row of a batch. None if there are none for any row."""
+
+    def choices(self, k: int) -> list[int]:
+        """The numbers of tokens, up to k, that are worth choosing from, ascending."""
+
+    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
+        """The bytes of weights and of KV cache that proposing k tokens reads. positions: the number of filled cache
+        positions of each row."""
+
+
+class FindingDraft(Draft, Protocol):
+    """A draft that takes next to no time, so that it is asked in every step. How probable its tokens are decides how
+    many of them are used."""
+
+    def find(self, rows: list, k: int) -> list[tuple[list[int], list[float]]]:
+        """For each of these rows (engine.Row): up to k tokens, and for each the estimated probability that it is
+        accepted if those before it are."""
 
 
 def width_of(k: int) -> int:
@@ -288,7 +320,7 @@ class Speculation:
     later step may need, so that they are compiled.
     """
 
-    def __init__(self, drafts: list, k: int = MAX_K, automatic: bool = True):
+    def __init__(self, drafts: list[Draft], k: int = MAX_K, automatic: bool = True):
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k = drafts, k
         self.automatic, self.rehearsing = automatic, False
@@ -349,7 +381,7 @@ class Speculation:
         found = {i: self._find(i, batch) for i, draft in enumerate(self.drafts) if hasattr(draft, "find")}
         candidates = []
         for i in range(len(self.drafts)):
-            candidates += self._known_candidates(i, batch, found[i]) if i in found else self._candidates(i, batch)
+            candidates += self._found_candidates(i, batch, found[i]) if i in found else self._candidates(i, batch)
         choice = self.controller.choose(len(batch.rows), candidates)
         if self.model.shard is not None:  # the other ranks have measured other times
             index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)
@@ -398,7 +430,7 @@ class Speculation:
             self.candidates[index, rows] = [Candidate(index, k, rows * n, None, cost[k]) for k, n in tokens.items()]
         return self.candidates[index, rows]
 
-    def _known_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
+    def _found_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
         """A candidate for each n: the n likeliest tokens that a draft has found for all rows, or with fixed shapes the
         first n of each row."""
         cumulative = [cumulative_acceptance(probs) for _, probs in found]
@@ -411,7 +443,7 @@ class Speculation:
         return [Candidate(index, n, n, total) for n, total in enumerate(sums, 1)]
 
     def _likeliest(self, found: list, choice: Candidate) -> list[list[int]]:
-        """The tokens of each row that a candidate of `_known_candidates` stands for."""
+        """The tokens of each row that a candidate of `_found_candidates` stands for."""
         if self.steps.fixed_shapes:
             return [tokens[: choice.k] for tokens, _ in found]
         cumulative = [cumulative_acceptance(probs) for _, probs in found]

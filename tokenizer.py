@@ -14,6 +14,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
@@ -226,6 +227,15 @@ class ChatTemplate:
         _, found, rest = text.rpartition(answer)
         after = self.tokenizer.encode(rest, add_bos=False) if found else []
         return set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
+
+
+def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that may end an answer: the EOS tokens, and what the chat template writes after an answer, if there is
+    one."""
+    ids = set(tokenizer.eos_ids)
+    with suppress(UserError):  # there is no chat template, or it fails
+        ids |= ChatTemplate(source, tokenizer).end_ids()
+    return ids
 
 
 def template_environment():

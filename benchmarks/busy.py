@@ -82,7 +82,7 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
     return case | rounds
 
 
-def recovery_s(args, engine: Engine) -> float:
+def recovery_s(engine: Engine) -> float:
     """Seconds from the end of another program to the last step that had fewer threads than on an idle machine."""
     engine.threads = Threads()
     steps, end = [], None
@@ -94,7 +94,7 @@ def recovery_s(args, engine: Engine) -> float:
                 programs[0].kill()
                 end = time.perf_counter()
             engine.step()
-            if not engine.active:  # the cache is full
+            if not engine.has_requests:  # the cache is full
                 engine.add(Request([5, 6, 7], GREEDY, 10**6))
             kinds = engine.threads.kinds
             steps.append((time.perf_counter(), kinds["decode"].count if "decode" in kinds else None))
@@ -121,7 +121,7 @@ def main():
     generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles
     cases = [measure_case(args, engine, loops) for loops in args.loops]
     measure.print_table(cases, {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key})
-    recovery = [recovery_s(args, engine) for _ in range(args.rounds)]
+    recovery = [recovery_s(engine) for _ in range(args.rounds)]
     print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")
     about = {"format": args.format, "compiled": args.compile, "recovery_s": recovery, "cases": cases}
     measure.save("busy", about, args.out)

@@ -24,8 +24,10 @@ int64_t first_maximum(const T* x, int64_t n) {
   return 0;  // all are NaN
 }
 
-// The likeliest k tokens (B,k) that Medusa heads (drafts/heads.py) propose after tokens (B,), from hidden states (B,D),
-// of the vocabulary ids (W,). layers: the embedding table, gate_up, down, and the output vectors of the vocabulary.
+// The k tokens (B,k) that Medusa heads (drafts/heads.py) propose for each row: each is the likeliest of the draft
+// vocabulary. states (B,D): the hidden states that the newest tokens (B,) were sampled from. ids (W,): the draft
+// vocabulary's tokens. layers: handles of the model's embedding (V,D), of the heads' gate_up (2F,2D) and down (D,F),
+// and of the draft vocabulary's rows of the output head (W,D), whose products with a hidden state are the logits.
 Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at::IntArrayRef layers, int64_t k) {
   TORCH_CHECK(states.dim() == 2 && layers.size() == 4, "states (B,D) and 4 layers were expected");
   std::vector<std::shared_ptr<const PreparedLayer>> prepared;

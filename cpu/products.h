@@ -22,11 +22,8 @@
 namespace fastpath {
 
 constexpr int MAX_DECODE_TOKENS = 16;  // up to this many new tokens a row, reading the weights limits a product
-// Bytes between the weights in use and those being prefetched, and to which cache. A Zen 4 reads most from memory with
-// a long distance to L2 (prefetches to L1 delay the loads of x). A Zen 3, whose hardware prefetcher needs no help, loses
-// a third by that.
-constexpr int PREFETCH_DISTANCE = VECTOR_BITS == 512 ? 6144 : 256;
-constexpr auto PREFETCH_TO = VECTOR_BITS == 512 ? _MM_HINT_T1 : _MM_HINT_T0;
+constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
+constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x
 
 // How the rows of a matrix are stored: one of these two, or a place in `Formats`.
 constexpr int DENSE = -2;  // in x's dtype, (N,K)
@@ -230,8 +227,9 @@ inline u8x64 four_columns(const int8_t* q) {
   return as_bytes(ints(columns));
 }
 
+// Always inlined: GCC takes a function that only prefetches for one without effects, and removes calls of it.
 template <int LINES>
-inline void prefetch_lines(const uint8_t* at) {
+[[gnu::always_inline]] inline void prefetch_lines(const uint8_t* at) {
 #pragma GCC unroll 8
   for (int i = 0; i < LINES; i++) _mm_prefetch(at + PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
 }

@@ -42,8 +42,8 @@ from speculative import Batch, DraftContext, Proposal, full_width_choices
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
-DTYPES = {f"{key}.{part}": dtype for key in ("gate_up", "down") for part, dtype in PARTS.items()}
-DTYPES["vocabulary"] = torch.int32
+TENSOR_DTYPES = {f"{key}.{part}": dtype for key in ("gate_up", "down") for part, dtype in PARTS.items()}
+TENSOR_DTYPES["vocabulary"] = torch.int32
 
 # ---------------------------------------------------------------- the heads
 
@@ -134,7 +134,7 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     if description.get("fingerprint") != fingerprint(model):
         raise UserError(f"{path} holds heads for {description.get('model')}, which is another model than {name}")
     with safe_open(path, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in DTYPES}
+        tensors = {key: file.get_tensor(key) for key in TENSOR_DTYPES}
     hidden, count = tensors["down.weight"].numel() // D, tensors["vocabulary"].numel()
     shapes = {"gate_up.weight": (2 * hidden, 2 * D), "gate_up.scales": (2 * hidden, groups(2 * D))}
     shapes |= {"down.weight": (D, hidden), "down.scales": (D, groups(hidden)), "vocabulary": (count,)}
@@ -143,7 +143,7 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
             raise UserError(f"{path}: {key} is {tuple(tensors[key].shape)}, but for this model it should be {shape}")
     numbers = [description.get("heads"), description.get("tokens")]
     is_valid = all(type(number) is int and number > 0 for number in numbers) and numbers[1] <= count
-    is_valid = is_valid and all(tensor.dtype == DTYPES[key] for key, tensor in tensors.items())
+    is_valid = is_valid and all(tensor.dtype == TENSOR_DTYPES[key] for key, tensor in tensors.items())
     is_valid = is_valid and all(tensor.isfinite().all() for tensor in tensors.values())
     vocabulary = tensors["vocabulary"].long()
     if not is_valid or len(vocabulary.unique()) < count or not 0 <= vocabulary.min() <= vocabulary.max() < V:
@@ -158,7 +158,7 @@ def describe_heads(path: Path) -> dict:
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         description = read_description(file.metadata() or {})
-    if description is None or header.keys() != DTYPES.keys():
+    if description is None or header.keys() != TENSOR_DTYPES.keys():
         raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
     return description
 

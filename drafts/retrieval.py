@@ -74,10 +74,14 @@ class TextIndex:
         low = bisect_left(self.pairs, pair)
         high = bisect_right(self.pairs, pair, low)
         if high - low > MAX_OCCURRENCES:
-            before = lambda end: self.tokens[max(0, end - MAX_MATCH) : end][::-1]  # noqa: E731
-            middle = bisect_left(self.sorted_ends, array("i", tail[: -MAX_MATCH - 1 : -1]), low, high, key=before)
+            latest = array("i", tail[: -MAX_MATCH - 1 : -1])
+            middle = bisect_left(self.sorted_ends, latest, low, high, key=self.tokens_before)
             low, high = max(low, middle - MAX_OCCURRENCES // 2), min(high, middle + MAX_OCCURRENCES // 2)
         return self.sorted_ends[low:high].tolist()
+
+    def tokens_before(self, end: int) -> array:
+        """The MAX_MATCH tokens before a position, from the nearest one on: the order of the suffix array."""
+        return self.tokens[max(0, end - MAX_MATCH) : end][::-1]
 
 
 # After a match of m tokens, a token with v of n votes is accepted with a probability of about (v - m ** -0.8) / n. Such

@@ -10,6 +10,7 @@ decides depends on the text alone, not on how the text was cut into pieces.
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
@@ -59,10 +60,11 @@ class AnswerSyntax:
     # An answer that is one JSON object with a tool's name and arguments, or a code block with it, is a call, whatever
     # the model's format is. Small models do that.
     bare_calls: bool = True
+    fits: Callable[[str, str], bool] | None = None  # whether such a call, (name, arguments), fits; None: any does
 
 
 FENCE = re.compile(r"```(?:json)?\s*")
-CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # with one of them, a call's object may begin
+CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # a call's object begins with one of them
 MAX_NAME_AND_MIDDLE = 200  # characters
 
 
@@ -253,7 +255,7 @@ class AnswerParser:
             return False
         ends = is_complete and rest in (("", "```") if self.is_fenced else ("",))
         call = self._parse_call(self.text[: self.scanned]) if ends else None
-        if call is None:
+        if call is None or (self.syntax.fits is not None and not self.syntax.fits(*call)):
             return self._refuse(self._take(1))
         self._begin_call(call[0])
         self.events.append(CallArguments(self.calls - 1, call[1]))
@@ -358,7 +360,8 @@ def start_pattern(keys: tuple[str, str]) -> re.Pattern:
 
 
 def start_of_possible_mark(text: str, marks: tuple[str, ...]) -> int:
-    """The start of the longest end of the text that is the beginning of a mark, but not all of it."""
+    """Where a mark may have begun whose rest is still to come: the first position from which the whole rest of the text
+    is the beginning of a mark. The length of the text if there is none."""
     longest = max(map(len, marks), default=0)
     starts = range(max(0, len(text) - longest + 1), len(text))
     return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))

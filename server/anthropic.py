@@ -161,7 +161,7 @@ def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
     fields = FieldReader(body)
     max_tokens = fields.read("max_tokens", int, None, 1)
     completion = model.parse_chat(chat_body(fields))
-    request = completion.choices[0].submit.request
+    request = completion.choices[0].request
     if max_tokens is not None:
         request.max_new_tokens = min(request.max_new_tokens, max_tokens)
     completion.id = "msg_" + completion.id.partition("-")[2]

@@ -11,6 +11,7 @@ import itertools
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from checkpoint import TokenizerFiles
 from cli import UserError
@@ -18,7 +19,7 @@ from config import Config
 from engine import Request, check_prompt
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
-from server.chat import ChatModel
+from server.chat import ChatModel, Conversation
 from server.constraints import AnswerRules, GrammarChecker, read_constraint
 from server.fields import (
     MAX_LOGPROBS,
@@ -32,7 +33,7 @@ from server.fields import (
     read_stream_options,
     read_token_ids,
 )
-from server.messages import Submit, Update
+from server.messages import TextRequest, Update
 from tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of a request, each counted n times
@@ -45,13 +46,18 @@ class Choice:
     """One prompt of a request, and its answer so far."""
 
     index: int  # in the response's choices
-    submit: Submit  # the message to the engine
+    text_request: TextRequest  # the message to the engine
     echo: str = ""  # the text of the prompt, if the answer begins with it
-    submitted_at: float = field(default_factory=time.perf_counter)
+    parsed_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     counted_tokens: int = 0  # new tokens that the metrics have counted
     updates: list[Update] = field(default_factory=list)
     parser: AnswerParser | None = None  # of a chat's answer
+
+    @property
+    def request(self) -> Request:
+        """The engine's request."""
+        return self.text_request.request
 
     def combined(self) -> Update:
         """All updates as one."""
@@ -86,7 +92,7 @@ class CompletionRequest:
 
     def usage(self) -> dict:
         firsts = self.choices[:: self.n]  # one of each prompt
-        prompt_tokens = sum(len(choice.submit.request.prompt) for choice in firsts)
+        prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
         cached_tokens = sum(choice.updates[-1].cached_tokens for choice in firsts if choice.updates)
         completion_tokens = sum(choice.updates[-1].completion_tokens for choice in self.choices if choice.updates)
         return {
@@ -199,8 +205,9 @@ class ServedModel:
             for own_params in with_next_seeds(params, n):
                 request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
                 request.prompt_logprobs = logprobs if echo else None
-                submit = Submit(next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices)
-                choices.append(Choice(len(choices), submit, text if echo else ""))
+                text_request = TextRequest(next(self.request_ids), request, stop, grammar=grammar)
+                text_request.can_time_out = not choices
+                choices.append(Choice(len(choices), text_request, text if echo else ""))
         return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
 
     def parse_chat(self, body: dict) -> CompletionRequest:
@@ -221,17 +228,29 @@ class ServedModel:
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
         grammar = self.chat.answer_grammar(conversation, constraint)
         if grammar is not None:
-            is_of_tools = conversation.tools.tools and (constraint is None or conversation.tools.required)
+            choice = conversation.tool_choice
+            is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
-        syntax, choices = replace(conversation.syntax, bare_calls=grammar is None), []
+        syntax, choices = conversation.syntax, []
+        if grammar is not None:  # of strict tools: calls without the model's marks are not masked, so they are checked
+            bare_calls = constraint is None and not conversation.tools.required
+            fits = partial(self.call_fits, conversation, grammar)
+            syntax = replace(syntax, bare_calls=bare_calls, fits=fits)
         shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
-            submit = Submit(next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids)
-            submit.can_time_out = not choices
-            choices.append(Choice(len(choices), submit, parser=AnswerParser(syntax)))
+            text_request = TextRequest(
+                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids
+            )
+            text_request.can_time_out = not choices
+            choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
+
+    def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:
+        """Whether a call, if it is written as the model's template writes calls, fits the grammar of an answer."""
+        thoughts = self.chat.thinking[1] if conversation.syntax.begins_inside else ""
+        return self.grammars.accepts(grammar, thoughts + self.chat.tool_format.write([(name, arguments)]))
 
     # ------------------------------------------------------------ responses without the engine
 

@@ -7,7 +7,7 @@ tools. The sampling parameters and the other fields of a request are read in api
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
 from cli import UserError, print_status
@@ -37,7 +37,7 @@ class ToolChoice:
     tools: list[Tool] = field(default_factory=list)
     described: list[dict] = field(default_factory=list)  # the same, as the template gets them
     required: bool = False  # the answer must be calls
-    several: bool = True  # it may have more than one
+    several: bool = True  # it may have more than one call
 
     @property
     def has_grammar(self) -> bool:
@@ -49,7 +49,7 @@ class Conversation:
     """The prompt of a chat request, and what the answer may contain."""
 
     text: str  # the prompt
-    tools: ToolChoice
+    tool_choice: ToolChoice
     continues: bool  # the answer continues the last message
     thinking_is_over: bool  # the prompt ends after thoughts, which may be empty
     syntax: AnswerSyntax
@@ -61,15 +61,16 @@ class ChatModel:
     def __init__(self, files: TokenizerFiles, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.template, self.template_error = None, ""
-        self.tool_format = self.thinking = None
+        self.tool_template = self.tool_format = self.thinking = None  # the first is for conversations with tools
         try:
+            self.tool_template = ChatTemplate(replace(files, template=files.tool_template or files.template), tokenizer)
             self.template = ChatTemplate(files, tokenizer)
         except UserError as error:
             self.template_error = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):
                 print_status(f"chat completions are not available: {error}")
         if self.template is not None and tokenizer.vocabulary is not None:
-            self.tool_format, self.thinking = find_tool_format(self.template), find_thinking_marks(self.template)
+            self.tool_format, self.thinking = find_tool_format(self.tool_template), find_thinking_marks(self.template)
         self.special_tokens = special_tokens(tokenizer) if tokenizer.vocabulary is not None else {}
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
@@ -102,13 +103,14 @@ class ChatModel:
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
+        template = self.tool_template if tools.tools else self.template
         format, described = self.tool_format, None
         if tools.tools:
             messages, places = place_tools(messages, tools.described, format.tools_in)
             described = places.pop("tools", None)
             variables = variables | places
         try:
-            text = self.template.render(
+            text = template.render(
                 [self.message_for_template(message) for message in messages],
                 tools=described,
                 variables=variables,
@@ -116,13 +118,8 @@ class ChatModel:
             )
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
-        begins_inside = thinking_is_over = False
-        if self.thinking is not None:
-            begin, end = self.thinking
-            begins_inside, thinking_is_over = text.rstrip().endswith(begin), text.rstrip().endswith(end)
-            if continues and last["content"].strip():
-                begins_inside = last["content"].rfind(begin) > last["content"].rfind(end)
-                thinking_is_over = not begins_inside
+        is_continued = continues and last["content"].strip() != ""
+        begins_inside, thinking_is_over = self.thoughts_before(last["content"] if is_continued else None, text)
         syntax = AnswerSyntax(
             self.thinking,
             begins_inside,
@@ -131,6 +128,17 @@ class ChatModel:
             None if tools.several and (format is None or format.between is not None) else 1,
         )
         return Conversation(text, tools, continues, thinking_is_over, syntax)
+
+    def thoughts_before(self, content: str | None, text: str) -> tuple[bool, bool]:
+        """Whether the answer begins within thoughts, and whether its thoughts are over. content: what the answer
+        continues, or None if it is a new message; text: the prompt."""
+        if self.thinking is None:
+            return False, False
+        begin, end = self.thinking
+        if content is None:  # the template may write the first mark, or both around no thoughts
+            return text.rstrip().endswith(begin), text.rstrip().endswith(end)
+        begins_inside = content.rfind(begin) > content.rfind(end)
+        return begins_inside, not begins_inside
 
     def encode(self, conversation: Conversation) -> list[int]:
         """The token ids of a conversation."""
@@ -145,7 +153,7 @@ class ChatModel:
 
     def answer_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
         """The source of the grammar that an answer must fit; None if it needs none."""
-        tools, syntax = conversation.tools, conversation.syntax
+        tools, syntax = conversation.tool_choice, conversation.syntax
         if not tools.has_grammar and constraint is None:
             return None
         grammar = None
@@ -161,7 +169,7 @@ class ChatModel:
     def shown_ids(self, conversation: Conversation) -> frozenset[int]:
         """The special tokens whose text the parser of the answer has to see."""
         marks = "\n".join(self.thinking or ())
-        if conversation.tools.tools:
+        if conversation.tool_choice.tools:
             marks += "\n" + self.tool_format.marks
         return frozenset(i for name, i in self.special_tokens.items() if name in marks)
 

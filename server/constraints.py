@@ -1,7 +1,7 @@
 """What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
 
-Read down: Constraint and read_constraint, which reads the fields of a request; answer_grammar, which writes the grammar
-of a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
+Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
+a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
 
 Sources: response_format is OpenAI's; structured_outputs, and before it guided_json, guided_regex and guided_choice, are
 vLLM's.
@@ -21,6 +21,7 @@ from server.tools import ToolGrammar, literal
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
+MAX_QUICK_BYTES = 1 << 14  # a grammar that compiles in a few ms, for which other requests can wait
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,8 @@ def regex_rule(pattern: str, param: str) -> str:
 
 
 def schema_constraint(schema: dict | bool, param: str, lenient: bool = False) -> Constraint:
-    return Constraint(checked_schema_rule(schema, param, lenient), param, "the schema")
-
-
-def checked_schema_rule(schema: dict | bool, param: str, lenient: bool) -> str:
     try:
-        return schema_rule(schema, lenient)
+        return Constraint(schema_rule(schema, lenient), param, "the schema")
     except RecursionError:
         raise ApiError(f"{param}: the schema is nested too deeply", param=param) from None
 
@@ -175,3 +172,12 @@ class GrammarChecker:
             self.valid[key] = None
             if len(self.valid) > MAX_VALID:
                 self.valid.popitem(last=False)
+
+    def accepts(self, source: str, text: str) -> bool:
+        """Whether an answer may be this text and nothing more. `source` is a valid grammar. If it takes long to
+        compile, no."""
+        if len(source) > MAX_QUICK_BYTES:
+            return False
+        matcher = self.compiler.compile(source).matcher
+        ids = self.arguments[0].encode(text, add_bos=False)
+        return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()

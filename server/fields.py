@@ -99,7 +99,8 @@ class FieldReader:
         for name, value in self.unread.items():
             if name in NEUTRAL_VALUES:
                 neutral = NEUTRAL_VALUES[name]
-                if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+                is_neutral = any(value == one and type(value) is type(one) for one in neutral)  # 1 is not true
+                if value is not None and not is_neutral:
                     raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
             elif name not in self.logged and len(self.logged) < 100:
                 self.logged.add(name)

@@ -1,8 +1,11 @@
 """The HTTP process: sockets, paths, streams and errors, and a pipe to the engine's process (serve.py).
 
 Read down: `run_http`, which serve.py calls in a new process; connections and their limits; EngineClient, the other end
-of the pipe; ActiveRequest, a request that the engine is working on; the paths; responses; who may use the server;
+of the pipe; UpdateStream, what the engine sends for one HTTP request; the paths; responses; who may use the server;
 errors.
+
+The shapes of a request on its way: the body's JSON object; a CompletionRequest, with a Choice for each answer (api.py);
+a TextRequest for each Choice, which goes through the pipe (messages.py); in it, the engine's own Request (engine.py).
 
 What requests and responses look like is in api.py. The libraries are Starlette and uvicorn.
 """
@@ -19,7 +22,7 @@ import resource
 import socket
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -42,7 +45,7 @@ from cli import open_closed_streams, print_status
 from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest, ServedModel
 from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
-from server.messages import Cancel, EngineStatus, Settings, Update
+from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from server.metrics import Metrics
 from server.responses import ResponseBuilder
 
@@ -141,7 +144,7 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # the timer would keep a connection that was reset in memory
+        self._unset_keepalive_if_required()  # otherwise its timer would keep the connection in memory
 
     def data_received(self, data: bytes):
         if self.is_invalid:
@@ -173,19 +176,18 @@ class HttpConnection(H11Protocol):
 
 
 class EngineClient:
-    """The engine's process, as the HTTP process sees it: sends it requests, and passes its updates on to them."""
+    """Sends requests to the engine's process, and gives the updates that come back to the right UpdateStream."""
 
     def __init__(self, connection, rows: int, max_queue: int):
         """connection: our end of the pipe; rows: requests that the engine runs at the same time."""
         self.connection = connection
         self.rows, self.capacity = rows, rows + max_queue
         self.writer = ThreadPoolExecutor(1)  # sends: a full pipe must not block the event loop, which reads updates
-        self.active: set[ActiveRequest] = set()
-        self.receivers: dict[int, ActiveRequest] = {}  # request_id -> its HTTP request, until its last update
+        self.open_streams: set[UpdateStream] = set()  # of HTTP requests whose responses are not complete
+        self.receivers: dict[int, UpdateStream] = {}  # request_id -> where its updates go, until the last one
         self.parsing = 0  # HTTP requests that are being tokenized
         self.metrics = Metrics()
         self.metrics.add_gauge("requests_unfinished", "Requests that wait or run", lambda: len(self.receivers))
-        self.statuses = 0  # that the engine has sent
         self.state = "starting"  # then that of EngineStatus, or "broken"
         self.last_heard = self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
@@ -236,47 +238,66 @@ class EngineClient:
         finally:
             self.parsing -= 1
 
-    def submit(self, completion: CompletionRequest, receive: Callable) -> "ActiveRequest":
+    def generate(self, completion: CompletionRequest, receive: Callable) -> "UpdateStream":
         """Send the prompts of a parsed request to the engine. receive: of ASGI, tells when the client disconnects."""
-        active = ActiveRequest(self, completion, receive)
-        self.active.add(active)
+        stream = UpdateStream(self, completion, receive)
+        self.open_streams.add(stream)
         for choice in completion.choices:
-            self.receivers[choice.submit.request_id] = active
-            self.writer.submit(self.connection.send, choice.submit)
-        return active
+            self.receivers[choice.text_request.request_id] = stream
+            self._send(choice.text_request)
+        return stream
 
     def cancel(self, request_id: int):
         """Tell the engine to end a request whose result nobody will read."""
         if self.receivers.pop(request_id, None) is not None:
             self.metrics.requests.labels("cancelled").inc()
-            self.writer.submit(self.connection.send, Cancel(request_id))
+            self._send(Cancel(request_id))
+
+    def _send(self, message: TextRequest | Cancel):
+        self.writer.submit(self.connection.send, message)
 
     def _read_status(self):
+        """Called by the event loop when the engine has sent something, or when its process has ended."""
         try:
             status: EngineStatus = self.connection.recv()
         except (EOFError, OSError):
-            self.state = "broken"
-            self.loop.remove_reader(self.connection.fileno())
-            self._fail_all()
-            return self.on_end()
+            return self._engine_has_ended()
         self.last_heard, self.slowest_step_s = time.monotonic(), max(self.slowest_step_s, status.step_s)
-        self.statuses += 1
         if self.state != "starting":
             self.metrics.record_step(status)
         self.state = status.state
-        for update in status.updates:
-            if active := self.receivers.get(update.request_id):
-                if update.finish_reason is not None:
-                    self.finish_times.append(self.last_heard)
-                    del self.receivers[update.request_id]
-                self.metrics.record_update(active.unfinished[update.request_id], update)
-                active.put(update, self.statuses)
+        self._distribute(status.updates)
+        if self._may_exit():
+            self.on_end()
+
+    def _engine_has_ended(self):
+        self.state = "broken"
+        self.loop.remove_reader(self.connection.fileno())
+        self._fail_all()
+        self.on_end()
+
+    def _distribute(self, updates: list[Update]):
+        """Put the updates of one status into the streams of their HTTP requests."""
+        by_stream: defaultdict[UpdateStream, list[Update]] = defaultdict(list)
+        for update in updates:
+            if update.request_id not in self.receivers:  # it was cancelled
+                continue
+            stream = self.receivers[update.request_id]
+            by_stream[stream].append(update)
+            self.metrics.record_update(stream.unfinished[update.request_id], update)
+            if update.finish_reason is not None:
+                self.finish_times.append(self.last_heard)
+                del self.receivers[update.request_id]
+        for stream, some in by_stream.items():
+            stream.put(some)
         if not self.receivers:  # idle time must not count in retry_after
             self.finish_times.clear()
-        # While draining, the server exits when all responses are sent; later, as soon as the engine has no requests.
-        all_sent = not self.active and not self.parsing
-        if (self.state == "draining" and all_sent) or (self.state == "ended" and not self.in_use):
-            self.on_end()
+
+    def _may_exit(self) -> bool:
+        """While draining, when all responses are sent; after that time, as soon as the engine has no requests."""
+        if self.state == "draining":
+            return not self.open_streams and not self.parsing
+        return self.state == "ended" and not self.in_use
 
     async def _watch_engine(self):
         while True:
@@ -285,27 +306,26 @@ class EngineClient:
                 self._fail_all()
 
     def _fail_all(self):
-        for active in self.active:
-            active.fail(RequestAborted("the engine has stopped", 503))
+        for stream in self.open_streams:
+            stream.fail(RequestAborted("the engine has stopped", 503))
 
 
 class RequestAborted(ApiError):
     """The engine ended a request before its answer was complete. The metrics have counted it already."""
 
 
-class ActiveRequest:
-    """An HTTP request that the engine is working on: an asynchronous iterator over its updates, as (choice, update).
+class UpdateStream:
+    """What the engine sends for an HTTP request: an asynchronous iterator over its updates, as (choice, update).
 
     It ends when all choices are finished. If the client disconnects, the engine's work is cancelled at once, and the
     iterator raises ClientDisconnect.
     """
 
     def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
-        self.engine, self.queue = engine, asyncio.Queue()
-        self.unfinished = {choice.submit.request_id: choice for choice in completion.choices}
-        self.streams, self.disconnected = completion.stream, False
-        self.unsent_bytes = self.unsent_before = 0  # of updates; before those of the latest status of the engine
-        self.status = 0  # the number of this status
+        self.engine, self.queue = engine, asyncio.Queue()  # of updates, and of errors that end the response
+        self.unfinished = {choice.text_request.request_id: choice for choice in completion.choices}
+        self.is_streamed, self.disconnected = completion.stream, False
+        self.unsent_bytes = 0  # of the updates in the queue
         self.watcher = asyncio.create_task(self._watch_client(receive))
 
     async def _watch_client(self, receive: Callable):
@@ -323,20 +343,19 @@ class ActiveRequest:
     def close(self):
         self.watcher.cancel()
         self._cancel()
-        self.engine.active.discard(self)
+        self.engine.open_streams.discard(self)
 
-    def put(self, update: Update, status: int):
-        """Queue an update for the response; status: the number of the engine's status that it came with. If the client
-        reads a stream too slowly, the request fails instead."""
-        if status != self.status:
-            self.status, self.unsent_before = status, self.unsent_bytes
-        if self.streams and self.unsent_before > MAX_UNSENT_BYTES:
+    def put(self, updates: list[Update]):
+        """Queue the updates of one status of the engine for the response. If too much waits already, because the client
+        reads a streamed response too slowly, the request fails instead."""
+        if self.is_streamed and self.unsent_bytes > MAX_UNSENT_BYTES:
             self._cancel()
             while not self.queue.empty():
                 self.queue.get_nowait()
             return self.fail(RequestAborted("the client does not read the response", 503))
-        self.unsent_bytes += estimate_bytes(update)
-        self.queue.put_nowait(update)
+        for update in updates:
+            self.unsent_bytes += estimate_bytes(update)
+            self.queue.put_nowait(update)
 
     def fail(self, error: ApiError):
         self.queue.put_nowait(error)
@@ -416,19 +435,19 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: type = ResponseBuilder):
-    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object, and `builder` its
-    response."""
+    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object. builder: the class
+    that builds its response, ResponseBuilder or one with the same methods."""
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
         body = await read_body(request)
         with engine.reserve():
             completion = await asyncio.to_thread(lambda: parse(parse_object(body)))  # tokenizing may take long
-        active = engine.submit(completion, request.receive)
+        updates = engine.generate(completion, request.receive)
         try:
-            return await respond(active, builder(model, completion))
+            return await respond(updates, builder(model, completion))
         except BaseException:
-            active.close()
+            updates.close()
             raise
 
     return endpoint
@@ -515,14 +534,14 @@ async def collect_body(request: HttpRequest) -> bytes:
 # ---------------------------------------------------------------- responses
 
 
-async def respond(active: ActiveRequest, builder: ResponseBuilder):
+async def respond(updates: UpdateStream, builder: ResponseBuilder):
     """The response to a request, as an ASGI application. A stream begins after its first update, so that earlier errors
     have a status code of their own."""
     if builder.completion.stream:
-        return EventStream(active, builder, await anext(active))
-    async for choice, update in active:
+        return EventStream(updates, builder, await anext(updates))
+    async for choice, update in updates:
         choice.updates.append(update)
-    active.close()
+    updates.close()
     return await asyncio.to_thread(lambda: json_response(builder.whole()))  # many log-probabilities take a second
 
 
@@ -531,8 +550,8 @@ class EventStream:
 
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
-    def __init__(self, active: ActiveRequest, builder: ResponseBuilder, first: tuple[Choice, Update]):
-        self.active, self.builder = active, builder
+    def __init__(self, updates: UpdateStream, builder: ResponseBuilder, first: tuple[Choice, Update]):
+        self.updates, self.builder = updates, builder
         self.first = first
 
     async def __call__(self, scope, receive, send):
@@ -545,12 +564,14 @@ class EventStream:
         except (ClientDisconnect, asyncio.CancelledError):  # the latter if uvicorn shuts down meanwhile
             pass
         finally:
-            self.active.close()
+            self.updates.close()
 
     async def _parts(self) -> AsyncIterator[bytes]:
-        yield self.builder.stream_update(*self.first)
+        # In a thread, like `whole` above: it may have the log-probabilities of a prompt. Later ones have those of a few
+        # tokens, which take 0.3 ms each.
+        yield await asyncio.to_thread(self.builder.stream_update, *self.first)
         try:
-            async for choice, update in self.active:
+            async for choice, update in self.updates:
                 yield self.builder.stream_update(choice, update)
             yield self.builder.stream_end()
         except ApiError as error:
@@ -560,9 +581,9 @@ class EventStream:
 def error_body(error: ApiError, path: str) -> dict:
     """An error as clients of the path expect it."""
     if path.startswith(ANTHROPIC_PATH) and has_anthropic():
-        from server.anthropic import error_body
+        from server import anthropic
 
-        return error_body(error)
+        return anthropic.error_body(error)
     return error.body()
 
 
@@ -597,7 +618,8 @@ class ApiKey:
 
 
 class SameSite:
-    """An ASGI middleware: web pages of other sites cannot use a server without a key through its user's browser.
+    """An ASGI middleware for a server without a key. It refuses the requests that web pages of other sites send through
+    the user's browser.
 
     A browser names the site of a page in Origin, which must be this server. DNS rebinding gets around that: a page's
     own domain is made to point to this address, so that Origin and Host agree. So a server that only this machine can

@@ -1,8 +1,8 @@
 """The messages between the HTTP process (http_server.py) and the engine's process (serve.py).
 
-Read down: Settings, which the HTTP process is started with; Submit and Cancel, which it sends to the engine; Update and
-EngineStatus, which the engine sends back. They are pickled and go through a pipe. No web library is imported here, so
-the engine's process needs none.
+Read down: Settings, which the HTTP process is started with; TextRequest and Cancel, which it sends to the engine;
+Update and EngineStatus, which the engine sends back. They are pickled and go through a pipe. No web library is imported
+here, so the engine's process needs none.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +26,17 @@ class Settings:
 
 
 @dataclass
-class Submit:
-    """Asks the engine to continue a prompt. An HTTP request with several prompts sends one Submit for each."""
+class TextRequest:
+    """Asks the engine to continue a prompt: the engine's own Request, which knows token ids only, and what is to be
+    known about the text of the answer. An HTTP request for several answers sends one message for each."""
 
     request_id: int
-    request: Request  # for the engine, without on_token
+    request: Request  # without on_token and grammar, which the engine's process adds
     stop: tuple[str, ...] = ()  # stop strings
     continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
     shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, such as the marks of tool calls
-    can_time_out: bool = True  # in the queue, after --queue_seconds
+    can_time_out: bool = True  # in the queue; only the first of an HTTP request can: the others may wait for that one
 
 
 @dataclass
@@ -69,6 +70,6 @@ class EngineStatus:
     updates: list[Update]
     step_s: float  # seconds that the step took; 0 if there was nothing to do. In the first message: of the warm-up
     waiting: int = 0  # requests without a row
-    active: int = 0  # rows with a request
+    active_rows: int = 0  # rows with a request
     prefill_tokens: int = 0  # prompt tokens read since the start
     drafts: dict[str, dict[str, float]] = field(default_factory=dict)  # speculative.Report.drafts, since the start

@@ -27,7 +27,7 @@ class Metrics:
         self.cached_tokens = counter("prompt_tokens_reused", "Prompt tokens that were in the cache already")
         self.completion_tokens = counter("tokens_written", "New tokens")
         self.waiting = Gauge("fastpath_requests_waiting", "Requests that wait for a row", registry=registry)
-        self.active = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
+        self.active_rows = Gauge("fastpath_rows_active", "Rows that have a request", registry=registry)
         self.add_gauge("tasks", "Asynchronous tasks of the HTTP process", lambda: len(asyncio.all_tasks()))
         self.first_token = histogram("time_to_first_token", "From the request to its first token", wait_buckets)
         self.per_token = histogram("time_per_token", "Mean time per token of a request after the first", step_buckets)
@@ -49,7 +49,7 @@ class Metrics:
         if status.step_s:
             self.step.observe(status.step_s)
         self.waiting.set(status.waiting)
-        self.active.set(status.active)
+        self.active_rows.set(status.active_rows)
         self.prompt_tokens.inc(max(0, status.prefill_tokens - self.total_prefill_tokens))
         self.total_prefill_tokens = status.prefill_tokens
         for name, counts in status.drafts.items():
@@ -64,7 +64,7 @@ class Metrics:
         choice.counted_tokens = update.completion_tokens
         if choice.first_token_at is None and update.completion_tokens:
             choice.first_token_at = now
-            self.first_token.observe(now - choice.submitted_at)
+            self.first_token.observe(now - choice.parsed_at)
             self.cached_tokens.inc(update.cached_tokens)
         if update.finish_reason is not None:
             self.requests.labels(update.finish_reason).inc()

@@ -80,7 +80,7 @@ class ResponseBuilder:
         for choice in self.completion.choices:
             update = choice.combined()
             if self.completion.is_chat:
-                logprobs = None if choice.submit.request.logprobs is None else update.logprobs
+                logprobs = None if choice.request.logprobs is None else update.logprobs
                 message = {"role": "assistant", **message_fields(choice.events(update)), "refusal": None}
                 answer = {"message": message, "logprobs": chat_logprobs(self.model, logprobs)}
             else:
@@ -89,11 +89,11 @@ class ResponseBuilder:
         return self.header | {"choices": choices, "usage": self.completion.usage()}
 
     def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
-        """Of a choice of /v1/completions. is_first: they begin with those of the prompt, if it is echoed."""
+        """The fields of a choice of /v1/completions. is_first: they begin with an echoed prompt, if there is one."""
         text = choice.echo + update.text if is_first else update.text
-        if choice.submit.request.logprobs is None:
+        if choice.request.logprobs is None:
             return {"text": text, "logprobs": None}
-        entries = prompt_entries(self.model, choice.submit.request, update) if is_first else []
+        entries = prompt_entries(self.model, choice.request, update) if is_first else []
         entries += [(*scored, offset + len(choice.echo)) for *scored, offset in update.logprobs]
         return {"text": text, "logprobs": completion_logprobs(self.model, entries)}
 

@@ -293,8 +293,8 @@ class GgufFile:
             },
             "legacy": True,
         }
-        template = self.value("tokenizer.chat_template", None)
-        files.template = template if isinstance(template, str) and template else None
+        templates = [self.value(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use")]
+        files.template, files.tool_template = (text if isinstance(text, str) and text else None for text in templates)
         return files
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, TokenizerFiles, make_config, read_json, read_tensor, read_tokenizer_files, weight_files
+from checkpoint import (
+    INDEX,
+    TokenizerFiles,
+    make_config,
+    read_json,
+    read_template,
+    read_tensor,
+    read_tokenizer_files,
+    weight_files,
+)
 from cli import UserError, first_line
 from config import Config
 from sources.families import FAMILIES, Family
@@ -137,10 +146,13 @@ def hf_tokenizer_files(directory: Path) -> TokenizerFiles:
     try:
         files = read_tokenizer_files(directory, hf_special_tokens(directory, settings))
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+        templates = {entry["name"]: entry["template"] for entry in named}
         if files.template is None:
-            files.template = template or None
+            files.template = templates.get("default") or None
+        files.tool_template = read_template(directory / "additional_chat_templates" / "tool_use.jinja")
+        if files.tool_template is None:
+            files.tool_template = templates.get("tool_use") or None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(f"{directory / 'tokenizer_config.json'} is not valid: {error}") from None
     return files

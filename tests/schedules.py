@@ -42,7 +42,7 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
     """Add the requests at random steps, and cancel some."""
     chance, waiting = random.Random(seed), list(requests)
     finished = []
-    while waiting or engine.active:
+    while waiting or engine.has_requests:
         while waiting and chance.random() < 0.35:
             engine.add(waiting.pop(0))
         if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):

@@ -69,13 +69,13 @@ class Engine:
     def reserve(self):
         yield
 
-    def submit(self, completion, receive):
+    def generate(self, completion, receive):
         self.completion, (choice,) = completion, completion.choices
         return Answer([(choice, update) for update in self.updates])
 
 
 class Answer:
-    """As http_server.ActiveRequest."""
+    """As http_server.UpdateStream."""
 
     def __init__(self, updates: list):
         self.updates = iter(updates)
@@ -115,7 +115,7 @@ def ask(client, engine, pieces: list[str], last: dict | None = None, **body):
 
 def prompt_of(model, messages: list, **body) -> str:
     completion = parse_message(model, {"messages": messages} | body)
-    return model.tokenizer.decode(completion.choices[0].submit.request.prompt)
+    return model.tokenizer.decode(completion.choices[0].request.prompt)
 
 
 # ---------------------------------------------------------------- requests
@@ -144,7 +144,7 @@ def test_a_conversation_is_that_of_openais_chat(model):
     written = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
     calls = f"<tool_call>\n{written}\n</tool_call>" * 2
     body["messages"] = messages
-    prompt = parse_message(model, body).choices[0].submit.request.prompt
+    prompt = parse_message(model, body).choices[0].request.prompt
     text = model.tokenizer.decode(prompt)
     lines = text.splitlines()
     assert lines[0] == "thinking True" and json.loads(lines[1].partition("] in")[0] + "]") == [described]
@@ -166,11 +166,11 @@ def test_prompts_of_short_requests(model):
 def test_sampling_parameters_and_limits(model):
     body = {"messages": [QUESTION], "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"]}
     (choice,) = parse_message(model, body | {"max_tokens": 5}).choices
-    request = choice.submit.request
+    request = choice.request
     assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.5, 0.9, 7)
-    assert choice.submit.stop == ("a", "b") and request.max_new_tokens == 5
+    assert choice.text_request.stop == ("a", "b") and request.max_new_tokens == 5
     (choice,) = parse_message(model, body | {"max_tokens": 10**6}).choices
-    assert choice.submit.request.max_new_tokens == CONTEXT - len(request.prompt)
+    assert choice.request.max_new_tokens == CONTEXT - len(request.prompt)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_messages(client, engine, text, last, content, stop_reason):
     """Whole, and streamed in one piece or letter by letter."""
     whole = ask(client, engine, [text], last, tools=[TOOL]).json()
     usage = whole["usage"]
-    assert usage["input_tokens"] + 4 == len(engine.completion.choices[0].submit.request.prompt)
+    assert usage["input_tokens"] + 4 == len(engine.completion.choices[0].request.prompt)
     assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (4, 9)
     assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "tiny")
     assert (whole["stop_reason"], whole["stop_sequence"]) == (stop_reason, last.get("stop_string"))

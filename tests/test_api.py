@@ -25,7 +25,7 @@ def model(checkpoints):
 
 
 def engine_request(completion: CompletionRequest) -> Request:
-    return completion.choices[0].submit.request
+    return completion.choices[0].request
 
 
 def say(content, **more):
@@ -204,17 +204,17 @@ def test_several_answers(model):
         (model.parse_chat({"messages": MESSAGES, "n": 3, "seed": seeds[0]}), 1),
     ):
         assert [choice.index for choice in completion.choices] == list(range(3 * prompts))
-        submits = [choice.submit for choice in completion.choices]
-        assert tuple(submit.request.params.seed for submit in submits) == seeds * prompts
-        assert len({submit.request_id for submit in submits}) == 3 * prompts
-        assert [submit.can_time_out for submit in submits] == [True] + [False] * (3 * prompts - 1)
-        lengths = [len(submit.request.prompt) for submit in submits]
+        messages = [choice.text_request for choice in completion.choices]
+        assert tuple(message.request.params.seed for message in messages) == seeds * prompts
+        assert len({message.request_id for message in messages}) == 3 * prompts
+        assert [message.can_time_out for message in messages] == [True] + [False] * (3 * prompts - 1)
+        lengths = [len(message.request.prompt) for message in messages]
         for choice in completion.choices:
             choice.updates.append(Update(0, "", 5, cached_tokens=1, finish_reason="length"))
         usage = completion.usage()
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths) / 3, 15 * prompts)
         assert usage["prompt_tokens_details"] == {"cached_tokens": prompts}
-        assert len({id(submit.request.new_tokens) for submit in submits}) == 3 * prompts
+        assert len({id(message.request.new_tokens) for message in messages}) == 3 * prompts
     with pytest.raises(ApiError, match="n=9 is not supported, at most 8"):
         model.parse_completion({"prompt": "a", "n": 9})
 
@@ -249,8 +249,9 @@ def named(schema, **more):
     ],
 )
 def test_the_form_of_an_answer(model, fields, fits, others):
-    sources = {model.parse_completion({"prompt": "a"} | fields).choices[0].submit.grammar}
-    sources |= {choice.submit.grammar for choice in model.parse_chat({"messages": MESSAGES, "n": 2} | fields).choices}
+    sources = {model.parse_completion({"prompt": "a"} | fields).choices[0].text_request.grammar}
+    chat = model.parse_chat({"messages": MESSAGES, "n": 2} | fields)
+    sources |= {choice.text_request.grammar for choice in chat.choices}
     assert len(sources) == 1, "a template without thoughts: the grammar of both"
     for text in fits + others:
         grammar = model.grammars.compiler.compile(*sources)
@@ -262,7 +263,8 @@ def test_the_form_of_an_answer(model, fields, fits, others):
 def test_what_a_strict_schema_may_not_have(model):
     with pytest.raises(ApiError, match="response_format: the schema is not supported: .*"):
         model.parse_completion({"prompt": "a"} | named(UNKNOWN_KEYWORD, strict=True))
-    assert model.parse_completion({"prompt": "a"} | named({"type": "string", "format": "x"})).choices[0].submit.grammar
+    completion = model.parse_completion({"prompt": "a"} | named({"type": "string", "format": "x"}))
+    assert completion.choices[0].text_request.grammar
 
 
 def test_grammars_without_the_library(model, monkeypatch):
@@ -297,8 +299,8 @@ def test_a_conversation_that_ends_with_an_answer_is_continued(model):
     assert text(add_generation_prompt=True) == "[system] Be brief.\n[user] Why?\n[assistant] Because \n[a]"
     assert text(continue_final_message=True, add_generation_prompt=False) == text()
     body = {"messages": messages, "add_generation_prompt": False}
-    assert model.parse_chat(body).choices[0].submit.continues_prompt
-    assert not model.parse_chat({"messages": MESSAGES}).choices[0].submit.continues_prompt
+    assert model.parse_chat(body).choices[0].text_request.continues_prompt
+    assert not model.parse_chat({"messages": MESSAGES}).choices[0].text_request.continues_prompt
 
 
 def test_end_tokens(model):

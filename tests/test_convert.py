@@ -25,7 +25,7 @@ from texts import strings
 
 import checkpoint
 import convert_hf_checkpoint
-from checkpoint import read_config, read_quantization
+from checkpoint import read_config, read_quantization, read_tokenizer_files
 from cli import UserError
 from config import RopeScaling
 from convert_hf_checkpoint import convert, ensure_checkpoint
@@ -566,6 +566,38 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):
             assert ours.vocabulary.encode(text) == ids, repr(text)
         else:
             assert ours.vocabulary.encode(text) == ids, repr(text)
+
+
+def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_level):
+    """It is named tool_use in a GGUF file, in a list in tokenizer_config.json, and in a directory of its own."""
+    from tokenizers import Tokenizer as Library
+
+    def templates(source):
+        files = source.tokenizer_files()
+        out = read_tokenizer_files(convert(source, tmp_path / "out", torch.float32))
+        assert (out.template, out.tool_template) == (files.template, files.tool_template)
+        shutil.rmtree(tmp_path / "out")
+        return files.template, files.tool_template
+
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    fields |= {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use", "rag"]}
+    fields |= {"tokenizer.chat_template.tool_use": "tools ä", "tokenizer.chat_template.rag": "documents"}
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
+    assert templates(open_gguf(tmp_path / "x.gguf", dequantize=True)) == ("plain", "tools ä")
+
+    assert templates(open_hf(hf)) == (None, None)
+    library = transformers.PreTrainedTokenizerFast(tokenizer_file=str(byte_level / "tokenizer.json"))
+    library.chat_template = {"default": "plain", "rag": "documents", "tool_use": "tools ä"}
+    library.save_pretrained(hf)
+    assert (hf / "additional_chat_templates").is_dir()
+    assert templates(open_hf(hf)) == ("plain", "tools ä")
+    shutil.rmtree(hf / "additional_chat_templates")
+    (hf / "chat_template.jinja").unlink()
+    settings = json.loads((hf / "tokenizer_config.json").read_text())
+    listed = [{"name": name, "template": text} for name, text in library.chat_template.items()]
+    for several, expected in ((listed, ("plain", "tools ä")), (listed[:1], ("plain", None)), ("one", ("one", None))):
+        (hf / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": several}))
+        assert templates(open_hf(hf)) == expected
 
 
 def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):

@@ -185,7 +185,7 @@ def test_a_prefix_of_a_busy_row_is_copied(models):
         engine.step()
     late = Request(prompt[:25] + [3, 4], GREEDY, 6)
     engine.add(late)
-    while engine.active:
+    while engine.has_requests:
         engine.step()
     assert late.cached_tokens == 25
     for request in (busy, late):
@@ -351,7 +351,7 @@ def test_the_functions_of_a_step_may_be_replaced_during_it(models):
         engine.add(request)
     engine.step()  # prefill
     engine.steps = StepFunctions()
-    while engine.active:
+    while engine.has_requests:
         engine.step()
     assert set(shapes) == {(3, 3)}, "these functions take one row or all rows"
     assert [request.new_tokens for request in requests] == [tokens_of(model, request) for request in requests]
@@ -390,7 +390,7 @@ def test_cancelling(models):
         engine.cancel(request)
     ended = engine.step()
     assert len(ended) == 2 and set(ended) == {running, waiting} and engine.rows[0].request is last
-    while engine.active:
+    while engine.has_requests:
         engine.step()
     assert [request.finish_reason for request in (running, waiting, last)] == ["cancelled", "cancelled", "length"]
     assert len(running.new_tokens) == 3 and waiting.new_tokens == [] and last.new_tokens == tokens_of(model, last)
@@ -481,7 +481,7 @@ def test_invalid_settings_do_not_break_a_step(models):
     for request in odd:
         engine.add(request)
     prompt += [VOCABULARY] * LENGTH
-    while engine.active:
+    while engine.has_requests:
         engine.step()
     assert [len(request.new_tokens) for request in odd] == [3, 3, 0]
 
@@ -594,7 +594,7 @@ def test_with_always_chunk_every_step_reads_one_chunk(models):
     engine.add(short)
     engine.step()
     assert len(short.new_tokens) == 1 and not long.new_tokens
-    while engine.active:
+    while engine.has_requests:
         before = engine.timing.prefill_tokens
         engine.step()
         assert engine.timing.prefill_tokens - before <= 8

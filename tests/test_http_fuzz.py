@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 from programs import printed_lines
 from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, prompt_ids, running, wait_for
 
-from server.api import CompletionRequest
+from engine import Request
+from server.api import Choice, CompletionRequest
 from server.fields import MAX_BODY_BYTES, NEUTRAL_VALUES
 from server.http_server import EngineClient, respond
+from server.messages import TextRequest, Update
 
 LENGTH = 256  # of the context: short, so that a request without max_tokens ends soon
 HOST = b"Host: localhost\r\n"
@@ -415,15 +417,24 @@ def test_a_thousand_open_connections(server):
 
 
 @pytest.mark.slow
-def test_a_large_answer_is_written_in_a_thread():
-    """Many log-probabilities take a second, in which others are answered."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_large_answer_is_written_in_a_thread(stream):
+    """Many log-probabilities take a second, in which others are answered. Those of a prompt begin a stream."""
 
     async def written() -> bytes:
-        others = threading.Event()
+        others, sent = threading.Event(), []
         asyncio.get_running_loop().call_later(0.01, others.set)
-        completion = CompletionRequest("cmpl-1", [])
-        builder = SimpleNamespace(completion=completion, whole=lambda: others.wait(PATIENCE_S))
-        active = EngineClient(None, 1, 0).submit(completion, asyncio.Event().wait)
-        return (await respond(active, builder)).body
+        completion = CompletionRequest("cmpl-1", [Choice(0, TextRequest(0, Request([5])))], stream=stream)
+        builder = SimpleNamespace(completion=completion, whole=lambda: others.wait(PATIENCE_S), stream_end=bytes)
+        builder.stream_update = lambda choice, update: json.dumps(builder.whole()).encode()
+        engine = EngineClient(SimpleNamespace(send=lambda message: None), 1, 0)
+        updates = engine.generate(completion, asyncio.Event().wait)
+        updates.put([Update(0, "", 1, finish_reason="length")])
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+
+        await (await respond(updates, builder))({"type": "http"}, None, send)
+        return b"".join(sent)
 
     assert asyncio.run(written()) == b"true"

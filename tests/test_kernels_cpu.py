@@ -700,12 +700,17 @@ def instructions_of(library: Path) -> list[tuple[str, str]]:
 ], ids=lambda one: one.name)  # fmt: skip
 def test_no_instruction_that_the_instruction_set_lacks(instructions):
     """All instructions of AVX-512 begin with the byte 62, and only AVX-VNNI has vpdpbusd without it."""
-    found = instructions_of(kernels_cpu.build(kernels_cpu.find_compiler(), instructions))
+    library = kernels_cpu.build(kernels_cpu.find_compiler(), instructions)
+    found = instructions_of(library)
     has_avx512 = any("zmm" in text or code.startswith("62 ") for code, text in found)
     assert len(found) > 10_000 and has_avx512 == (instructions is SKYLAKE)
     assert any("vpdpbusd" in text for _, text in found) == ("avx_vnni" in instructions.needs)
     assert any("vpmaddubsw" in text for _, text in found) != ("avx_vnni" in instructions.needs)
     assert not any("dpbf16ps" in text for _, text in found)
+    # GCC has once removed most prefetches. A group of Q4_1 has five lines.
+    text = subprocess.run(["objdump", "-dC", str(library)], capture_output=True, text=True, check=True).stdout
+    product = re.search(r"block_dot_int8<1, fastpath::Q4_1>.*>:\n((?:.+\n)+)", text).group(1)
+    assert product.count("prefetcht1") >= 5
 
 
 @pytest.mark.parametrize("processor, chosen", [

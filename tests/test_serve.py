@@ -49,7 +49,7 @@ from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
 from load import load_model
-from server.messages import Submit
+from server.messages import TextRequest
 from tokenizer import TextStream
 
 # ---------------------------------------------------------------- servers
@@ -483,18 +483,18 @@ def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data)
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    job = serve.TextRequest(tokenizer, Submit(3, request, stop))
+    answer = serve.AnswerText(tokenizer, TextRequest(3, request, stop))
     sent, scored = "", []
     while request.finish_reason is None:
         for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
             request.new_tokens.append(token)
             request.token_logprobs.append((-1.0, []))
-            if job.add_token(token):
+            if answer.add_token(token):
                 request.finish_reason = "stop"
                 break
         if len(request.new_tokens) == len(tokens) and request.finish_reason is None:
             request.finish_reason = "length"
-        update = job.update()
+        update = answer.update()
         sent, scored = sent + update.text, scored + update.logprobs
         assert whole.startswith(sent) and update.completion_tokens == len(request.new_tokens)
         assert all(offset <= len(sent) for *_, offset in scored)

@@ -40,7 +40,7 @@ from engine import Request
 from server.api import Choice, CompletionRequest
 from server.fields import ApiError
 from server.http_server import MAX_UNSENT_BYTES, EngineClient
-from server.messages import Submit, Update
+from server.messages import TextRequest, Update
 
 MEBIBYTE = 1 << 20
 MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages, and thread pools grow for a while
@@ -170,20 +170,21 @@ def test_an_answer_that_is_not_read_takes_nobodys_place():
 
     async def work():
         engine = EngineClient(SimpleNamespace(send=lambda message: None), rows=1, max_queue=1)
-        choices = [Choice(0, Submit(i, Request([5]))) for i in range(2)]
+        choices = [Choice(0, TextRequest(i, Request([5]))) for i in range(2)]
         completions = [CompletionRequest("cmpl", [choice], stream=True) for choice in choices]
-        first, second = (engine.submit(completion, asyncio.Event().wait) for completion in completions)
+        first, second = (engine.generate(completion, asyncio.Event().wait) for completion in completions)
         assert engine.in_use == 2
         scored = [(-1.0, [(5, -1.0)] * 20)] * (MAX_UNSENT_BYTES // 2000)
-        for status in (1, 1, 2, 3):  # what came with one status counts from the next one on
-            first.put(Update(0, "", 1, prompt_logprobs=scored), status)
+        update = Update(0, "", 1, prompt_logprobs=scored)
+        for updates in ([update, update], [update], [update]):  # what came with one status counts from the next one on
+            first.put(updates)
         assert engine.in_use == 1 and first.queue.qsize() == 1
         with pytest.raises(ApiError, match="does not read"):
             await anext(first)
         del engine.receivers[1]  # as after the last update, which the client has not read yet
         assert engine.in_use == 0
-        for active in (first, second):
-            active.close()
+        for stream in (first, second):
+            stream.close()
 
     asyncio.run(work())
 

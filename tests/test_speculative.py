@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -37,7 +38,7 @@ from load import (
 )
 from quantize import quantize_checkpoint
 from sampling import SamplingParams, sample
-from speculative import MAX_K, Proposal, Report, Speculation
+from speculative import MAX_K, Draft, FindingDraft, Proposal, ProposingDraft, Report, Speculation
 from start import compile_counts, compiled_steps, warm_up
 
 LENGTH = 96
@@ -636,3 +637,13 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
         engine = Engine(model, 8, 256, speculation=speculation)
         assert [results(engine, group) for group in groups] == plain
         assert speculation.report.steps > 10
+
+
+@pytest.mark.parametrize("draft", [RetrievalDraft, MedusaDraft, SelfDraft, ModelDraft])
+def test_drafts_have_the_functions_of_the_protocols(draft):
+    protocol = FindingDraft if draft is RetrievalDraft else ProposingDraft
+    functions = [name for name in dir(protocol) if name[0] != "_"]
+    assert "begin" in functions and "name" in Draft.__annotations__
+    for name in functions:
+        expected, found = (inspect.signature(getattr(one, name)) for one in (protocol, draft))
+        assert list(found.parameters) == list(expected.parameters), name

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import CONTEXT
@@ -32,10 +33,11 @@ PHI_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools is defined %}<|tool|>{{ m.tools }}<|/tool|>"
     "{% endif %}<|end|>{% endfor %}" + PROMPT
 )
-SMOLLM3_TEMPLATE = """{% if xml_tools %}<|im_start|>system
-Call functions as <tool_call>
-{{ xml_tools | tojson }}
-</tool_call>, think in <think></think>.<|im_end|>
+SMOLLM3_TEMPLATE = """{% if xml_tools or python_tools %}<|im_start|>system
+{% if xml_tools %}Call functions as <tool_call></tool_call>, think in <think></think>:
+{% for tool in xml_tools[:] %}{{ tool | string }}
+{% endfor %}{% endif %}{% if python_tools %}Write Python.
+{% endif %}<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -74,13 +76,16 @@ XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}</function>
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}"""
+TOOL_SOURCES = {"hermes-3": (TEMPLATES / "hermes-3-tool-use.jinja").read_text(encoding="utf-8")}
 SOURCES = {
+    "hermes-3": (TEMPLATES / "openhermes-2.5.jinja").read_text(encoding="utf-8"),
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
     "deepseek": DEEPSEEK_TEMPLATE,
 } | {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in (
     "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
 )}  # fmt: skip
 FORMATS = {
+    "hermes-3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "phi-4-mini": replace(PHI, tools_in="system"),
     "smollm3": replace(HERMES, tools_in="xml_tools"),
     "granite-3.3": GRANITE,
@@ -127,7 +132,7 @@ def served(files):
     def get(name: str) -> ServedModel:
         if name not in made:
             found = read_tokenizer_files(files)
-            found.template = SOURCES.get(name, name)
+            found.template, found.tool_template = SOURCES.get(name, name), TOOL_SOURCES.get(name)
             made[name] = ServedModel(read_config(files), found, "tiny", CONTEXT)
         return made[name]
 
@@ -190,8 +195,10 @@ def rendered_answer(model: ServedModel, content: str, calls: list[tuple]) -> str
     listed = [("call_%d" % i, name, arguments) for i, (name, arguments) in enumerate(calls)]  # noqa: UP031
     message = chat.message_for_template({"role": "assistant", "content": content, "tool_calls": listed})
     plain = {"role": "assistant", "content": "#"}
-    before, _, after = chat.template.render([question, plain], False).rpartition("#")
-    text = chat.template.render([question, message], False)
+    template = chat.tool_template
+    tools = None if template.source == chat.template.source else []  # a template that is only for tools needs a list
+    before, _, after = template.render([question, plain], False, tools).rpartition("#")
+    text = template.render([question, message], False, tools)
     assert text.startswith(before) or chat.thinking, (text, before)
     text = text.removeprefix(before).removesuffix(after)
     for end in ("<|eot_id|>", "<|eom_id|>", "</s>"):
@@ -456,16 +463,34 @@ def test_responses_with_calls_streamed_and_whole(served):
         assert plain["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral-nemo", "deepseek", "inside"])
+def test_strict_calls_without_marks_are_calls_if_they_fit(served, name):
+    inside = "{% if add_generation_prompt %}<think>{% endif %}"
+    model = served(SOURCES["qwen3"] + inside if name == "inside" else name)
+    body = {"tools": [function("get_weather"), function("f", POINT, strict=True)]}
+    for arguments in FITTING + NOT_FITTING:
+        text = json.dumps({"name": "f", "arguments": arguments}, indent=2, ensure_ascii=False)
+        thoughts = "Hm.</think>" if name == "inside" else ""
+        for pieces in (list(thoughts + text), [f"{thoughts}```json\n", text, "\n```"]):
+            choice = answered(model, body, pieces)
+            assert (choice["finish_reason"] == "tool_calls") == (arguments in FITTING), (name, pieces)
+            if arguments in NOT_FITTING:
+                assert choice["message"]["content"] == "".join(pieces).removeprefix(thoughts)
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        text = '{"name": "f", "arguments": {"x": 1}}'
+        assert answered(model, body | fields, [thoughts + text])["message"]["content"] == text
+
+
 def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(served):
     source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if no %}</think>{% endif %}{# </think> #}"
     model, body = served(source), {"tools": []}
     assert answered(model, body, list("a</think> b"))["message"]["reasoning_content"] == "a"
     body |= {"chat_template_kwargs": {"no": True}, "response_format": {"type": "json_object"}}
     completion = model.parse_chat(REQUEST | body)
-    assert "thoughts" not in completion.choices[0].submit.grammar
+    assert "thoughts" not in completion.choices[0].text_request.grammar
     body["chat_template_kwargs"] = {"no": False, "messages": 5, "self": 5}
     completion = model.parse_chat(REQUEST | body)
-    grammar = completion.choices[0].submit.grammar
+    grammar = completion.choices[0].text_request.grammar
     assert fits(model, model.grammars.compiler, grammar, "{ a</think>\n\n{}")
     assert not fits(model, model.grammars.compiler, grammar, "{}")
 
@@ -483,21 +508,40 @@ def test_thoughts_come_before_what_a_grammar_asks_for(served):
         ({"tool_choice": function("get_weather")}, calls.replace('"f"', '"get_weather"'), calls),
         ({"tools": [function("f", POINT, strict=True)]}, f"Hello {calls}", "<tool_call>Hello"),
     ):
-        grammar = model.parse_chat(REQUEST | body).choices[0].submit.grammar
+        grammar = model.parse_chat(REQUEST | body).choices[0].text_request.grammar
         compiler = model.grammars.compiler
         thoughts = "<think>\nI <tool> {}\n</think>\n\n"
         assert fits(model, compiler, grammar, text) and fits(model, compiler, grammar, thoughts + text)
         assert not fits(model, compiler, grammar, refused) and not fits(model, compiler, grammar, thoughts + refused)
         over = REQUEST | body | {"chat_template_kwargs": {"enable_thinking": False}}
-        grammar = model.parse_chat(over).choices[0].submit.grammar
+        grammar = model.parse_chat(over).choices[0].text_request.grammar
         assert fits(model, compiler, grammar, text) and "thoughts" not in grammar
-    assert model.parse_chat(REQUEST).choices[0].submit.grammar is None
+    assert model.parse_chat(REQUEST).choices[0].text_request.grammar is None
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "phi-4-mini"])
+def test_prompts_with_and_without_tools_equal_transformers(served, files, name):
+    """A second template is used for requests with tools only. transformers takes SmolLM3's tools under another name."""
+    model, place = served(name), FORMATS[name].tools_in
+    oracle = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(files / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    second = {"tool_use": TOOL_SOURCES[name]} if name in TOOL_SOURCES else {}
+    oracle.chat_template = {"default": SOURCES[name]} | second
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "description": "an x"}}, "required": ["x"]}
+    tool = {"name": "f", "description": "Does it.", "parameters": schema}
+    tools = [{"type": "function", "function": tool}, {"type": "function", "function": tool | {"name": "g"}}]
+    for fields in ({}, {"tools": tools}):
+        variables = {place: tools} if fields else {}
+        expected = oracle.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False, **variables)
+        conversation = model.chat.read_conversation(FieldReader({"messages": [QUESTION]} | fields))
+        assert conversation.text == expected and ("Does it." in expected) == bool(fields)
 
 
 def test_special_tokens_of_calls_are_shown(served):
     def shown(name, body):
         model = served(name)
-        ids = model.parse_chat(REQUEST | body).choices[0].submit.shown_ids
+        ids = model.parse_chat(REQUEST | body).choices[0].text_request.shown_ids
         return {token for token, i in model.chat.special_tokens.items() if i in ids}
 
     assert shown("mistral-nemo", {}) == {"[TOOL_CALLS]"} and shown("mistral-nemo", {"tools": []}) == set()

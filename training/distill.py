@@ -77,7 +77,7 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """B sequences of at most L tokens, concatenated without padding: n tokens, of which the draft must predict the next
     token of g. Only attention pads: it scatters the tokens into B rows of L."""
 
@@ -90,7 +90,7 @@ class Batch:
     indices: Tensor  # (g,) of the same tokens in the whole text
 
 
-def make_batch(tokens: Tensor, sequences: list[Span]) -> Batch:
+def make_batch(tokens: Tensor, sequences: list[Span]) -> TrainingBatch:
     sequences = sorted(sequences)
     B, L = len(sequences), max(end - start for start, _, end in sequences)
     input_pos = [torch.arange(end - start) for start, _, end in sequences]
@@ -98,10 +98,10 @@ def make_batch(tokens: Tensor, sequences: list[Span]) -> Batch:
     indices = torch.cat([start + positions for (start, _, _), positions in zip(sequences, input_pos)])  # ascending
     positions = torch.tensor(new_token_positions(sequences))
     predicting = torch.searchsorted(indices, positions)
-    return Batch(B, L, tokens[indices], torch.cat(input_pos), padded, predicting, positions)
+    return TrainingBatch(B, L, tokens[indices], torch.cat(input_pos), padded, predicting, positions)
 
 
-def draft_hidden_states(draft: Transformer, batch: Batch) -> Tensor:
+def draft_hidden_states(draft: Transformer, batch: TrainingBatch) -> Tensor:
     """The normalized last hidden states (n,D) of a batch. model.py's own forward is for inference: its operations have
     no gradients, and it reads keys and values from caches."""
     freqs = rope_frequencies(draft.config.head_dim, *draft.config.rope(0))
@@ -122,7 +122,7 @@ def feed_forward(block: Block, x: Tensor) -> Tensor:
     return F.linear(F.silu(gate) * up, block.mlp.down.weight)
 
 
-def attend(layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+def attend(layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor], batch: TrainingBatch) -> Tensor:
     """Causal attention of x (n,D) within each sequence."""
     H, E = layer.config.n_head, layer.config.head_dim
     qk, v = F.linear(x, layer.qkv.weight).view(1, -1, 3 * H, E).split([2 * H, H], dim=2)
@@ -165,7 +165,7 @@ class Distillation:
         matrix = F.embedding(ids, self.draft.embedding.weight)
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)
 
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """The hidden states of draft (g,D) and target (g,D') from which the next tokens are predicted."""
         with torch.autocast("cpu", torch.bfloat16):
             x = draft_hidden_states(self.draft, batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cli import UserError
 from model import Transformer
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import Tokenizer, answer_end_ids
 
 HELD_OUT = 50  # every fiftieth sequence is held out for evaluation
 
@@ -92,9 +92,7 @@ def frequent_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tenso
 
 def end_tokens(directory: Path) -> set[int]:
     """The tokens that end an answer of the checkpoint in a directory."""
-    tokenizer = Tokenizer(directory)
-    has_template = tokenizer.vocabulary is not None and (directory / "chat_template.jinja").exists()
-    return set(tokenizer.eos_ids) | (ChatTemplate(directory, tokenizer).end_ids() if has_template else set())
+    return answer_end_ids(directory, Tokenizer(directory))
 
 
 def split_held_out(sequences: list[Span]) -> tuple[list[Span], list[Span]]:

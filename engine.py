@@ -157,6 +157,7 @@ class Plan:
     released: list[int] = field(default_factory=list)  # rows whose requests ended since the last plan
     # (request, row, source, n): the request gets a row, which reuses the first n positions of the row `source`
     admitted: list[tuple[Request, int, int, int]] = field(default_factory=list)
+    restarted: list[int] = field(default_factory=list)  # rows to read again, with longrope's long factors
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
 
@@ -227,6 +228,7 @@ class Engine:
                 self._finish(row.request, "cancelled", row)
             for admission in plan.admitted:
                 self._start(*admission)
+            self._restart(plan.restarted)
             self._run(plan)
             self.finished, self.released = [], []
 
@@ -248,6 +250,9 @@ class Engine:
             self._start(request, *where)
             plan.admitted.append((replace(request, on_token=None, grammar=None), *where))  # which cannot be pickled
         active = [row for row in self.rows if row.request is not None]
+        full = [row for row in active if not row.is_long and self._is_long(len(row.tokens) + 1)]
+        plan.restarted = [row.index for row in full if row.is_decoding]
+        self._restart(plan.restarted)
         plan.decoding = [row.index for row in active if row.is_decoding]
         plan.chunk = self._choose_chunk([row for row in active if not row.is_decoding], bool(plan.decoding))
         return plan
@@ -278,9 +283,14 @@ class Engine:
         """Whether all n tokens of a row need longrope's long factors."""
         return self.model.config.short_context is not None and n > self.model.config.short_context
 
+    def _restart(self, rows: list[int]):
+        for index in rows:
+            self._begin_reading(self.rows[index], 0, True)
+
     def _begin_reading(self, row: Row, n: int, is_long: bool):
         """Let a row read its request's tokens from position n on."""
-        row.tokens, row.waited, row.is_long = row.request.prompt[:n], 0, is_long
+        row.tokens, row.waited = row.request.prompt[:n], 0
+        row.is_long = is_long
         if self.model.long_rows is not None:
             self.model.long_rows[row.index] = is_long
 
@@ -387,8 +397,6 @@ class Engine:
             for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._append_token(request, row, token)
-            if request.finish_reason is None and not row.is_long and self._is_long(len(row.tokens) + 1):
-                self._begin_reading(row, 0, True)  # again, as all its keys change
         return sum(len(request.new_tokens) for request in requests) - before
 
     def _append_token(self, request: Request, row: Row, token: int):

@@ -63,7 +63,8 @@ class Transformer(nn.Module):
         T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
         to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one.
         """
-        config, device, T = self.config, self.device, max_seq_length + SCRATCH_SLOTS
+        config, device = self.config, self.device
+        T = max_seq_length + SCRATCH_SLOTS
         # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
         cos_sin, slopes = (None, None), None
         if config.alibi:
@@ -266,7 +267,8 @@ class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         D, hidden = config.dim, config.hidden_dim
-        self.kind, self.gated, bias = config.mlp, config.mlp != "gelu", config.mlp_bias
+        self.kind, self.gated = config.mlp, config.mlp != "gelu"
+        bias = config.mlp_bias
         if self.gated:
             self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
         else:
@@ -319,7 +321,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float, shard=None):
         super().__init__()
-        self.weight, self.eps, self.shard = empty_parameter(dim), eps, shard
+        self.weight, self.eps = empty_parameter(dim), eps
+        self.shard = shard
 
     def forward(self, x: Tensor):
         norm = rms_norm if self.shard is None else self.shard.rms_norm

@@ -172,6 +172,8 @@ def save_random(config, directory: Path, seed: int, **save):
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
             if is_norm and not kind.startswith("gemma"):  # whose norms add 1 themselves
                 weight += 1
+            if kind.startswith("olmo") and "embed_tokens" in key:  # beside which the blocks add large numbers
+                weight *= 8
     model.save_pretrained(directory, **save)
     return model
 

@@ -88,6 +88,7 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "Qwen__Qwen3-0.6B": (16, 8, 128, 1024, 3072, 28, 151936, 40960, 1e6, True, False, None, None),
     "Qwen__Qwen3-8B": (32, 8, 128, 4096, 12288, 36, 151936, 40960, 1e6, False, False, None, None),
     "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
+    "microsoft__Phi-4-mini-instruct": (24, 8, 128, 3072, 8192, 32, 200064, 131072, 1e4, True, False, 262144, 1.0),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
 }  # fmt: skip
 
@@ -109,7 +110,6 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     {
         "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
         "microsoft__phi-2": "PhiForCausalLM",
-        "microsoft__Phi-4-mini-instruct": "Phi3ForCausalLM",
         "mistralai__Devstral-2-123B-Instruct-2512": "Ministral3ForCausalLM",
     }.items(),
 )
@@ -616,7 +616,7 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
 @pytest.mark.parametrize(
     "extra, tensors, why",
     [
-        ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: deepseek"),
+        ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: dbrx"),
         ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama"),
         ({"llama.expert_count": 8}, {}, "expert_count = 8 makes this a mixture of experts"),
         ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),

@@ -214,7 +214,7 @@ def test_config_refuses_impossible_sizes():
     for field, value in bad.items():
         with pytest.raises(ValueError, match=field.strip()):
             Config(**good | {field.strip(): value})
-    with pytest.raises(ValueError, match="3 factors for head_dim 8"):
+    with pytest.raises(ValueError, match="3 factors for 8 dimensions"):
         Config(**good, rope_scaling=RopeScaling("factors", factors=(1.0, 2.0, 3.0)))
     for kwargs in (
         {"kind": "yarn", "factor": 4.0},

@@ -20,7 +20,7 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import Writer, empty_model, open_directory, read_model
 from cli import UserError
-from config import Config
+from config import Config, RopeScaling
 from drafts.loading import DraftSources, load_self_draft
 from formats import Quantization, quantize_model
 from load import ModelOptions, load_model
@@ -38,6 +38,12 @@ QWEN2 = LLAMA | {"qkv_bias": True}
 QWEN3 = LLAMA | {"qk_norm": True}
 SMOLLM3 = LLAMA | {"layers_without_rope": (1,)}
 WINDOW = LLAMA | {"sliding_window": 7}
+GEMMA3 = WINDOW | {"norm_placement": "both", "mlp": "geglu", "qk_norm": True, "sliding_layers": (0,)}
+GEMMA3 |= {"sliding_rope_base": 3e3, "embedding_scale": 6.5, "attention_scale": 0.3, "float32_norms": True}
+OLMO2 = LLAMA | {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
+GRANITE = LLAMA | {"residual_scale": 0.3, "logits_scale": 0.7, "embedding_scale": 2.0, "attention_scale": 0.2}
+LONGROPE = RopeScaling("longrope", original_max_seq_length=15, factors=(1.5,) * 5, long_factors=(3.0,) * 5)
+PHI3 = LLAMA | {"rotary_dim": 10, "rope_scaling": LONGROPE}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 POST_NORM = BLOOM | {"post_norm_residual": True}
@@ -57,6 +63,11 @@ CASES = {
     "3 smollm3, K split": (3, SMOLLM3, 6, 3, 18, 48, 72, True, None, "auto", False),
     "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 230, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
+    "2 gemma3, K on both": (2, GEMMA3, 4, 1, 18, 42, 58, False, None, "auto", False),
+    "3 olmo2, K copied, int8": (3, OLMO2, 6, 2, 14, 62, 99, False, ("int8", 0, "int8"), "auto", False),
+    "2 olmo2, K split": (2, OLMO2, 4, 2, 16, 34, 70, False, None, "torch", False),
+    "3 granite": (3, GRANITE, 3, 3, 8, 30, 52, False, None, "auto", False),
+    "2 phi3, beyond its context": (2, PHI3, 2, 2, 16, 32, 60, False, None, "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 

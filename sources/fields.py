@@ -36,7 +36,7 @@ NEUTRAL = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "rope_interleaved", "use_mrope"), [None, False]),
     **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), [None, 1]),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "full_attn_mod", "interpolate_factor"), [None, 1]),
-    **dict.fromkeys(("lm_head_bias", "use_bidirectional_attention"), [None, False]),
+    **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias", "use_bidirectional_attention"), [None, False]),
     **dict.fromkeys(("num_experts", "num_local_experts"), [None, 0, 1]),
     **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), [None]),
     **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),

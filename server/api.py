@@ -227,14 +227,14 @@ class ServedModel:
         fields.check_unread()
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
         grammar = self.chat.answer_grammar(conversation, constraint)
+        choice = conversation.tool_choice
         if grammar is not None:
-            choice = conversation.tool_choice
             is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
         syntax, choices = conversation.syntax, []
         if grammar is not None:  # of strict tools: calls without the model's marks are not masked, so they are checked
-            bare_calls = constraint is None and not conversation.tools.required
+            bare_calls = constraint is None and not choice.required
             fits = partial(self.call_fits, conversation, grammar)
             syntax = replace(syntax, bare_calls=bare_calls, fits=fits)
         shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None

@@ -387,6 +387,8 @@ def sentencepiece_model(get) -> bytes:
 
     tokens = get("tokens")
     kinds, scores = get("token_type", [NORMAL] * len(tokens)), get("scores")
+    # llama.cpp's converter writes these with plain spaces, as in Gemma's tokens for several spaces.
+    tokens = [token.replace(" ", "\u2581") if k == USER_DEFINED else token for token, k in zip(tokens, kinds)]
     pieces = b"".join(
         field(1, field(1, token.encode()) + field(2, float(score)) + field(3, int(kind)))
         for token, score, kind in zip(tokens, scores, kinds)

@@ -59,7 +59,7 @@ def test_token_ids_equal_transformers(checkpoint, oracle, model_name):
     for text in strings(special, n=300):
         # Qwen's own tokenizer.json normalizes; transformers leaves this out when it reads a GGUF file.
         ids = oracle(text if is_gemma else unicodedata.normalize("NFC", text), add_special_tokens=False).input_ids
-        assert checkpoint.tokenizer.encode(text) == ids, repr(text)
+        assert checkpoint.tokenizer.encode(text) == ([2, *ids] if is_gemma else ids), repr(text)  # 2 is <bos>
 
 
 def test_conversations_equal_transformers(checkpoint, oracle, model_name):

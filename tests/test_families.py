@@ -194,3 +194,14 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert kept == dense
     convert(open_gguf(tmp_path / "q.gguf"), tmp_path / "ours", torch.float32)
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
+
+
+def test_long_and_short_rows_share_no_prefix(member):
+    """With longrope, the keys of a short sequence are not those of the beginning of a long one."""
+    oracle, folder, _ = member("phi3", 7)
+    [long] = random_prompts((130,), seed=9)
+    prompts = [long[:60], long, long[:70]]
+    engine = Engine(load_model(open_hf(folder), dtype=torch.float32), 2, 200)
+    for prompt in prompts:
+        [found] = tokens(engine, [prompt])
+        assert found == hf_greedy(oracle, prompt, NEW)

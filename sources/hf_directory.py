@@ -65,8 +65,9 @@ def text_fields(values: dict) -> dict:
         model_type, architecture = family.multimodal or (None, None)
         if isinstance(values.get("text_config"), dict) and values.get("model_type") == model_type:
             outside = {name: values[name] for name in ("tie_word_embeddings", "quantization_config") if name in values}
-            text = values["text_config"] | outside | {"architectures": values.get("architectures", [architecture])}
-            return {"model_type": family.model_type} | text
+            names = values.get("architectures") or [architecture]
+            names = family.architectures if names == [architecture] else names  # others are refused
+            return {"model_type": family.model_type} | values["text_config"] | outside | {"architectures": names}
     return values
 
 

@@ -28,18 +28,25 @@ FAMILIES = {  # file: BOS token, EOS token, the token that ends a turn
     "deepseek-coder": (DEEPSEEK[0], "<|EOT|>", "<|EOT|>"),
     "deepseek-r1-distill": (*DEEPSEEK, DEEPSEEK[1]),
     "gemma-2": ("<bos>", "<eos>", "<end_of_turn>"),
+    "gemma-3": ("<bos>", "<eos>", "<end_of_turn>"),
+    "granite-3.1": ("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
     "granite-3.3": ("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
     "llama-3.1": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
     "llama-3.2": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
     "mistral-7b": ("<s>", "</s>", "</s>"),
     "mistral-nemo": ("<s>", "</s>", "</s>"),
+    "olmo-2": ("<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
+    "olmo-3-think": (None, "<|endoftext|>", "<|im_end|>"),
+    "olmo-3.1": (None, "<|endoftext|>", "<|im_end|>"),
     "openhermes-2.5": ("<s>", "<|im_end|>", "<|im_end|>"),
+    "phi-3-mini": ("<s>", "<|endoftext|>", "<|end|>"),
     "phi-3.5": ("<s>", "<|endoftext|>", "<|end|>"),
+    "phi-4-mini": ("<|endoftext|>", "<|endoftext|>", "<|end|>"),
     "qwen2.5": (None, "<|im_end|>", "<|im_end|>"),
     "qwen3": (None, "<|endoftext|>", "<|im_end|>"),
     "vigogne-2": ("<s>", "</s>", "</s>"),
 }
-SPECIAL = re.compile(r"<\|\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
+SPECIAL = re.compile(r"<\|/?\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
 
 
 def talk(*contents, system=None):
@@ -107,19 +114,20 @@ def refusal(call, *args):
     return text
 
 
-def equal_to_transformers(ours, oracle, messages):
-    """Assert the same ids and texts, or the same error from both. Returns whether there were ids."""
+def equal_to_transformers(ours, oracle, messages, tools=None, **variables):
+    """Assert the same ids and texts, or the same error from both. Returns the text, or None after an error."""
+    how = {"tools": tools} | variables
     try:
-        text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        closed = oracle.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
-        ids = oracle.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how)
+        closed = oracle.apply_chat_template(messages, add_generation_prompt=False, tokenize=False, **how)
+        ids = oracle.apply_chat_template(messages, add_generation_prompt=True, **how)["input_ids"]
     except (jinja2.TemplateError, TypeError) as error:
-        assert " ".join(str(error).split())[:300] in refusal(ours.encode, messages)
-        return False
-    assert ours.render(messages) == text
-    assert ours.render(messages, add_generation_prompt=False) == closed
-    assert ours.encode(messages) == ids
-    return True
+        assert " ".join(str(error).split())[:300] in refusal(ours.render, messages, True, tools, variables)
+        return None
+    assert ours.render(messages, True, tools, variables) == text
+    assert ours.render(messages, False, tools, variables) == closed
+    assert ours.encode_text(text) == ids
+    return text
 
 
 @pytest.mark.parametrize("name", ["default", *FAMILIES])
@@ -135,9 +143,56 @@ def test_ids_equal_transformers_or_both_refuse(request, library, name, tmp_path)
         day = datetime.date.today()
         rendered = {key: equal_to_transformers(ours, oracle, messages) for key, messages in CONVERSATIONS.items()}
     assert rendered["one message"] and rendered["turns"], "every template accepts these"
-    assert rendered["system"] == (name not in ("gemma-2", "mistral-7b")), "only these templates refuse it"
-    end = "<|im_end|>" if name == "default" else FAMILIES[name][2]
-    assert ours.end_ids() == {ours.tokenizer.vocabulary.library.token_to_id(end)}, "the token that ends a turn"
+    assert bool(rendered["system"]) == (name not in ("gemma-2", "mistral-7b")), "only these templates refuse it"
+    ends = {"<|im_end|>"} if name == "default" else {FAMILIES[name][2]}
+    if name.startswith("olmo-3"):
+        ends.add(FAMILIES[name][1])  # what these templates write after the last answer
+    assert ours.end_ids() == {ours.tokenizer.vocabulary.library.token_to_id(end) for end in ends}
+
+
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "e.g. <Köln>"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f'The "{name}".', "parameters": PARAMETERS}}
+    for name in ("weather", "time")
+]
+CALLS = [
+    {"type": "function", "function": {"name": name, "arguments": {"place": "Köln", "n": n, "all": None, "at": [1.5]}}}
+    for n, name in enumerate(("weather", "time"))
+]
+ASKED = talk("What is the weather in Köln?")
+TOOL_RESULT = {"role": "tool", "name": "weather", "content": '{"sky": "blue & <clear>", "°C": 21}'}
+CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": CALLS}, TOOL_RESULT]
+OWN_FIELDS = [  # in which the templates of Phi-4-mini and OLMo 3 expect tools
+    {"role": "system", "content": "Be brief.", "tools": json.dumps(TOOLS), "functions": json.dumps(TOOLS)},
+    {"role": "user", "content": "Hi", "functions": json.dumps(TOOLS[:1])},
+    {"role": "assistant", "content": "", "function_calls": "weather(place='Köln')"},
+    {"role": "environment", "content": "21"},
+]
+WITH_TOOLS = ["gemma-3", "granite-3.1", "granite-3.3", "olmo-2", "olmo-3-think", "olmo-3.1", "phi-3-mini", "phi-4-mini"]
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.slow
+def test_tools_and_thinking_equal_transformers(library, name, tmp_path):
+    ours, oracle = family(library, name, tmp_path)
+    answered = [*CALLED, {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "Thanks"}]
+    documents = [{"doc_id": 3, "title": "Köln", "text": "It rains."}]
+    day = None
+    while day != datetime.date.today():
+        day, texts = datetime.date.today(), []
+        for tools in (None, [], TOOLS):
+            for messages in (ASKED, talk("Hi", system="Be kind."), CALLED, answered):
+                texts.append(equal_to_transformers(ours, oracle, messages, tools))
+        equal_to_transformers(ours, oracle, OWN_FIELDS)
+        equal_to_transformers(ours, oracle, OWN_FIELDS[:2], TOOLS)
+        thinking = [equal_to_transformers(ours, oracle, ASKED, thinking=value) for value in (True, False)]
+        controlled = equal_to_transformers(ours, oracle, ASKED, controls={"length": "long"}, documents=documents)
+    offered = texts[8]
+    assert ('The \\"weather' in offered) == (name in ("granite-3.1", "granite-3.3", "olmo-3.1")), (
+        "only these have tools"
+    )
+    assert (thinking[0] != thinking[1]) == (name == "granite-3.3")
+    assert ('"length": "long"' in controlled) == name.startswith("granite")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Conversion of every kind of source: what is supported, what is refused, and that nothing half-written is left."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -90,7 +91,24 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
     "microsoft__Phi-4-mini-instruct": (24, 8, 128, 3072, 8192, 32, 200064, 131072, 1e4, True, False, 262144, 1.0),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
+    "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
+    "google__gemma-3-4b-it": (8, 4, 256, 2560, 10240, 34, 262208, 131072, 1e6, True, False, 1024, 8.0),
+    "google__gemma-3-27b-it": (32, 16, 128, 5376, 21504, 62, 262208, 131072, 1e6, True, False, 1024, 8.0),
+    "microsoft__Phi-3-mini-4k-instruct": (32, 32, 96, 3072, 8192, 32, 32064, 4096, 1e4, False, False, 2047, None),
+    "microsoft__Phi-3.5-mini-instruct": (32, 32, 96, 3072, 8192, 32, 32064, 131072, 1e4, False, False, 262144, 1.0),
+    "microsoft__phi-4": (40, 10, 128, 5120, 17920, 40, 100352, 16384, 250000, False, False, None, None),
+    "ibm-granite__granite-3.3-8b-instruct": (
+        32, 8, 128, 4096, 12800, 40, 49159, 131072, 1e7, True, False, None, None,
+    ),
+    "ibm-ai-platform__micro-g3.3-8b-instruct-1b": (
+        32, 8, 128, 4096, 12800, 4, 49159, 131072, 1e7, False, False, None, None,
+    ),
+    "allenai__OLMo-2-1124-7B-Instruct": (
+        32, 32, 128, 4096, 11008, 32, 100352, 4096, 5e5, False, False, None, None,
+    ),
+    "allenai__Olmo-3.1-32B-Instruct": (40, 8, 128, 5120, 27648, 64, 100278, 65536, 5e5, False, False, 4096, 8.0),
 }  # fmt: skip
+FULL_ATTENTION = {"gemma-3": 6, "Olmo-3": 4}  # in every n-th layer; the others have a sliding window
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -101,19 +119,48 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     got += (c.rope_base, c.tied_embeddings, c.qkv_bias, c.sliding_window)
     assert (*got, c.rope_scaling and c.rope_scaling.factor) == REAL[name]
     assert capsys.readouterr().err == ""
-    assert c.qk_norm == ("Qwen3" in name)
+    assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo"))
     assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
+    periods = [period for family, period in FULL_ATTENTION.items() if family in name]
+    for i in range(c.n_layer):
+        full = c.sliding_window is None or any((i + 1) % period == 0 for period in periods)
+        assert c.window(i) == (None if full else c.sliding_window)
+
+
+def test_what_real_configs_say_beyond_sizes(tmp_path):
+    """The fields that only some of the families have."""
+    c = {}
+    for name in REAL:
+        shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
+        c[name] = hf_config(tmp_path)
+    for name, scale in (("270m", 256), ("4b", 256), ("27b", 168)):
+        gemma = c[f"google__gemma-3-{name}-it"]
+        assert gemma.attention_scale == scale**-0.5 and gemma.embedding_scale == gemma.dim**0.5
+        assert gemma.rope(0) == (1e4, None) and gemma.rope(5) == (1e6, gemma.rope_scaling)
+    for name in ("ibm-granite__granite-3.3-8b-instruct", "ibm-ai-platform__micro-g3.3-8b-instruct-1b"):
+        granite = c[name]
+        scales = granite.embedding_scale, granite.attention_scale, granite.residual_scale, granite.logits_scale
+        assert scales == (12.0, 1 / 128, 0.22, 1 / 16)
+    phi = c["microsoft__Phi-3.5-mini-instruct"]
+    assert phi.short_context == 4096 and phi.rope_scaling.factors[-1] == 2.8399994373321533
+    assert phi.rope_scaling.long_factors[-1] == 64.83999633789062
+    assert math.isclose(phi.rope_scaling.attention_factor, (1 + math.log(32) / math.log(4096)) ** 0.5)
+    assert c["microsoft__Phi-4-mini-instruct"].rotary_dim == 96
+    olmo = c["allenai__Olmo-3.1-32B-Instruct"]
+    assert olmo.rope(0) == (5e5, None) and olmo.rope(3)[1].kind == "yarn" and olmo.norm_placement == "after"
+    assert olmo.qk_norm_whole and c["allenai__OLMo-2-1124-7B-Instruct"].qk_norm_whole
 
 
 @pytest.mark.parametrize(
     "name, why",
     {
         "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
+        "ibm-granite__granite-3.3-8b-instruct-FP8": "quantization_config = .*compressed-tensors.* changes",
         "microsoft__phi-2": "PhiForCausalLM",
         "mistralai__Devstral-2-123B-Instruct-2512": "Ministral3ForCausalLM",
     }.items(),
 )
-def test_unknown_architectures_are_refused_by_name(name, why, tmp_path):
+def test_real_configs_that_are_not_supported_are_refused(name, why, tmp_path):
     shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
     with pytest.raises(UserError, match=why):
         hf_config(tmp_path)

@@ -183,7 +183,7 @@ class ChatTemplate:
         if continue_last:
             add_generation_prompt, last = False, messages[-1]
             messages = [*messages[:-1], last | {"content": last["content"] + CONTINUE_MARK}]
-        values = (variables or {}) | {"documents": None} | self.tokenizer.named_tokens
+        values = {"documents": None} | (variables or {}) | self.tokenizer.named_tokens
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
             text = self.template.render(values)
@@ -214,19 +214,23 @@ class ChatTemplate:
         return ids
 
     def end_ids(self) -> set[int]:
-        """The special token that the template writes after an answer, as a set: the model ends its own answers with it.
+        """The special tokens that the template writes after an answer: the model ends its own answers with them.
 
-        Not every checkpoint lists this token among its EOS tokens. The set is empty if no special token follows.
+        Not every checkpoint lists them among its EOS tokens. There are two if the last answer of a conversation ends in
+        another way than those before it, as with OLMo 3, and none if no special token follows.
         """
         answer = "An answer."
-        messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.render(messages, add_generation_prompt=False)
-        except UserError:  # the template accepts no such conversation
-            return set()
-        _, found, rest = text.rpartition(answer)
-        after = self.tokenizer.encode(rest, add_bos=False) if found else []
-        return set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
+        question = {"role": "user", "content": "A question?"}
+        messages, ids = [question, {"role": "assistant", "content": answer}], set()
+        for conversation in (messages, [*messages, question]):
+            try:
+                text = self.render(conversation, add_generation_prompt=False)
+            except UserError:  # the template accepts no such conversation
+                continue
+            _, found, rest = text.rpartition(answer)
+            after = self.tokenizer.encode(rest, add_bos=False) if found else []
+            ids |= set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
+        return ids
 
 
 def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[int]:

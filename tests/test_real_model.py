@@ -1,9 +1,14 @@
 """Real files in Q4_K_M, Qwen2.5-Coder with 1.5B and 0.5B weights and Gemma 3 270M, beside transformers with the same
 weights.
 
-benchmarks/fetch_models.py downloads them once (1.9 GB), and keeps them outside of the repository.
+benchmarks/fetch_models.py downloads them once (1.9 GB), and keeps them outside of the repository. If LLAMA_CPP_BIN
+names the folder of llama.cpp's programs, llama-tokenize and llama-perplexity are oracles, too.
 """
 
+import json
+import math
+import os
+import re
 import subprocess
 import sys
 import unicodedata
@@ -13,11 +18,14 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from texts import strings
+from texts import awkward, strings
 
+from engine import Engine, Request, generate
+from evaluate import Window, scores
 from formats import QuantizedLinear
 from load import Checkpoint, load_model
 from model import Linear
+from sampling import SamplingParams
 from sources.opening import open_gguf
 from tokenizer import ChatTemplate
 
@@ -29,6 +37,20 @@ PROMPTS = [
     "<html>\n<body>", "Once upon a time", "1, 2, 3, 5, 8,", "import torch\n", "Q: What is 17 + 25?\nA:", "你好，",
     "    }\n", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Le chat", "#include <", "x",
 ]  # fmt: skip
+GEMMA_PROMPTS = [  # 16 more
+    "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "In 1969, the first", "Es war einmal", "Я помню",
+    "東京は", "let x =", "for (int i = 0;", "| a | b |\n|---|---|\n", "The opposite of hot is", "To be or not to be,",
+    "Dear Sir or Madam,", "😀😀", "A B C D E F", "2 + 2 = 4\n3 + 3 =", "The formula of water is", "La capitale de",
+]  # fmt: skip
+GEMMA_SPECIAL = ["<start_of_turn>", "<eos>"]
+# The known differences. Gemma has tokens for up to 31 spaces. sentencepiece, which its makers use, and llama.cpp begin
+# with the longest one; transformers merges pairs, so that 32 spaces are two tokens of 16.
+MANY_SPACES = {" " * 32, " " * 33, "a" + " " * 100 + "b"}
+# llama.cpp looks for these tokens before spaces become U+2581, so that one that is written out is not part of them.
+WRITTEN_SPACES = {"\u2581a \u2581\u2581b"}
+LLAMA_CPP = os.environ.get("LLAMA_CPP_BIN")
+needs_llama_cpp = pytest.mark.skipif(not LLAMA_CPP, reason="needs LLAMA_CPP_BIN, the folder of llama.cpp's programs")
+SAME_PERPLEXITY = 0.005  # relative; llama.cpp has its keys and values in float16, and rounds other sums
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -55,11 +77,59 @@ def oracle(path):
 
 def test_token_ids_equal_transformers(checkpoint, oracle, model_name):
     is_gemma = model_name.startswith("gemma")
-    special = ["<start_of_turn>", "<eos>"] if is_gemma else ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    for text in strings(special, n=300):
+    special = GEMMA_SPECIAL if is_gemma else ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    for text in strings(special, n=300) + ([] if is_gemma else awkward(special)):
         # Qwen's own tokenizer.json normalizes; transformers leaves this out when it reads a GGUF file.
         ids = oracle(text if is_gemma else unicodedata.normalize("NFC", text), add_special_tokens=False).input_ids
         assert checkpoint.tokenizer.encode(text) == ([2, *ids] if is_gemma else ids), repr(text)  # 2 is <bos>
+
+
+def test_token_ids_of_awkward_strings_equal_transformers(checkpoint, oracle, model_name):
+    if not model_name.startswith("gemma"):
+        pytest.skip("they are among the strings above")
+    texts, tokenizer = awkward(GEMMA_SPECIAL), checkpoint.tokenizer
+    theirs = [oracle(text, add_special_tokens=False).input_ids for text in texts]
+    different = {text for text, ids in zip(texts, theirs) if tokenizer.encode(text, add_bos=False) != ids}
+    assert different == MANY_SPACES
+
+
+@needs_llama_cpp
+def test_token_ids_of_awkward_strings_equal_llama_cpp(checkpoint, path, model_name):
+    """All strings in one text, between special tokens, at which every tokenizer cuts before it does anything else."""
+    if not model_name.startswith("gemma"):
+        pytest.skip("llama.cpp does not normalize Qwen's texts")
+    [separator] = checkpoint.tokenizer.encode("<unused42>", add_bos=False)
+    texts = awkward(GEMMA_SPECIAL)
+    command = [f"{LLAMA_CPP}/llama-tokenize", "-m", path, "--ids", "--no-bos", "--no-escape", "--stdin"]
+    done = subprocess.run(command, input="<unused42>".join(texts).encode(), capture_output=True, check=True)
+    theirs = [[]]
+    for i in json.loads(done.stdout):
+        if i == separator:
+            theirs.append([])
+        else:
+            theirs[-1].append(i)
+    assert len(theirs) == len(texts)
+    different = {text for text, ids in zip(texts, theirs) if checkpoint.tokenizer.encode(text, add_bos=False) != ids}
+    assert different == WRITTEN_SPACES
+
+
+@needs_llama_cpp
+def test_perplexity_equals_llama_cpp(checkpoint, path, tmp_path):
+    """Over the second halves of windows of 512 tokens, each of which begins with BOS if the model has one."""
+    length, n = 512, 8
+    tokenizer, file = checkpoint.tokenizer, tmp_path / "text"
+    file.write_text("".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))[:30000] + "x")
+    command = [f"{LLAMA_CPP}/llama-perplexity", "-m", path, "-f", str(file), "-c", str(length), "--chunks", str(n)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    expected = float(re.search(r"Final estimate: PPL = ([\d.]+)", output)[1])
+    model, ids = load_model(checkpoint.source), tokenizer.encode(file.read_text())
+    model.setup_caches(1, length)
+    losses = []
+    for start in range(0, n * length, length):
+        first = tokenizer.bos_id if tokenizer.add_bos else ids[start]
+        window = Window([first, *ids[start + 1 : start + length]], length // 2 + 1)
+        losses.append(scores([model], window)["loss"])
+    assert math.exp(torch.cat(losses).mean()) == pytest.approx(expected, rel=SAME_PERPLEXITY)
 
 
 def test_conversations_equal_transformers(checkpoint, oracle, model_name):
@@ -85,10 +155,11 @@ def test_no_matrix_is_dense(checkpoint, model_name):
     assert formats == FORMATS[model_name]
 
 
-def test_greedy_text_equals_transformers(checkpoint, path):
+def test_greedy_text_equals_transformers(checkpoint, path, model_name):
     """In float32, with dequantized weights."""
     folder, _, name = path.rpartition("/")
-    ids = [checkpoint.tokenizer.encode(text) for text in PROMPTS]
+    prompts = PROMPTS + (GEMMA_PROMPTS if model_name.startswith("gemma") else [])
+    ids = [checkpoint.tokenizer.encode(text) for text in prompts]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     expected = []
     for prompt in ids:
@@ -96,9 +167,6 @@ def test_greedy_text_equals_transformers(checkpoint, path):
             out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         expected.append(out[0, len(prompt) :].tolist())
     del theirs
-    from engine import Engine, Request, generate
-    from sampling import SamplingParams
-
     engine = Engine(load_model(checkpoint.source, dtype=torch.float32, dequantize=True), len(ids), 64)
     requests = [Request(prompt, SamplingParams(temperature=0.0), 12) for prompt in ids]
     generate(engine, requests)

@@ -159,12 +159,17 @@ def llama_fields(fields: Fields) -> dict:
     return found | biases(fields)
 
 
-def mistral_fields(fields: Fields) -> dict:
-    found, kinds = shared_fields(fields), layer_types(fields)
+def mistral_fields(fields: Fields, **rope: bool) -> dict:
+    found, kinds = shared_fields(fields, **rope), layer_types(fields)
     window = fields.take("sliding_window", None)
     if kinds is not None and window is not None and "full_attention" in kinds:
         fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
     return found | {"sliding_window": window}
+
+
+def ministral3_fields(fields: Fields) -> dict:
+    beta = fields.take("rope_parameters").get("llama_4_scaling_beta")
+    return mistral_fields(fields, scales_queries=True) | {"query_scale_beta": beta or None}
 
 
 def qwen_fields(fields: Fields) -> dict:
@@ -371,6 +376,16 @@ RECORDS = [
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         multimodal="mistral3",
         layout=MISTRAL_LAYOUT,
+    ),
+    Family(
+        "ministral3",
+        ["Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"],
+        ministral3_fields,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+        multimodal="mistral3",
+        layout=MISTRAL_LAYOUT,
+        gguf_architecture="mistral3",  # also of multimodal models with a text_config of Mistral
+        gguf_layout=PAIRED_GGUF_LAYOUT,
     ),
     Family(
         "qwen2",

@@ -75,6 +75,7 @@ class Config:
     sliding_rope_base: float | None = None  # Gemma 3: layers with a sliding window have this base, and no rope_scaling
     layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
+    query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.query_scales)
     norm_placement: str = "before"  # of a block's norms: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
     float32_norms: bool = False  # Gemma: the norms' weights are float32 in a model of any dtype
     embedding_scale: float = 1.0  # the embeddings are multiplied by it (Gemma; this and the next three: Granite)
@@ -102,6 +103,8 @@ class Config:
         scaling, rotated = self.rope_scaling, self.rotary_dim or self.head_dim
         if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
             raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
+        if self.query_scale_beta is not None and not (scaling and scaling.original_max_seq_length):
+            raise ValueError("query_scale_beta needs a RoPE scaling with the original context, such as yarn")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2 and not self.alibi:

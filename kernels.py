@@ -275,7 +275,7 @@ define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
-    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
+    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
     empty_like_first,
 )
 define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")

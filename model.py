@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels import Backend, attention, layer_norm, linear, rms_norm
-from positions import alibi_slopes, rope_tables, rotate
+from positions import alibi_slopes, query_scales, rope_tables, rotate
 
 # ---------------------------------------------------------------- Transformer
 
@@ -66,12 +66,12 @@ class Transformer(nn.Module):
         config, device = self.config, self.device
         T = max_seq_length + SCRATCH_SLOTS
         # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
+        slots = torch.arange(T, device=device)[None]  # (1,T)
         cos_sin, slopes = (None, None), None
         if config.alibi:
             heads = slice(None) if self.shard is None else list(self.shard.own(config.n_head))
-            slopes = alibi_slopes(config.n_head).to(device)[heads]  # one tensor for all layers
+            slopes = alibi_slopes(config.n_head).to(device)[heads]
         else:  # a table, because a compiled cosine differs from the eager one in the last bit
-            slots = torch.arange(T, device=device)[None]  # (1,T)
             cos_sin = rope_tables(config.head_dim, config.rotary_dim or config.head_dim, self.different_ropes, slots)
         # Which rows need longrope's long factors whatever tokens are passed: the engine says so.
         long_rows = None if config.short_context is None else torch.zeros(max_batch_size, dtype=bool, device=device)
@@ -79,10 +79,12 @@ class Transformer(nn.Module):
         for name, table in zip(("rope_cos", "rope_sin", "long_rows"), (*cos_sin, long_rows)):
             self.register_buffer(name, table, persistent=False)
         nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
+        tables = {"slopes": slopes, "query_scales": query_scales(config, slots)}  # the same tensors for all layers
         zeros = partial(self.backend.zeros(nbytes, device), dtype=self.dtype)
         for block in self.blocks:
             block.attention.cache.allocate(max_batch_size, T, zeros)
-            block.attention.register_buffer("slopes", slopes, persistent=False)
+            for name, table in tables.items():
+                block.attention.register_buffer(name, table, persistent=False)
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
@@ -90,7 +92,8 @@ class Transformer(nn.Module):
             self.register_buffer(name, getattr(other, name), persistent=False)
         for block, source in zip(self.blocks, other.blocks):
             block.attention.cache = source.attention.cache
-            block.attention.register_buffer("slopes", source.attention.slopes, persistent=False)
+            for name in ("slopes", "query_scales"):
+                block.attention.register_buffer(name, getattr(source.attention, name), persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -222,6 +225,7 @@ class Attention(nn.Module):
             qk = torch.cat([self.q_norm(q).view(B, S, H, E), self.k_norm(k).view(B, S, K, E)], dim=2)
         qk = qk if rope is None else rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
+        q = q if self.query_scales is None else (q.float() * self.query_scales[input_pos]).to(q.dtype)
 
         self.cache.write(k, v, input_pos, rows)
         y = attention(q, self.cache.k, self.cache.v, input_pos, rows, self.slopes, self.window, self.scale)

@@ -1,6 +1,7 @@
 """Where a token stands in its row: rotary position embedding (RoPE), its scalings, and ALiBi.
 
-Read down: the frequencies, the table of cos and sin, `rotate`, ALiBi's slopes. E is the head width.
+Read down: the frequencies, the table of cos and sin, `rotate`, the scales of queries, ALiBi's slopes. E is the head
+width.
 
 Sources: RoPE (arXiv:2104.09864), YaRN (arXiv:2309.00071), ALiBi (arXiv:2108.12409).
 """
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import RopeScaling
+from config import Config, RopeScaling
 
 
 def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
@@ -80,6 +81,15 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     y = x.float()  # first, because torch multiplies tensors of different dtypes ten times slower
     return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def query_scales(config: Config, slots: Tensor) -> Tensor | None:
+    """What Ministral 3 multiplies a query by, at all T slots (1,T): (T,1,1) float32, or None for other models. It is 1
+    within the original context, and grows with the logarithm of how many times the position is beyond it."""
+    if config.query_scale_beta is None:
+        return None
+    contexts = torch.floor(slots / config.rope_scaling.original_max_seq_length)
+    return (1 + config.query_scale_beta * torch.log(1 + contexts)).view(-1, 1, 1)
 
 
 def alibi_slopes(H: int) -> Tensor:

@@ -76,6 +76,7 @@ struct Block {
   Attention<T> attention;  // allocate() fills in q and out
   int64_t M;  // B * S tokens
   const float *cos, *sin;  // (M,E), or null
+  const float* query_scales;  // what queries are multiplied by, of each slot, or null
   T *k, *v;  // the caches of `attention`, for writing
   const T* x;  // (M,D)
   T* result;  // (M,D), may be x
@@ -136,7 +137,7 @@ struct Block {
     team.barrier();
   }
 
-  // QK-norm and RoPE (arXiv:2104.09864), in place; then keys and values are copied to the caches.
+  // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches.
   void rotate_and_cache(const Team& team) const {
     const auto& a = attention;
     const int64_t E = a.E, per_token = a.H + 2 * a.K;
@@ -159,14 +160,21 @@ struct Block {
           if (weight && !prepared.qk_norm_whole) rms_norm_row(head, weight, head, E, prepared.eps);
           if (cos) rotate(head, cos + m * E, sin + m * E, E);
         }
-        if (h < a.H) continue;
-        const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S;
         const int64_t slot = a.positions[m] < 0 ? a.slots - 1 : a.positions[m];  // padding goes to the scratch slot
+        if (h < a.H) {
+          if (query_scales) scale_row(head, query_scales[slot], E);
+          continue;
+        }
+        const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S;
         T* cache = h < a.H + a.K ? k : v;
         std::copy(head, head + E, cache + ((row * a.K + (h - a.H) % a.K) * a.slots + slot) * E);
       }
     });
     team.barrier();
+  }
+
+  static void scale_row(T* x, float scale, int64_t E) {
+    for (int64_t e = 0; e < E; e += LANES) store(x + e, load(x + e, E - e) * floats(scale), E - e);
   }
 
   static void rotate(T* x, const float* cos, const float* sin, int64_t E) {

@@ -58,7 +58,7 @@ FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are l
 FUSED_OPERATIONS = {"prepare_layer", "prepare_block", "blocks", "linear", "linear_packed", "rms_norm", "layer_norm"}
 FUSED_OPERATIONS |= {"attention"}
 # What it computes of model.Config besides kernels.FUSED_FIELDS.
-MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale")
+MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale", "query_scale_beta")
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
@@ -191,14 +191,14 @@ class FusedBlocks:
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
-        self.slopes, self.modules = blocks[0].attention._buffers, [block.attention._modules for block in blocks]
+        self.tables, self.modules = blocks[0].attention._buffers, [block.attention._modules for block in blocks]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
         cos, sin = ([], []) if ropes[0] is None else map(list, zip(*ropes))
         caches = [modules["cache"]._buffers for modules in self.modules]
         k_caches, v_caches = ([cache[name] for cache in caches] for name in ("k", "v"))
-        places = (input_pos, rows, cos, sin, self.slopes["slopes"])
+        places = (input_pos, rows, cos, sin, self.tables["slopes"], self.tables["query_scales"])
         return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.handles)
 
 

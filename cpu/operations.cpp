@@ -240,10 +240,10 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
 
 void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
-// cos, sin: of x's tokens, from each RoPE table; none if the model has no RoPE.
+// cos, sin: of x's tokens, from each RoPE table; none if the model has no RoPE. query_scales: of all slots, if any.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
-              at::TensorList sin, const MaybeTensor& slopes, at::TensorList k_caches, at::TensorList v_caches,
-              at::IntArrayRef handles) {
+              at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
+              at::TensorList k_caches, at::TensorList v_caches, at::IntArrayRef handles) {
   TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() && v_caches.size() == handles.size(),
               "x (B,S,D) and two caches a block were expected");
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
@@ -270,6 +270,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
         block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
       }
+      block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
       block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);

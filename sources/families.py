@@ -92,7 +92,7 @@ class Family:
     architectures: list[str]  # names in transformers; error messages show the first
     read_fields: Callable[[Fields], dict]  # the fields of config.json -> the fields of our Config
     defaults: dict = field(default_factory=dict)  # Fields.defaults
-    multimodal: tuple[str, str] | None = None  # model_type and architecture of those with such a text_config
+    multimodal: str | None = None  # the model_type of multimodal models with such a text_config
     layout: Layout = LLAMA_LAYOUT  # of Hugging Face files
     padded_vocabulary: bool = False  # the embedding table may have more rows than the tokenizer has tokens
     gguf_architecture: str | None = None  # None: there are no GGUF files with an architecture of this family's own
@@ -159,12 +159,17 @@ def llama_fields(fields: Fields) -> dict:
     return found | biases(fields)
 
 
-def mistral_fields(fields: Fields) -> dict:
-    found, kinds = shared_fields(fields), layer_types(fields)
+def mistral_fields(fields: Fields, **rope: bool) -> dict:
+    found, kinds = shared_fields(fields, **rope), layer_types(fields)
     window = fields.take("sliding_window", None)
     if kinds is not None and window is not None and "full_attention" in kinds:
         fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
     return found | {"sliding_window": window}
+
+
+def ministral3_fields(fields: Fields) -> dict:
+    beta = fields.take("rope_parameters").get("llama_4_scaling_beta")
+    return mistral_fields(fields, scales_queries=True) | {"query_scale_beta": beta or None}
 
 
 def qwen_fields(fields: Fields) -> dict:
@@ -341,9 +346,11 @@ def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
 
 PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k"), separate_pairs))
 BLOOM_LAYOUT = Layout(BLOOM_NAMES, "h.", {"transformer.": ""}, {"self_attention.query_key_value": separate_qkv})
+MULTIMODAL_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+MISTRAL_LAYOUT = replace(LLAMA_LAYOUT, prefixes=MULTIMODAL_PREFIXES)
 GEMMA3_LAYOUT = replace(
     POST_NORM_LAYOUT,
-    prefixes={"language_model.": "", "model.language_model.": "model."},  # of multimodal models
+    prefixes=MULTIMODAL_PREFIXES,
     folds={name: plus_one for names in POST_NORM_LAYOUT.names.values() for name in names if name.endswith("norm")},
 )
 PHI3_LAYOUT = replace(
@@ -363,7 +370,22 @@ RECORDS = [
     Family("llama", ["LlamaForCausalLM"], llama_fields, gguf_architecture="llama", gguf_layout=PAIRED_GGUF_LAYOUT),
     # Mistral's GGUF files have the architecture llama.
     Family(
-        "mistral", ["MistralForCausalLM"], mistral_fields, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+        "mistral",
+        ["MistralForCausalLM", "Mistral3ForConditionalGeneration"],
+        mistral_fields,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        multimodal="mistral3",
+        layout=MISTRAL_LAYOUT,
+    ),
+    Family(
+        "ministral3",
+        ["Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"],
+        ministral3_fields,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+        multimodal="mistral3",
+        layout=MISTRAL_LAYOUT,
+        gguf_architecture="mistral3",  # also of multimodal models with a text_config of Mistral
+        gguf_layout=PAIRED_GGUF_LAYOUT,
     ),
     Family(
         "qwen2",
@@ -395,7 +417,7 @@ RECORDS = [
     ),
     Family(
         "gemma3_text",
-        ["Gemma3ForCausalLM"],
+        ["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
         gemma3_fields,
         defaults={
             "hidden_size": 2304,
@@ -412,7 +434,7 @@ RECORDS = [
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
         },
-        multimodal=("gemma3", "Gemma3ForConditionalGeneration"),
+        multimodal="gemma3",
         layout=GEMMA3_LAYOUT,
         gguf_architecture="gemma3",
         gguf_fields=gemma3_gguf_fields,

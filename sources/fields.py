@@ -109,10 +109,13 @@ def rotated_dimensions(fields: Fields, head_dim: int) -> dict:
     return {} if part in (None, 1) else {"rotary_dim": int(head_dim * part)}
 
 
-def hf_rope(fields: Fields, partial: bool = False, by_kind: bool = False) -> tuple[float, RopeScaling | None, int]:
+def hf_rope(
+    fields: Fields, partial: bool = False, by_kind: bool = False, scales_queries: bool = False
+) -> tuple[float, RopeScaling | None, int]:
     """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling.
     partial: whether a part of each head may be rotated; the caller then reads which (`rotated_dimensions`). by_kind:
-    whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`)."""
+    whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`). scales_queries:
+    whether queries may grow with their position; the caller then reads llama_4_scaling_beta."""
     context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
     name, rope = rope_fields(fields, by_kind)
     base = float(rope.pop("rope_theta", base))
@@ -123,10 +126,13 @@ def hf_rope(fields: Fields, partial: bool = False, by_kind: bool = False) -> tup
         fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
     if rope.pop("partial_rotary_factor", 1) not in (None, 1) and not partial:
         fields.refuse(name, "rotates a part of each head, which is not supported")
+    if scales_queries:
+        rope.pop("llama_4_scaling_beta", None)
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
-    for key in ("finetuned", "factor", *ROPE_FIELDS[kind]):  # what remains of them is null or has no effect
+    # What remains of these is null or has no effect.
+    for key in ("finetuned", "factor", "max_position_embeddings", *ROPE_FIELDS[kind]):
         rope.pop(key, None)
     if rope:
         fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")

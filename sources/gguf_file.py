@@ -30,7 +30,7 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count embedding_scale residual_scale logit_scale
     attention.scale attention.sliding_window_pattern rope.freq_base_swa
-    rope.scaling.yarn_attn_factor"""
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_log_multiplier attention.temperature_scale"""
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -118,6 +118,7 @@ class GgufFile:
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            query_scale_beta=self.hyper("attention.temperature_scale", None) or None,
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             out_bias="blk.0.attn_output.bias" in shapes,
@@ -174,13 +175,14 @@ class GgufFile:
         if kind != "yarn":
             self.refuse("rope.scaling.type", "is not known; known: none, linear, yarn")
         original = self.hyper("rope.scaling.original_context_length", context)
+        usual = yarn_attention_factor(factor, 1.0, self.hyper("rope.scaling.yarn_log_multiplier", 0.0))
         scaling = RopeScaling(
             "yarn",
             factor,
             original,
             beta_fast=float(self.hyper("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self.hyper("rope.scaling.yarn_beta_slow", 1.0)),
-            attention_factor=float(self.hyper("rope.scaling.yarn_attn_factor", yarn_attention_factor(factor)))
+            attention_factor=float(self.hyper("rope.scaling.yarn_attn_factor", usual))
             * float(self.hyper("rope.scaling.attn_factor", 1.0)),
         )
         return scaling, max(context, int(original * factor))

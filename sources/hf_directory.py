@@ -62,12 +62,11 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
 def text_fields(values: dict) -> dict:
     """The fields of the language model, if a config.json is that of a multimodal model that has one."""
     for family in FAMILIES.values():
-        model_type, architecture = family.multimodal or (None, None)
-        if isinstance(values.get("text_config"), dict) and values.get("model_type") == model_type:
-            outside = {name: values[name] for name in ("tie_word_embeddings", "quantization_config") if name in values}
-            names = values.get("architectures") or [architecture]
-            names = family.architectures if names == [architecture] else names  # others are refused
-            return {"model_type": family.model_type} | values["text_config"] | outside | {"architectures": names}
+        is_multimodal = family.multimodal is not None and values.get("model_type") == family.multimodal
+        if is_multimodal and isinstance(values.get("text_config"), dict):
+            names = ("architectures", "tie_word_embeddings", "quantization_config")
+            outside = {name: values[name] for name in names if name in values}
+            return {"model_type": family.model_type} | values["text_config"] | outside
     return values
 
 

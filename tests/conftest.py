@@ -61,6 +61,7 @@ QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transf
 SMOLLM3, GEMMA3 = transformers.SmolLM3Config, transformers.Gemma3TextConfig
 PHI3, GRANITE = transformers.Phi3Config, transformers.GraniteConfig
 OLMO2, OLMO3 = transformers.Olmo2Config, transformers.Olmo3Config
+MINISTRAL3 = transformers.Ministral3Config
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
@@ -81,6 +82,8 @@ def by_kind(truncate=None, **full):
 
 
 YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+SCALED_QUERIES = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.8}
+SCALED_QUERIES |= {"original_max_position_embeddings": 19}
 
 # Every family at least twice; MHA, GQA and MQA; tied and untied; every RoPE scaling.
 # name: (config class, hidden, heads, K/V heads, hidden of the MLP, layers, tied, the rest)
@@ -93,6 +96,11 @@ TINY = {
     "llama-yarn-mscale": (LLAMA, 30, 3, 3, 68, 2, False, {"rope_parameters": YARN_MSCALE}),
     "mistral-window": (MISTRAL, 44, 2, 1, 74, 3, False, {"sliding_window": 7}),
     "mistral-gqa": (MISTRAL, 50, 6, 2, 86, 2, True, {"sliding_window": None, "head_dim": 22}),
+    "ministral3-gqa": (MINISTRAL3, 46, 6, 3, 66, 3, True, {"head_dim": 16, "rope_parameters": SCALED_QUERIES}),
+    "ministral3-window": (
+        MINISTRAL3, 54, 4, 1, 82, 2, False, {"head_dim": 20, "sliding_window": 29, "rope_parameters": SCALED_QUERIES |
+                                             {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.3}},
+    ),
     "qwen2-gqa": (QWEN2, 56, 4, 2, 46, 3, True, {}),
     "qwen2-sliding": (
         QWEN2, 42, 3, 1, 94, 4, False, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
@@ -164,7 +172,9 @@ def save_tiny(name: str, directory: Path, **save):
 def save_random(config, directory: Path, seed: int, **save):
     """Write a model with random weights, norms and biases included, with transformers, and return it."""
     torch.manual_seed(seed)
-    model, kind = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), config.model_type
+    what = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{what}")
+    model, kind = auto.from_config(config, dtype=torch.float32).eval(), config.model_type
     small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)  # so that the text does not repeat itself
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -39,8 +39,8 @@ POST_NORMS = {
 }
 OTHER_NAMES = {"gemma3_text": POST_NORMS, "olmo2": POST_NORMS, "olmo3": POST_NORMS}
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-PAIRED = ("llama", "smollm3", "granite")
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
+PAIRED = ("llama", "smollm3", "granite", "mistral3")
 SCALES = {
     "embedding_multiplier": "embedding_scale",
     "attention_multiplier": "attention.scale",
@@ -60,6 +60,9 @@ def family_fields(config, family):
         fields |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"]}
         fields |= {f"rope.scaling.yarn_{key}": full[key] for key in ("beta_fast", "beta_slow") if key in full}
         fields |= {"rope.scaling.yarn_attn_factor": full["attention_factor"]} if "attention_factor" in full else {}
+    if config.model_type == "ministral3":
+        fields |= {"rope.scaling.yarn_log_multiplier": full["mscale_all_dim"]}
+        fields |= {"attention.temperature_scale": full["llama_4_scaling_beta"]}
     if full["rope_type"] == "longrope":
         fields |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"]}
         extension = config.max_position_embeddings / full["original_max_position_embeddings"]

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from cases import plain_twin
-from conftest import ROOT, TINY, hf_greedy, random_prompts, save_tiny
+from conftest import ROOT, SCALED_QUERIES, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from safetensors.torch import load_file, save_file
 from texts import strings
@@ -90,6 +90,9 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "Qwen__Qwen3-8B": (32, 8, 128, 4096, 12288, 36, 151936, 40960, 1e6, False, False, None, None),
     "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
     "microsoft__Phi-4-mini-instruct": (24, 8, 128, 3072, 8192, 32, 200064, 131072, 1e4, True, False, 262144, 1.0),
+    "transformers5__Ministral-3-8B": (
+        32, 8, 128, 4096, 14336, 34, 131072, 262144, 1e6, False, False, None, 16.0,
+    ),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
     "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
     "google__gemma-3-4b-it": (8, 4, 256, 2560, 10240, 34, 262208, 131072, 1e6, True, False, 1024, 8.0),
@@ -121,6 +124,7 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo"))
     assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
+    assert c.query_scale_beta == (0.1 if "Ministral" in name else None)
     periods = [period for family, period in FULL_ATTENTION.items() if family in name]
     for i in range(c.n_layer):
         full = c.sliding_window is None or any((i + 1) % period == 0 for period in periods)
@@ -157,13 +161,32 @@ def test_what_real_configs_say_beyond_sizes(tmp_path):
         "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
         "ibm-granite__granite-3.3-8b-instruct-FP8": "quantization_config = .*compressed-tensors.* changes",
         "microsoft__phi-2": "PhiForCausalLM",
-        "mistralai__Devstral-2-123B-Instruct-2512": "Ministral3ForCausalLM",
     }.items(),
 )
 def test_real_configs_that_are_not_supported_are_refused(name, why, tmp_path):
     shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
     with pytest.raises(UserError, match=why):
         hf_config(tmp_path)
+
+
+def test_ministral3_needs_the_original_context(tiny, tmp_path):
+    fields = json.loads((tiny("ministral3-gqa")[1] / "config.json").read_text())
+    for rope, why in (({"llama_4_scaling_beta": 0.1}, "needs a RoPE scaling with the original"), (None, "wrong type")):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+        with pytest.raises(UserError, match=why):
+            hf_config(tmp_path)
+
+
+def test_a_real_config_of_a_quantized_model_is_refused(tmp_path):
+    fields = json.loads((CONFIGS / "mistralai__Devstral-2-123B-Instruct-2512.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match='quantization_config = .*"quant_method": "fp8".* is not supported'):
+        hf_config(tmp_path)
+    del fields["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = hf_config(tmp_path)
+    assert (config.n_layer, config.max_seq_length, config.query_scale_beta) == (88, 262144, None)
+    assert config.rope_scaling.attention_factor == pytest.approx(1 + 0.1 * math.log(64)), "mscale_all_dim is 0"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +196,7 @@ def test_real_configs_that_are_not_supported_are_refused(name, why, tmp_path):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
+        ({"rope_parameters": SCALED_QUERIES}, "has llama_4_scaling_beta, which is not supported with 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, which is not supp"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention, which is not supported"),

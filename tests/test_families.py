@@ -10,12 +10,15 @@ import random
 import gguf
 import pytest
 import torch
+import transformers
 from conftest import (
     GEMMA3,
     GRANITE,
+    MINISTRAL3,
     OLMO2,
     OLMO3,
     PHI3,
+    SCALED_QUERIES,
     SHORT_CONTEXT,
     VOCABULARY,
     YARN_SET,
@@ -24,6 +27,7 @@ from conftest import (
     longrope,
     random_prompts,
     save_random,
+    tiny_config,
 )
 from gguf_writer import bpe_fields, write_gguf
 from tokenizers import Tokenizer as TokenizersLibrary
@@ -49,7 +53,7 @@ def random_member(family: str, seed: int, wide: bool = False):
     """A config of transformers with random sizes and fields. wide: the sizes are multiples of 32."""
     rng = random.Random(f"{family} {seed}")
     K, group, E = (1, 3, 32) if wide else (rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), 2 * rng.randint(4, 13))
-    D = K * group * E if wide or family != "gemma3" else 2 * rng.randint(11, 37)
+    D = K * group * E if wide or family not in ("gemma3", "ministral3") else 2 * rng.randint(11, 37)
     if family == "gemma3":
         D -= D % (K * group)  # which transformers requires
     layers, window = rng.randint(2, 5), rng.randint(2, 50)
@@ -77,11 +81,15 @@ def random_member(family: str, seed: int, wide: bool = False):
         return GRANITE(**sizes, **biased, **more)
     if family == "olmo2":
         return OLMO2(**sizes, **biased)
+    if family == "ministral3":  # with positions up to twenty times the original context
+        more = {"llama_4_scaling_beta": rng.uniform(0.1, 1.0), "original_max_position_embeddings": rng.randint(9, 70)}
+        rope = SCALED_QUERIES | more | {"mscale_all_dim": rng.choice([0.6, 1.0])}
+        return MINISTRAL3(**sizes, head_dim=E, rope_parameters=rope)
     rope = by_kind(**rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
     return OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
 
 
-FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3")
+FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3")
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +147,9 @@ def engine_of(how: str, source) -> Engine:
 
 
 HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
-PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i], HOW[(i + 2) % 5])]
+PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 5], HOW[(i + 2) % 5])]
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
+PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft")]
 PAIRS += [pytest.param(family, "compiled", marks=pytest.mark.full) for family in FAMILIES]
 
 
@@ -154,7 +163,7 @@ def test_a_family_in_combination(member, family, how):
     assert [ids[:34] for ids in tokens(engine, longer)] == [ids[30:] for ids in expected], "with cached prefixes"
 
 
-FORMATS = ("int8", "int4", "int4", "int4", "int8")
+FORMATS = ("int8", "int4", "int4", "int4", "int8", "int4")
 
 
 @pytest.mark.parametrize("family, format", list(zip(FAMILIES, FORMATS)))
@@ -194,6 +203,26 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert kept == dense
     convert(open_gguf(tmp_path / "q.gguf"), tmp_path / "ours", torch.float32)
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
+
+
+MULTIMODAL = {
+    "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
+    "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
+    "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
+}
+
+
+@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied"])
+def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
+    text = tiny_config(name)
+    kind, vision = MULTIMODAL[text.model_type]
+    vision = vision | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    ours = {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
+    oracle = save_random(kind(**ours), tmp_path, seed=5)
+    [prompt] = random_prompts((41,), seed=4)
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
 
 
 def test_long_and_short_rows_share_no_prefix(member):

@@ -275,17 +275,17 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
-def test_opcheck_of_blocks(tiny):
-    model = load_model(tiny("llama-gqa-biased")[2], dtype=torch.float32)
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa"])
+def test_opcheck_of_blocks(tiny, name):
+    model = load_model(tiny(name)[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
     cos, sin = model.ropes(input_pos)[0]
+    tables = ([cos], [sin], None, model.blocks[0].attention.query_scales)
     caches = [[block.attention.cache.k for block in model.blocks], [block.attention.cache.v for block in model.blocks]]
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
-    torch.library.opcheck(
-        ops.blocks, (x, input_pos, None, [cos], [sin], None, *caches, model.backend.run_blocks.handles)
-    )
+    torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -328,7 +328,7 @@ def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
 MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("bloom-5", None)]
-MORE_MODELS += [("llama-gqa-biased", None), ("smollm3-tied", None)]
+MORE_MODELS += [("llama-gqa-biased", None), ("smollm3-tied", None), ("ministral3-gqa", None)]
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def models(tiny, tmp_path):
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
         ours.use(kt.install(ours))
-        assert (ours.backend.run_blocks is not None) == (not name.startswith("bloom"))
+        assert (ours.backend.run_blocks is not None) == (not name.startswith(("bloom", "ministral3")))
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain
 

@@ -44,6 +44,7 @@ OLMO2 = LLAMA | {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": Tr
 GRANITE = LLAMA | {"residual_scale": 0.3, "logits_scale": 0.7, "embedding_scale": 2.0, "attention_scale": 0.2}
 LONGROPE = RopeScaling("longrope", original_max_seq_length=15, factors=(1.5,) * 5, long_factors=(3.0,) * 5)
 PHI3 = LLAMA | {"rotary_dim": 10, "rope_scaling": LONGROPE}
+MINISTRAL3 = LLAMA | {"rope_scaling": RopeScaling("yarn", 4.0, 7), "query_scale_beta": 0.8}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 POST_NORM = BLOOM | {"post_norm_residual": True}
@@ -68,6 +69,7 @@ CASES = {
     "2 olmo2, K split": (2, OLMO2, 4, 2, 16, 34, 70, False, None, "torch", False),
     "3 granite": (3, GRANITE, 3, 3, 8, 30, 52, False, None, "auto", False),
     "2 phi3, beyond its context": (2, PHI3, 2, 2, 16, 32, 60, False, None, "auto", False),
+    "2 ministral3, K on both, int4": (2, MINISTRAL3, 4, 1, 16, 46, 64, True, ("int4", 32, "int8"), "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 

@@ -51,16 +51,16 @@ class Server:
     def client(self, kind=openai.OpenAI, key=KEY):
         return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
-    def request(self, method: str, path: str, body=None, key=KEY) -> tuple[int, bytes]:
-        """By a plain HTTP client."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
+    def request(self, method: str, path: str, body=None, key=KEY, seconds=PATIENCE_S) -> tuple[int, bytes]:
+        """By a plain HTTP client, which waits for so many seconds."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body)
             connection.request(method, path, data, {"Authorization": f"Bearer {key}"})
             answer = connection.getresponse()
             return answer.status, answer.read()
 
-    def post(self, path: str, body) -> dict:
-        status, answer = self.request("POST", path, body)
+    def post(self, path: str, body, seconds=PATIENCE_S) -> dict:
+        status, answer = self.request("POST", path, body, seconds=seconds)
         assert status == 200, answer
         return json.loads(answer)
 

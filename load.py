@@ -1,4 +1,4 @@
-"""From options to a model: which source, on which device, in which kernels.
+"""From options to a model: its source, its device and its kernels.
 
 Read down: ModelOptions and the command-line options that it is made of; Checkpoint, an opened source; `load_model`.
 start.py makes an engine of it. The kernels' files are imported only if they are used.
@@ -188,7 +188,7 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
     if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
         options = replace(options, dequantize=True)
         if ranks.rank == 0:
-            print_status(f"--draft int4-self: {source.path.name} drafts in its own bits, and the model is dequantized")
+            print_status(f"--draft int4-self: {source.path.name} is the draft as it is, and the model is dequantized")
     return Checkpoint(source, options)
 
 

@@ -35,13 +35,13 @@ from start import compile_while_serving, load_engine, warm_up
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
-STALLED_TIMEOUT_S = 30  # a client that reads nothing of its response for so long is disconnected
+STALLED_TIMEOUT_S = 30  # a client that has read nothing of its response for this long is disconnected
 SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its client
 DEFAULT_CONTEXT = 4096  # positions of a cache row, unless --max_seq_length is given or the model has fewer
-RANK_TIMEOUT_S = 8.0  # a rank without a heartbeat for so long ends the server
+RANK_TIMEOUT_S = 8.0  # the server ends if a rank has sent no heartbeat for this long
 HTTP_EXIT_TIMEOUT_S = 10.0  # for the HTTP process to exit after the drain time
-COMPILING_S = 0.002  # between looks at the thread that compiles grammars, while nothing else is to be done
-IDLE_S = 0.25  # between steps without a request: they tell the other ranks and the HTTP process that we are alive
+COMPILING_S = 0.002  # how often an idle engine checks whether a grammar has been compiled
+IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks and the HTTP process that it is alive
 
 # ---------------------------------------------------------------- options and main
 
@@ -56,7 +56,7 @@ def parse_arguments(argv=None):
     seconds = number(float, "more than 0", lambda s: s > 0)
     add("--max_batch_size", type=count, default=8, help="requests that run at the same time; others wait")
     natural = number(int, "at least 0", lambda n: n >= 0)
-    add("--max_queue", type=natural, help="requests that may wait (4 times --max_batch_size); the next gets status 429")
+    add("--max_queue", type=natural, help="waiting requests; more get status 429 (default: 4 times --max_batch_size)")
     add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited this long gets status 503")
     add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after SIGTERM")
     add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
@@ -124,7 +124,7 @@ def check_web_libraries():
     """UserError if a library of the HTTP process is missing."""
     missing = [name for name in WEB_LIBRARIES if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not there: pip install -r requirements-serve.txt")
+        raise UserError(f"{missing[0]} is not installed: pip install -r requirements-serve.txt")
 
 
 def may_compile_later(options: ModelOptions, ranks) -> bool:
@@ -172,7 +172,8 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http_process, args=(settings, listener, theirs), daemon=True)
-    # It inherits that these signals are ignored, so that those to the whole process group are handled here only.
+    # The new process inherits that these signals are ignored: Ctrl-C in a terminal sends SIGINT to both processes, and
+    # only this one should handle it.
     before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
     process.start()
     for kind, handler in before.items():

@@ -56,7 +56,7 @@ class AnswerSyntax:
     begins_inside: bool = False  # the prompt ends with the first of these marks
     tools: ToolFormat | None = None  # how the model writes calls; None if it has no tools
     names: frozenset[str] = frozenset()  # of the tools
-    max_calls: int | None = None  # text after so many calls is dropped
+    max_calls: int | None = None  # text after this many calls is dropped
     # An answer that is one JSON object with a tool's name and arguments, or a code block with it, is a call, whatever
     # the model's format is. Small models do that.
     bare_calls: bool = True

@@ -233,7 +233,7 @@ class ServedModel:
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
         syntax, choices = conversation.syntax, []
-        if grammar is not None:  # of strict tools: calls without the model's marks are not masked, so they are checked
+        if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
             bare_calls = constraint is None and not choice.required
             fits = partial(self.call_fits, conversation, grammar)
             syntax = replace(syntax, bare_calls=bare_calls, fits=fits)

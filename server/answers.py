@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
+from tokenizer import start_of_partial
 
 # ---------------------------------------------------------------- events
 
@@ -174,7 +175,7 @@ class AnswerParser:
         the beginning of a mark is left."""
         at, mark = min(((self.text.find(mark), mark) for mark in marks if mark in self.text), default=(-1, ""))
         if not mark:
-            at = len(self.text) if self.ended else start_of_possible_mark(self.text, marks)
+            at = len(self.text) if self.ended else start_of_partial(self.text, marks)
         before, self.text = self.text[:at], self.text[at + len(mark) :]
         return before, mark
 
@@ -357,14 +358,6 @@ def start_pattern(keys: tuple[str, str]) -> re.Pattern:
     """The beginning of a call's JSON object, up to where its arguments begin. The group is the name."""
     arguments = "|".join(sorted({keys[1], "arguments", "parameters"}))
     return re.compile(rf'\{{\s*"{keys[0]}"\s*:\s*"({NAME_PATTERN})"\s*,\s*"(?:{arguments})"\s*:\s*(?=\{{)')
-
-
-def start_of_possible_mark(text: str, marks: tuple[str, ...]) -> int:
-    """Where a mark may have begun whose rest is still to come: the first position from which the whole rest of the text
-    is the beginning of a mark. The length of the text if there is none."""
-    longest = max(map(len, marks), default=0)
-    starts = range(max(0, len(text) - longest + 1), len(text))
-    return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class JsonScanner:

@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.nn.functional as F
-from common import Trainer, kl_divergence, make_parser, positive
+from common import Trainer, kl_divergence, make_parser
 from teacher import Span, TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
-from cli import UserError, number, print_status, run_command
+from cli import UserError, number, positive, print_status, run_command
 from config import Config
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory

@@ -72,8 +72,8 @@ MAX_NAME_AND_MIDDLE = 200  # characters
 class AnswerParser:
     """Reads an answer in pieces. `add` and `end` return the events that are new.
 
-    `read` is the method that reads what comes next. It takes what it can from `text`, and returns whether another step
-    is possible, or False if it needs more text.
+    It is a state machine: `read` is the method for the current state. It takes what it can from `text`, sets `read` to
+    the method for the next state, and returns False if it needs more text before it can go on.
     """
 
     def __init__(self, syntax: AnswerSyntax):
@@ -112,7 +112,7 @@ class AnswerParser:
     # ------------------------------------------------------------ thoughts and content
 
     def _read_beginning(self) -> bool:
-        """Thoughts may follow."""
+        """The beginning of an answer, which may be the mark before its thoughts."""
         stripped, mark = self.text.lstrip(), self.syntax.thinking[0]
         if stripped.startswith(mark):
             self.text, self.read = stripped.removeprefix(mark), self._read_thoughts
@@ -137,7 +137,7 @@ class AnswerParser:
         return bool(self.text)
 
     def _read_answer(self) -> bool:
-        """The beginning of what is not thoughts."""
+        """After the thoughts: content, unless it begins with a JSON object, which may be a call without marks."""
         self.read = self._read_content
         has_own_marks = self.format and self.openers != self.format.more_openers
         if self.format is None or (has_own_marks and not self.syntax.bare_calls):

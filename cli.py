@@ -72,6 +72,14 @@ def check_is_file(path: Path):
         raise UserError(f"{path} is not a regular file")
 
 
+def read_text(path: Path, what: str) -> str:
+    """The text of a UTF-8 file. UserError if it cannot be read; `what`: the option that names it, with its value."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} cannot be read: {error}") from None
+
+
 def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
     """Run a command's main() and exit the process. A UserError or Ctrl-C prints no traceback.
 
@@ -143,6 +151,9 @@ def number(kind: type, rule: str, allowed: Callable):
 
     parse.__name__ = kind.__name__
     return parse
+
+
+positive = number(int, "at least 1", lambda n: n >= 1)
 
 
 def token_ids(text: str) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import DTYPES, Source, check_memory
-from cli import ArgumentParser, UserError, first_line, number, progress_bar, run_command
+from cli import ArgumentParser, UserError, first_line, number, positive, progress_bar, read_text, run_command
 from engine import Engine, Request
 from load import KERNEL_CHOICES, ModelOptions, choose_device, find_source, load_model
 from model import Transformer
@@ -308,7 +308,6 @@ class Answer:
 
 def parse_arguments():
     at_least_2 = number(int, "at least 2", lambda n: n >= 2)
-    count = number(int, "at least 1", lambda n: n >= 1)
     about = "Perplexity and KL divergence from a reference on a text; tasks of EleutherAI's lm-evaluation-harness."
     parser = ArgumentParser(description=about)
     add = parser.add_argument
@@ -317,12 +316,12 @@ def parse_arguments():
     add("--text", type=Path, help="a UTF-8 text file to score")
     add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
     add("--window", type=at_least_2, default=1024, help="tokens per window (1024, at most the model's context)")
-    add("--stride", type=count, help="tokens from the start of one window to the next (half a window)")
+    add("--stride", type=positive, help="tokens from the start of one window to the next (half a window)")
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
-    add("--limit", type=count, help="use only this many documents of each task (all)")
-    add("--batch_size", type=count, default=8, help="batch size for the tasks (8)")
+    add("--limit", type=positive, help="use only this many documents of each task (all)")
+    add("--batch_size", type=positive, default=8, help="batch size for the tasks (8)")
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
     add("--device", help="cpu, cuda ... (default: the fastest available)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of activations and unquantized weights")
@@ -340,12 +339,9 @@ def parse_arguments():
     return args
 
 
-def read_text(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[int]:
+def read_ids(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[int]:
     """The token ids of a text file, at most max_tokens."""
-    try:
-        ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {path} cannot be read: {error}") from None
+    ids = tokenizer.encode(read_text(path, f"--text {path}"))
     if len(ids) < 2:
         raise UserError(f"--text {path} has {len(ids)} tokens, but at least 2 are needed")
     return ids[:max_tokens]
@@ -358,7 +354,7 @@ def evaluate_text(args, source: Source) -> dict:
         sources.append(find_source(args.reference_checkpoint_path))
     configs = [source.config for source in sources]
     tokenizer = Tokenizer(source.tokenizer_files())
-    ids = read_text(args.text, tokenizer, args.max_tokens)
+    ids = read_ids(args.text, tokenizer, args.max_tokens)
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
     if stride >= length:

@@ -19,7 +19,17 @@ from pathlib import Path
 
 import torch
 
-from cli import ArgumentParser, HelpFormatter, UserError, number, print_status, run_command, token_ids
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    number,
+    positive,
+    print_status,
+    read_text,
+    run_command,
+    token_ids,
+)
 from engine import Engine, Request, check_prompt
 from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, open_checkpoint
 from sampling import SamplingParams
@@ -32,15 +42,14 @@ CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is
 
 
 def parse_arguments(argv=None):
-    count = number(int, "at least 1", lambda n: n >= 1)
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("prompts (each option may be repeated; all prompts are one batch)").add_argument
     add("--prompt", action="append", default=[], help="a text ('Hello, my name is' if no prompt is given)")
     add("--prompt_file", action="append", type=Path, default=[], help="a file with one prompt per line")
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
-    add("--synthetic_prompt", action="append", type=count, default=[], metavar="N", help="N arbitrary tokens")
-    add("--batch_size", type=count, default=1, help="copies of every prompt")
-    add("--num_samples", type=count, default=1, help="how often to run the whole batch, each time with other seeds")
+    add("--synthetic_prompt", action="append", type=positive, default=[], metavar="N", help="N arbitrary tokens")
+    add("--batch_size", type=positive, default=1, help="copies of every prompt")
+    add("--num_samples", type=positive, default=1, help="how often to run the whole batch, each time with other seeds")
 
     add = parser.add_argument_group("conversation").add_argument
     add("--chat", action="store_true", help="take prompts as user messages and apply the model's chat template")
@@ -50,7 +59,7 @@ def parse_arguments(argv=None):
 
     add = parser.add_argument_group("generation").add_argument
     any_length = "at most this many per prompt (default: 200; with --interactive, as many as the context holds)"
-    add("--max_new_tokens", type=count, help=any_length)
+    add("--max_new_tokens", type=positive, help=any_length)
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
@@ -109,10 +118,7 @@ def read_texts(args) -> list[str]:
     """The prompts of the command line that are texts."""
     texts = list(args.prompt)
     for path in args.prompt_file:
-        try:
-            texts += [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {path} cannot be read: {error}") from None
+        texts += [line for line in read_text(path, f"--prompt_file {path}").splitlines() if line]
     if not (texts or args.prompt_ids or args.synthetic_prompt):
         if args.prompt_file:
             raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")

@@ -20,7 +20,7 @@ from cli import UserError, first_line, printable
 from config import Config
 from tokenizer import Tokenizer
 
-TOO_COMPLEX = "the grammar became too complex"  # how the message of a request begins whose grammar failed
+TOO_COMPLEX = "the grammar became too complex"  # the beginning of the error of a request whose grammar failed
 MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
 # White space between the tokens of JSON: none, a space, or a line break and its indentation. Without a bound, a small
 # model may write white space until its answer is cut off.

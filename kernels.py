@@ -98,7 +98,7 @@ class Backend:
     # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If False, the K/V of a
     # prompt may differ in the last bits when it is read in other chunks.
     chunk_invariant: bool = False
-    zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of so many bytes
+    zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of nbytes bytes
     make_threads: Callable = FixedThreads  # what sets the number of threads of an engine's steps
 
 

@@ -805,7 +805,7 @@ def sample_kernel(
     temperature = tl.load(temperature + row)
     has_bias, first_masked = tl.load(biased + row), tl.load(mask_start + row)
     logit_bias += row * W
-    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * words  # a row has P masks of so many words
+    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * words  # a row has P masks of this many words
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
     if place > 0:

@@ -1,4 +1,4 @@
-"""From options to a model: which source, on which device, in which kernels.
+"""From options to a model: its source, its device and its kernels.
 
 Read down: ModelOptions and the command-line options that it is made of; Checkpoint, an opened source; `load_model`.
 start.py makes an engine of it. The kernels' files are imported only if they are used.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
-from cli import UserError, first_line, number, print_status
+from cli import UserError, first_line, number, positive, print_status
 from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 from tokenizer import Tokenizer
@@ -90,7 +90,6 @@ class ModelOptions:
 
 def add_model_options(parser: argparse.ArgumentParser):
     """The options that say which model runs, and how: those of ModelOptions."""
-    count = number(int, "at least 1", lambda n: n >= 1)
     add = parser.add_argument_group("the model and the machine").add_argument
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
     add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
@@ -98,7 +97,7 @@ def add_model_options(parser: argparse.ArgumentParser):
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
     length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
-    add("--max_seq_length", type=count, help=length)
+    add("--max_seq_length", type=positive, help=length)
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
     exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
@@ -188,7 +187,7 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
     if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
         options = replace(options, dequantize=True)
         if ranks.rank == 0:
-            print_status(f"--draft int4-self: {source.path.name} drafts in its own bits, and the model is dequantized")
+            print_status(f"--draft int4-self: {source.path.name} is the draft as it is, and the model is dequantized")
     return Checkpoint(source, options)
 
 
@@ -264,13 +263,11 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
 
 def install_with(module, model, kernels: str, exact_activations: bool):
     """`install_kernels` with a module that `kernels_module` has returned for the device."""
-    if module is not None:
-        backend = module.install(model, kernels, exact_activations)
-        if isinstance(model, Transformer):
-            unpack_without_kernels(model, kernels)
-            model.use(backend)
-    elif isinstance(model, Transformer):
+    backend = None if module is None else module.install(model, kernels, exact_activations)
+    if isinstance(model, Transformer):
         unpack_without_kernels(model, kernels)
+        if backend is not None:
+            model.use(backend)
     return model
 
 

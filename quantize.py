@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import checkpoint as ck
 from checkpoint import Source
-from cli import ArgumentParser, UserError, print_status, progress_bar, run_command
+from cli import ArgumentParser, UserError, print_status, progress_bar, read_text, run_command
 from cpu.memory import release_freed_memory
 from engine import Engine, Request, generate
 from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
@@ -124,10 +124,7 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     """
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
-        try:
-            ids = tokenizer.encode(path.read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--calibration_file {path} cannot be read: {error}") from None
+        ids = tokenizer.encode(read_text(path, f"--calibration_file {path}"))
         if max(ids, default=0) >= model.config.vocab_size:
             raise UserError(
                 f"{path}: the text has token id {max(ids)}, but the vocabulary has {model.config.vocab_size} ids"

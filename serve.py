@@ -26,40 +26,39 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
-from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, run_command
+from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
 from engine import Engine
 from grammar import GrammarThread
 from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
-from start import compile_while_serving, load_engine, warm_up
+from start import choose_cache_length, compile_while_serving, load_engine, warm_up
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
-STALLED_TIMEOUT_S = 30  # a client that reads nothing of its response for so long is disconnected
+STALLED_TIMEOUT_S = 30  # a client that has read nothing of its response for this long is disconnected
 SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its client
 DEFAULT_CONTEXT = 4096  # positions of a cache row, unless --max_seq_length is given or the model has fewer
-RANK_TIMEOUT_S = 8.0  # a rank without a heartbeat for so long ends the server
+RANK_TIMEOUT_S = 8.0  # the server ends if a rank has sent no heartbeat for this long
 HTTP_EXIT_TIMEOUT_S = 10.0  # for the HTTP process to exit after the drain time
-COMPILING_S = 0.002  # between looks at the thread that compiles grammars, while nothing else is to be done
-IDLE_S = 0.25  # between steps without a request: they tell the other ranks and the HTTP process that we are alive
+COMPILING_S = 0.002  # how often an idle engine checks whether a grammar has been compiled
+IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks and the HTTP process that it is alive
 
 # ---------------------------------------------------------------- options and main
 
 
 def parse_arguments(argv=None):
-    count = number(int, "at least 1", lambda n: n >= 1)
     parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all interfaces")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any free port")
     add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but / and /health")
     seconds = number(float, "more than 0", lambda s: s > 0)
-    add("--max_batch_size", type=count, default=8, help="requests that run at the same time; others wait")
+    add("--max_batch_size", type=positive, default=8, help="requests that run at the same time; others wait")
     natural = number(int, "at least 0", lambda n: n >= 0)
-    add("--max_queue", type=natural, help="requests that may wait (4 times --max_batch_size); the next gets status 429")
+    add("--max_queue", type=natural, help="waiting requests; more get status 429 (default: 4 times --max_batch_size)")
     add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited this long gets status 503")
     add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after SIGTERM")
-    add("--prefill_chunk", type=count, help="tokens of a prompt read in one step (128, or 256 in bf16)")
+    add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
     args.model = ModelOptions.of(args)
@@ -81,9 +80,7 @@ def main(ranks=None):
     options = replace(args.model, compile=args.model.compile and not compiles_later)
     checkpoint = open_checkpoint(options, ranks)
     config = checkpoint.config
-    length = args.max_seq_length or min(DEFAULT_CONTEXT, config.max_seq_length)
-    if length > config.max_seq_length and not config.alibi:
-        raise UserError(f"--max_seq_length {length} is more than the model's context of {config.max_seq_length}")
+    length = choose_cache_length(args.max_seq_length or min(DEFAULT_CONTEXT, config.max_seq_length), config)
     if ranks.rank:
         engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends this process when its requests have finished
@@ -124,7 +121,7 @@ def check_web_libraries():
     """UserError if a library of the HTTP process is missing."""
     missing = [name for name in WEB_LIBRARIES if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not there: pip install -r requirements-serve.txt")
+        raise UserError(f"{missing[0]} is not installed: pip install -r requirements-serve.txt")
 
 
 def may_compile_later(options: ModelOptions, ranks) -> bool:
@@ -172,7 +169,8 @@ def http_process(settings: Settings, listener: socket.socket):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http_process, args=(settings, listener, theirs), daemon=True)
-    # It inherits that these signals are ignored, so that those to the whole process group are handled here only.
+    # The new process inherits that these signals are ignored: Ctrl-C in a terminal sends SIGINT to both processes, and
+    # only this one should handle it.
     before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
     process.start()
     for kind, handler in before.items():

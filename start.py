@@ -27,9 +27,9 @@ CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that 
 # ---------------------------------------------------------------- the engine
 
 
-def choose_cache_length(given: int | None, config: Config, needed: int) -> int:
-    """Cache positions per row: what --max_seq_length gives, or `needed` rounded up to a common length within the
-    context."""
+def choose_cache_length(given: int | None, config: Config, needed: int = 1) -> int:
+    """Cache positions per row: what --max_seq_length gives, if the context allows it, or else `needed` rounded up to a
+    common length within the context."""
     context = config.max_seq_length
     if given is not None:
         if given > context and not config.alibi:  # ALiBi has no maximum context

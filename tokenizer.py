@@ -114,7 +114,7 @@ class TextStream:
             return "" if self.stopped else text
         self.held += text
         stop_at = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
-        hold_from = len(self.held) if last else self._start_of_possible_stop()
+        hold_from = len(self.held) if last else start_of_partial(self.held, self.stop)
         # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
         self.stopped = stop_at is not None and stop_at <= hold_from
         if self.stopped:
@@ -131,13 +131,13 @@ class TextStream:
             data = data.removeprefix(b" ") if self.vocabulary.begins_with_space else data
         return self.decoder.decode(data, final=last)
 
-    def _start_of_possible_stop(self) -> int:
-        """The start of the longest suffix of the held text that is a proper prefix of a stop string."""
-        longest = max(map(len, self.stop))
-        for at in range(max(0, len(self.held) - longest + 1), len(self.held)):
-            if any(stop.startswith(self.held[at:]) for stop in self.stop):
-                return at
-        return len(self.held)
+
+def start_of_partial(text: str, strings: Iterable[str]) -> int:
+    """Where one of the strings may have begun whose rest is still to come: the start of the longest suffix of the text
+    that is a proper prefix of one of them. The length of the text if there is none."""
+    longest = max(map(len, strings), default=0)
+    starts = range(max(0, len(text) - longest + 1), len(text))
+    return next((at for at in starts if any(string.startswith(text[at:]) for string in strings)), len(text))
 
 
 # ---------------------------------------------------------------- conversations

@@ -37,10 +37,10 @@ from charts import colour_of
 from locust import FastHttpUser, task
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from matplotlib.figure import Figure
-from measure import ROOT, add_server_options, all_servers, count, make_parser, print_table, quantized, save
+from measure import ROOT, add_server_options, all_servers, make_parser, print_table, quantized, save
 
 from checkpoint import read_json
-from cli import print_status, run_command
+from cli import positive, print_status, run_command
 from load import choose_device, find_source
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))
@@ -240,7 +240,7 @@ def draw(result: dict, path: Path):
 
 def main():
     parser = make_parser(__doc__, {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048})
-    parser.add_argument("--users", type=count, nargs="+", default=USERS, help=f"default: {USERS}")
+    parser.add_argument("--users", type=positive, nargs="+", default=USERS, help=f"default: {USERS}")
     add_server_options(parser)
     args = parser.parse_args()
     LongTailUser.prompt_words, LongTailUser.new_tokens = args.prompt_words, args.new_tokens

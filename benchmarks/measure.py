@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from cli import ArgumentParser, UserError, number, print_status
+from cli import ArgumentParser, UserError, positive, print_status
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, Timing, generate
 from formats import Quantization
@@ -325,8 +325,6 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
 
 # ---------------------------------------------------------------- options, the table and the JSON file
 
-count = number(int, "at least 1", lambda n: n >= 1)
-
 
 def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     """A parser with --out, --checkpoint_path, and the script's own counts with their defaults."""
@@ -334,7 +332,7 @@ def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     parser.add_argument("--out", type=Path, help="the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)")
     parser.add_argument("--checkpoint_path", help="as for generate.py (SmolLM2-135M-Instruct)")
     for option, default in counts.items():
-        parser.add_argument(option, type=count, default=default, help=f"default: {default}")
+        parser.add_argument(option, type=positive, default=default, help=f"default: {default}")
     return parser
 
 

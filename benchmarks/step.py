@@ -22,10 +22,10 @@ from statistics import median
 import measure
 import torch
 import torch.nn.functional as F
-from measure import BF16, FORMATS, count
+from measure import BF16, FORMATS
 
 from checkpoint import Source
-from cli import run_command
+from cli import positive, run_command
 from cpu.install import linears_of
 from cpu.memory import keep_freed_memory
 from engine import Engine
@@ -127,7 +127,7 @@ def main():
         default=list(FORMATS),
         help="of the weights (bf16 int8 int4)",
     )
-    add("--rows", type=count, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
+    add("--rows", type=positive, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
     keep_freed_memory()

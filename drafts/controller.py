@@ -6,8 +6,8 @@ Controller. Knows numbers only: no model, no tokens.
 The cost of a step is estimated before it is tried. A pass over one token per row takes as long as a plain step, which
 is measured first. Each extra token of the pass adds about as much as a token of a prompt takes, which prefill has
 measured; somewhat more in a pass over many tokens. A draft takes as long as a plain step that reads as many bytes.
-Measurements replace these prior estimates, which apply again when the measurements are old. So a proposal that cannot
-pay by these estimates is never tried.
+Measurements replace these prior estimates, which apply again when the measurements are old. So a proposal that
+cannot pay off by these estimates is never tried.
 """
 
 from collections import defaultdict, deque
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 WINDOW = 7  # measurements, of which the median counts
-MEMORY = 256  # steps after which a measurement is forgotten (of a rate: most of it)
+MEMORY = 256  # steps after which a measurement is forgotten; rates decay with this time constant
 FIRST_PLAIN_STEPS = 2  # with each number of rows
 MARGIN = 1.05  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
 FEW_TOKENS = 8  # in a pass, up to which an extra token takes no longer than in prefill
@@ -65,10 +65,10 @@ class Rate:
 
 
 class Candidate(NamedTuple):
-    """A proposal that may be made. `draft` is its index and `k` says how many tokens, in the draft's own counting."""
+    """A proposal that may be made."""
 
-    draft: int
-    k: int
+    draft: int  # its index
+    k: int  # tokens to propose for each row; of a draft that finds tokens, without fixed shapes, for all rows together
     tokens: int  # in the pass that verifies it, beyond one for each row; padding included
     accepted: float | None = None  # how many of them will probably be accepted; None: by the draft's rate of acceptance
     # The time of proposing, relative to that of a plain step: k times the c of arXiv:2211.17192. By the bytes read.

@@ -107,7 +107,7 @@ class HeadsFile(NamedTuple):
     packed: dict[str, dict[str, Tensor]]
     vocabulary: Tensor  # (W,) int64: the tokens that end an answer, then the most frequent ones
     heads: int  # the number of tokens that were proposed in training
-    head_vocabulary_size: int  # the heads propose from as many of the first ids of `vocabulary`
+    head_vocabulary_size: int  # the heads propose only the first ids of `vocabulary`, this many
 
 
 def save_heads(path: Path, heads: HeadsFile, model: Transformer, name: str):

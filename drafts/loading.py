@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint import Source, empty_model, read_model
-from cli import UserError, check_is_file, print_status
+from cli import UserError, check_is_file, print_status, read_text
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
@@ -117,11 +117,8 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
     if not path.exists():
         raise UserError(f"--draft lookup:{path}: there is no such file")
-    try:
-        check_is_file(path)
-        ids = checkpoint.tokenizer.encode(path.read_text(encoding="utf-8-sig"), add_bos=False)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"--draft lookup:{path} cannot be read: {error}") from None
+    check_is_file(path)
+    ids = checkpoint.tokenizer.encode(read_text(path, f"--draft lookup:{path}"), add_bos=False)
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
     return ids
 

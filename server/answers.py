@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
+from tokenizer import start_of_partial
 
 # ---------------------------------------------------------------- events
 
@@ -56,7 +57,7 @@ class AnswerSyntax:
     begins_inside: bool = False  # the prompt ends with the first of these marks
     tools: ToolFormat | None = None  # how the model writes calls; None if it has no tools
     names: frozenset[str] = frozenset()  # of the tools
-    max_calls: int | None = None  # text after so many calls is dropped
+    max_calls: int | None = None  # text after this many calls is dropped
     # An answer that is one JSON object with a tool's name and arguments, or a code block with it, is a call, whatever
     # the model's format is. Small models do that.
     bare_calls: bool = True
@@ -71,8 +72,8 @@ MAX_NAME_AND_MIDDLE = 200  # characters
 class AnswerParser:
     """Reads an answer in pieces. `add` and `end` return the events that are new.
 
-    `read` is the method that reads what comes next. It takes what it can from `text`, and returns whether another step
-    is possible, or False if it needs more text.
+    It is a state machine: `read` is the method for the current state. It takes what it can from `text`, sets `read` to
+    the method for the next state, and returns False if it needs more text before it can go on.
     """
 
     def __init__(self, syntax: AnswerSyntax):
@@ -111,7 +112,7 @@ class AnswerParser:
     # ------------------------------------------------------------ thoughts and content
 
     def _read_beginning(self) -> bool:
-        """Thoughts may follow."""
+        """The beginning of an answer, which may be the mark before its thoughts."""
         stripped, mark = self.text.lstrip(), self.syntax.thinking[0]
         if stripped.startswith(mark):
             self.text, self.read = stripped.removeprefix(mark), self._read_thoughts
@@ -136,7 +137,7 @@ class AnswerParser:
         return bool(self.text)
 
     def _read_answer(self) -> bool:
-        """The beginning of what is not thoughts."""
+        """After the thoughts: content, unless it begins with a JSON object, which may be a call without marks."""
         self.read = self._read_content
         has_own_marks = self.format and self.openers != self.format.more_openers
         if self.format is None or (has_own_marks and not self.syntax.bare_calls):
@@ -174,7 +175,7 @@ class AnswerParser:
         the beginning of a mark is left."""
         at, mark = min(((self.text.find(mark), mark) for mark in marks if mark in self.text), default=(-1, ""))
         if not mark:
-            at = len(self.text) if self.ended else start_of_possible_mark(self.text, marks)
+            at = len(self.text) if self.ended else start_of_partial(self.text, marks)
         before, self.text = self.text[:at], self.text[at + len(mark) :]
         return before, mark
 
@@ -357,14 +358,6 @@ def start_pattern(keys: tuple[str, str]) -> re.Pattern:
     """The beginning of a call's JSON object, up to where its arguments begin. The group is the name."""
     arguments = "|".join(sorted({keys[1], "arguments", "parameters"}))
     return re.compile(rf'\{{\s*"{keys[0]}"\s*:\s*"({NAME_PATTERN})"\s*,\s*"(?:{arguments})"\s*:\s*(?=\{{)')
-
-
-def start_of_possible_mark(text: str, marks: tuple[str, ...]) -> int:
-    """Where a mark may have begun whose rest is still to come: the first position from which the whole rest of the text
-    is the beginning of a mark. The length of the text if there is none."""
-    longest = max(map(len, marks), default=0)
-    starts = range(max(0, len(text) - longest + 1), len(text))
-    return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class JsonScanner:

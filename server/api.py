@@ -111,9 +111,6 @@ class ServedModel:
         self.config, self.tokenizer = config, Tokenizer(files)
         self.chat = ChatModel(files, self.tokenizer)
         self.template = self.chat.template
-        vocabulary = self.tokenizer.vocabulary
-        names = dict(enumerate(vocabulary.tokens())) if vocabulary else {}
-        self.special_tokens = {i: (names.get(i) or "").encode() for i in vocabulary.special_ids} if vocabulary else {}
         self.eos_ids = frozenset(self.tokenizer.eos_ids)
         self.chat_eos_ids = self.eos_ids | (self.template.end_ids() if self.template else set())
         self.created, self.request_ids = int(time.time()), itertools.count()
@@ -143,11 +140,10 @@ class ServedModel:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a single token, as logprobs show it, including special tokens."""
-        if self.tokenizer.vocabulary is None:
+        vocabulary = self.tokenizer.vocabulary
+        if vocabulary is None:
             return b"<%d>" % token
-        if token in self.special_tokens:
-            return self.special_tokens[token]
-        return self.tokenizer.vocabulary.token_bytes(token)
+        return vocabulary.name(token).encode() if token in vocabulary.special_ids else vocabulary.token_bytes(token)
 
     def token_text(self, token: int) -> str:
         data = self.token_bytes(token)
@@ -233,7 +229,7 @@ class ServedModel:
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
         syntax, choices = conversation.syntax, []
-        if grammar is not None:  # of strict tools: calls without the model's marks are not masked, so they are checked
+        if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
             bare_calls = constraint is None and not choice.required
             fits = partial(self.call_fits, conversation, grammar)
             syntax = replace(syntax, bare_calls=bare_calls, fits=fits)

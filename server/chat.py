@@ -1,4 +1,4 @@
-"""Conversations: what a chat request says, as the model's template gets it.
+"""Conversations: turns the messages and tools of a chat request into the prompt that the model's template writes.
 
 Read down: Conversation, a parsed one; ChatModel, which parses the fields about the conversation; the messages; the
 tools. The sampling parameters and the other fields of a request are read in api.py.

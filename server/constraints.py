@@ -21,7 +21,7 @@ from server.tools import ToolGrammar, literal
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
-MAX_QUICK_BYTES = 1 << 14  # a grammar that compiles in a few ms, for which other requests can wait
+MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, so that it may delay other requests
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers; up to READ_BYTES mo
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
 MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
 READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
-LINGER_S = 2  # after an invalid request, input is read and dropped for so long, so that the client gets the response
+LINGER_S = 2  # after an invalid request, input is read and dropped for this long, so that the client gets the response
 RESERVED_FILES = 40  # file descriptors that are not for connections
-ENGINE_TIMEOUT_S = 8  # an engine that sends nothing for so long is reported as broken
+ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
 ANTHROPIC_PATH = "/v1/messages"
 ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
@@ -567,8 +567,8 @@ class EventStream:
             self.updates.close()
 
     async def _parts(self) -> AsyncIterator[bytes]:
-        # In a thread, like `whole` above: it may have the log-probabilities of a prompt. Later ones have those of a few
-        # tokens, which take 0.3 ms each.
+        # In a thread, like `whole` above: the first update may have the log-probabilities of a whole prompt. Later
+        # updates have those of a few tokens, which take 0.3 ms each.
         yield await asyncio.to_thread(self.builder.stream_update, *self.first)
         try:
             async for choice, update in self.updates:

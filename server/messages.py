@@ -27,8 +27,8 @@ class Settings:
 
 @dataclass
 class TextRequest:
-    """Asks the engine to continue a prompt: the engine's own Request, which knows token ids only, and what is to be
-    known about the text of the answer. An HTTP request for several answers sends one message for each."""
+    """Asks the engine to continue a prompt: the engine's own Request, which knows token ids only, and what else is
+    needed to turn the new tokens into text. An HTTP request for several answers sends one message for each."""
 
     request_id: int
     request: Request  # without on_token and grammar, which the engine's process adds
@@ -36,7 +36,9 @@ class TextRequest:
     continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
     shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, such as the marks of tool calls
-    can_time_out: bool = True  # in the queue; only the first of an HTTP request can: the others may wait for that one
+    # Whether it fails if it waits too long for a row. Only the first message of an HTTP request does: while that one
+    # runs, the others may wait.
+    can_time_out: bool = True
 
 
 @dataclass

@@ -22,7 +22,7 @@ class Metrics:
         def histogram(name, text, buckets):
             return Histogram(f"fastpath_{name}_seconds", text, registry=registry, buckets=buckets)
 
-        self.requests = counter("requests", "Prompts by outcome; of refused requests, the requests", "outcome")
+        self.requests = counter("requests", "Prompts by outcome (a refused request counts once)", "outcome")
         self.prompt_tokens = counter("prompt_tokens_read", "Prompt tokens that were read")
         self.cached_tokens = counter("prompt_tokens_reused", "Prompt tokens that were in the cache already")
         self.completion_tokens = counter("tokens_written", "New tokens")

@@ -34,7 +34,7 @@ class Tool:
 
     name: str
     schema: dict  # of its arguments, a JSON object
-    strict: bool = False  # whether a grammar makes the arguments fit, also if the model need not call any function
+    strict: bool = False  # whether a grammar enforces the schema, even where the model need not call any function
 
 
 # ---------------------------------------------------------------- how a model writes calls
@@ -99,7 +99,7 @@ GRANITE = ToolFormat(
     '{"name": "', '", "arguments": ', "}", begin="<|tool_call|>[", between=", ", end="]", in_content=True
 )
 PHI = replace(GRANITE, end="]<|/tool_call|>")
-# Of models whose templates do not write calls: a mark in the template, and the format. The first that is there counts.
+# The formats of models whose templates do not write calls, by a mark that the template contains. The first one counts.
 KNOWN_FORMATS = {
     "<|/tool_call|>": PHI,
     "<|tool_call|>": GRANITE,  # Granite 3

@@ -137,11 +137,11 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
 
 def quantized_blocks(array, kind):
     """The blocks uint8 of a float32 matrix. Of the types that the gguf package can only read, random blocks."""
-    from cases import random_blocks
-
     try:
         return gguf.quants.quantize(array, kind)
     except NotImplementedError:
+        from cases import random_blocks  # imports the project, but same_tokens.py runs outside of it
+
         return random_blocks(kind.name.lower(), *array.shape)["blocks"].numpy()
 
 

@@ -54,7 +54,6 @@ GGUF = {
 def make_sources(work: Path):
     """Write the Hugging Face directories hf-NAME, the GGUF files and the text files."""
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
     library = text_tokenizer()
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[a]{% endif %}"

@@ -679,7 +679,7 @@ def test_without_web_libraries():
     command = [sys.executable, "-c", WITHOUT_WEB_LIBRARIES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and "--max_queue" in done.stdout
-    assert done.stderr == "serve.py: error: starlette is not there: pip install -r requirements-serve.txt\n"
+    assert done.stderr == "serve.py: error: starlette is not installed: pip install -r requirements-serve.txt\n"
 
 
 def test_what_cannot_be_served(checkpoints, monkeypatch):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor, nn
 
-from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, print_status, progress_bar
+from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, progress_bar
 
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
@@ -27,8 +27,6 @@ REPORTS = 20  # how often a run reports the quality of the draft
 ROWS = 256  # of logits in memory at a time: with 10,000 columns, they fit in the processor's caches
 
 # ---------------------------------------------------------------- the options
-
-positive = number(int, "at least 1", lambda n: n >= 1)
 
 
 def make_parser(description: str) -> ArgumentParser:

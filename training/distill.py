@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.nn.functional as F
-from common import Trainer, kl_divergence, make_parser, positive
+from common import Trainer, kl_divergence, make_parser
 from teacher import Span, TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
-from cli import UserError, number, print_status, run_command
+from cli import UserError, number, positive, print_status, run_command
 from config import Config
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
@@ -149,7 +149,7 @@ class Distillation:
         is_other[self.frequent] = False
         self.others = is_other.nonzero()[:, 0]
 
-    def some_tokens(self, step: int) -> tuple[Tensor, Tensor]:
+    def sample_vocabulary(self, step: int) -> tuple[Tensor, Tensor]:
         """The tokens (m,) that have logits in a step, and the biases (m,) of their logits, with which the sampled
         tokens stand for all that were not sampled."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -160,7 +160,7 @@ class Distillation:
 
     def loss(self, step: int) -> Tensor:
         batch = make_batch(self.text.tokens, self.batches[step])
-        ids, bias = self.some_tokens(step)
+        ids, bias = self.sample_vocabulary(step)
         x, hidden = self.hidden_states(batch)
         matrix = F.embedding(ids, self.draft.embedding.weight)
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)

@@ -18,11 +18,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 
 import torch
 import torch.nn.functional as F
-from common import Trainer, kl_divergence, make_parser, positive
+from common import Trainer, kl_divergence, make_parser
 from teacher import TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor, nn
 
-from cli import UserError, print_status, run_command
+from cli import UserError, positive, print_status, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_head_rows

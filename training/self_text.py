@@ -28,15 +28,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from cli import (
-    ArgumentParser,
-    HelpFormatter,
-    UserError,
-    number,
-    print_status,
-    progress_bar,
-    run_command,
-)
+from cli import ArgumentParser, HelpFormatter, UserError, number, positive, print_status, progress_bar, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from cpu.memory import keep_freed_memory
 from drafts.heads import fingerprint
@@ -239,7 +231,6 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
 
 
 def main():
-    positive = number(int, "at least 1", lambda n: n >= 1)
     parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
     source = "as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct"
     parser.add_argument("--checkpoint_path", help=source)

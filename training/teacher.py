@@ -1,7 +1,7 @@
 """Training text for drafts: tokens that the target generated (self_text.py), and its hidden states for each of them.
 
-A hidden state times the output head gives the target's distribution of the next token. The trainers of this directory
-learn to predict these distributions, and the hidden states are also the input of Medusa heads.
+A hidden state times the output head gives the target's distribution of the next token. The drafts that are
+trained here learn to predict these distributions. The hidden states are also the input of Medusa heads.
 """
 
 import random

@@ -42,17 +42,19 @@ class Window:
     first: int
 
 
-def windows(ids: list[int], length: int, stride: int) -> list[Window]:
+def windows(ids: list[int], length: int, stride: int, bos: int | None = None) -> list[Window]:
     """Cut ids into windows that start `stride` (less than length) tokens apart.
 
     Each token except the first of the text is scored once. At least length - stride tokens are before it in its window,
-    or all tokens before it in the text.
+    or all tokens before it in the text. bos: the token that takes the place of the first one in all windows but the
+    first. Some models, such as Gemma 3, predict badly without it.
     """
     out, scored = [], 1
     for start in range(0, len(ids), stride):
         end = min(start + length, len(ids))
         if end > scored:
-            out.append(Window(ids[start:end], scored - start))
+            first = ids[start] if bos is None or start == 0 else bos
+            out.append(Window([first, *ids[start + 1 : end]], scored - start))
             scored = end
     return out
 
@@ -94,9 +96,9 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
     """Score a text's token ids with models[0], against the reference models[1] if given. Returns fields of --json."""
     for model in models:
         model.setup_caches(1, length)
-    results = []
+    results, bos = [], tokenizer.bos_id if tokenizer.add_bos else None
     with progress_bar(len(ids), "evaluating", " tokens", delay=2) as bar:
-        for window in windows(ids, length, stride):
+        for window in windows(ids, length, stride, bos):
             results.append(scores(models, window))
             bar.update(len(results[-1]["loss"]))
     total = float(sum(result["loss"].sum() for result in results))

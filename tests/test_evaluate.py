@@ -28,6 +28,8 @@ def test_every_token_but_the_first_is_scored_once(n, length, data):
         assert window.first >= min(length - stride, window.ids[window.first]) or window.ids[0] == 0
         scored += window.ids[window.first :]
     assert scored == ids[1:]
+    plain, marked = windows(ids, length, stride), windows(ids, length, stride, bos=-1)
+    assert marked == [plain[0], *(Window([-1, *window.ids[1:]], window.first) for window in plain[1:])]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-7-post", "mistral-window"])

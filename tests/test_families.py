@@ -5,6 +5,7 @@ different lengths that run beside each other, and contexts beyond the original o
 """
 
 import copy
+import json
 import random
 
 import gguf
@@ -18,7 +19,11 @@ from conftest import (
     OLMO2,
     OLMO3,
     PHI3,
+<<<<<<< HEAD
     SCALED_QUERIES,
+=======
+    ROOT,
+>>>>>>> families
     SHORT_CONTEXT,
     VOCABULARY,
     YARN_SET,
@@ -30,6 +35,9 @@ from conftest import (
     tiny_config,
 )
 from gguf_writer import bpe_fields, write_gguf
+from programs import run
+from safetensors.torch import load_file, save_file
+from servers import running
 from tokenizers import Tokenizer as TokenizersLibrary
 
 from convert_hf_checkpoint import convert
@@ -37,12 +45,13 @@ from drafts.draft_model import SelfDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
-from load import install_kernels, load_model
+from load import Checkpoint, install_kernels, load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_gguf, open_hf
 from speculative import Speculation
 from start import compiled_steps
+from tokenizer import ChatTemplate, TextStream
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
 LENGTHS, NEW = (1, 5, 11, 26, 40, 67, 81, 120), 64  # of prompts; new tokens
@@ -205,6 +214,7 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
 
 
+<<<<<<< HEAD
 MULTIMODAL = {
     "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
@@ -223,6 +233,37 @@ def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
     [prompt] = random_prompts((41,), seed=4)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
+=======
+@pytest.mark.parametrize("published", [False, True])
+def test_the_language_model_of_a_multimodal_one(tmp_path, published):
+    """Gemma 3 with images. published: with the tensors' names of Google's files, which transformers renames."""
+    text = random_member("gemma3", 3).to_dict() | {"eos_token_id": None}
+    vision = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    torch.manual_seed(0)
+    oracle = transformers.Gemma3ForConditionalGeneration(config).eval()
+    oracle.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    names = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    names |= {"model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."}
+    new, old = list(names), list(names.values())
+    pairs = list(zip(new, old)) if published else list(zip(old, new))
+    state = {}
+    for name, tensor in load_file(path).items():
+        found = next(((a, b) for a, b in pairs if name.startswith(a)), ("", ""))
+        state[found[1] + name.removeprefix(found[0])] = tensor
+    assert any(name.startswith(names["model.language_model."]) for name in state) == published
+    save_file(state, path, metadata={"format": "pt"})
+    [prompt] = random_prompts((23,), seed=4)
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    [found] = tokens(Engine(model, 1, 100), [prompt])
+    assert found == hf_greedy(oracle, prompt, NEW)
+>>>>>>> families
 
 
 def test_long_and_short_rows_share_no_prefix(member):
@@ -234,3 +275,36 @@ def test_long_and_short_rows_share_no_prefix(member):
     for prompt in prompts:
         [found] = tokens(engine, [prompt])
         assert found == hf_greedy(oracle, prompt, NEW)
+
+
+ANSWER = 24  # tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, template", [("gemma3", "gemma-3"), ("olmo3", "olmo-3.1"), ("phi3", "phi-3-mini")])
+def test_a_member_is_served_and_chatted_with(byte_level, tmp_path, family, template):
+    """By serve.py over HTTP and by generate.py --chat: both answer with the engine's tokens."""
+    config = random_member(family, 7 if family == "phi3" else 0)
+    config.vocab_size, config.max_position_embeddings = 700, 600
+    save_random(config, tmp_path / "hf", seed=5)
+    file = str(byte_level / "tokenizer.json")
+    library = transformers.PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|begin|>", eos_token="<|end|>")
+    library.chat_template = (ROOT / "tests" / "data" / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    library.save_pretrained(tmp_path / "hf")
+    checkpoint = Checkpoint(open_hf(tmp_path / "hf"))
+    tokenizer = checkpoint.tokenizer
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+    prompt = ChatTemplate(checkpoint.tokenizer_files, tokenizer).encode(messages)
+    request = Request(prompt, GREEDY, ANSWER, frozenset(tokenizer.eos_ids))
+    generate(Engine(load_model(checkpoint.source, dtype=torch.float32), 1, 500), [request])
+    text = TextStream(tokenizer).add(request.new_tokens, last=True)
+    how = ["--checkpoint_path", tmp_path / "hf", "--dtype", "float32"]
+    with running(tmp_path / "log.txt", *how, "--max_batch_size", 2, "--max_seq_length", 500) as server:
+        body = {"messages": messages, "max_completion_tokens": ANSWER, "temperature": 0}
+        answer = server.post("/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["content"] == text and answer["usage"]["prompt_tokens"] == len(prompt)
+    ask = ["--system", messages[0]["content"], "--prompt", messages[1]["content"], "--chat", "--json"]
+    done = run(*how, *ask, "--max_new_tokens", ANSWER, "--temperature", 0)
+    assert done.returncode == 0, done.stderr
+    [sample] = json.loads(done.stdout)["samples"]
+    assert sample["token_ids"] == request.new_tokens and sample["text"] == text

@@ -26,7 +26,7 @@ WAYS = {
     "ranks": ([], 24),
 }
 CHAT = "/v1/chat/completions"
-# Short answers before, so that a small model at temperature 1 does not write without end where the schema has no bounds.
+# Short answers before, so that a small model at temperature 1 does not write without end where a schema has no bounds.
 EXAMPLES = [("user", "Answer in JSON."), ("assistant", '{"a": 1}'), ("user", "Shorter."), ("assistant", '"b"')]
 EXAMPLES += [
     ("user", "A number."),

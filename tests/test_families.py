@@ -19,11 +19,8 @@ from conftest import (
     OLMO2,
     OLMO3,
     PHI3,
-<<<<<<< HEAD
-    SCALED_QUERIES,
-=======
     ROOT,
->>>>>>> families
+    SCALED_QUERIES,
     SHORT_CONTEXT,
     VOCABULARY,
     YARN_SET,
@@ -214,7 +211,6 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
 
 
-<<<<<<< HEAD
 MULTIMODAL = {
     "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
@@ -233,9 +229,10 @@ def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
     [prompt] = random_prompts((41,), seed=4)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
-=======
+
+
 @pytest.mark.parametrize("published", [False, True])
-def test_the_language_model_of_a_multimodal_one(tmp_path, published):
+def test_gemma3_with_images(tmp_path, published):
     """Gemma 3 with images. published: with the tensors' names of Google's files, which transformers renames."""
     text = random_member("gemma3", 3).to_dict() | {"eos_token_id": None}
     vision = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -263,7 +260,6 @@ def test_the_language_model_of_a_multimodal_one(tmp_path, published):
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
     [found] = tokens(Engine(model, 1, 100), [prompt])
     assert found == hf_greedy(oracle, prompt, NEW)
->>>>>>> families
 
 
 def test_long_and_short_rows_share_no_prefix(member):

@@ -328,14 +328,11 @@ def test_tuned_choices_are_found_again(tmp_path, monkeypatch):
 MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("bloom-5", None)]
-<<<<<<< HEAD
-MORE_MODELS += [("llama-gqa-biased", None), ("smollm3-tied", None), ("ministral3-gqa", None)]
-=======
 MORE_MODELS += [("llama-gqa-biased", None), ("smollm3-tied", None), ("phi3-partial", Quantization("int4", 32, "int8"))]
-NOT_FUSED = ("bloom", "gemma3", "granite", "olmo")  # these run operation by operation
+NOT_FUSED = ("bloom", "gemma3", "granite", "ministral3", "olmo")  # these run operation by operation
 MORE_MODELS += [("gemma3-untied", None), ("gemma3-tied", Quantization("int4", 32, "int8")), ("olmo2-gqa", None)]
 MORE_MODELS += [("olmo3-yarn", Quantization("int8", 32, "int8")), ("granite-biased", None)]
->>>>>>> families
+MORE_MODELS += [("ministral3-gqa", None)]
 
 
 @pytest.fixture
@@ -349,11 +346,7 @@ def models(tiny, tmp_path):
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
         ours.use(kt.install(ours))
-<<<<<<< HEAD
-        assert (ours.backend.run_blocks is not None) == (not name.startswith(("bloom", "ministral3")))
-=======
         assert (ours.backend.run_blocks is not None) == (not name.startswith(NOT_FUSED))
->>>>>>> families
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain
 

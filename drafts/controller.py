@@ -29,17 +29,22 @@ class Recent:
 
     def __init__(self):
         self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (step, measurement)
+        self.latest: tuple[float | None, float | None] | None = None  # the latest prior estimate, and its median
 
     def add(self, step: int, value: float):
         self.values.append((step, value))
+        self.latest = None
 
     def median(self, step: int, prior: float | None = None) -> float | None:
         """None if there is neither a measurement nor a prior estimate. Of an even number of values, the smaller one in
         the middle: interruptions by other programs make measurements too long, never too short."""
         while self.values and self.values[0][0] < step - MEMORY:
             self.values.popleft()
-        values = sorted([value for _, value in self.values] + ([] if prior is None else [prior]))
-        return values[(len(values) - 1) // 2] if values else None
+            self.latest = None
+        if self.latest is None or self.latest[0] != prior:
+            values = sorted([value for _, value in self.values] + ([] if prior is None else [prior]))
+            self.latest = prior, values[(len(values) - 1) // 2] if values else None
+        return self.latest[1]
 
 
 class Rate:
@@ -102,7 +107,9 @@ class Controller:
             return None
         best, choice = MARGIN * rows / plain_s, None
         for candidate in candidates:
-            seconds = plain_s + self.extra_s(rows, candidate.tokens) + self.draft_s(rows, candidate, plain_s)
+            seconds = plain_s + self.extra_s(rows, candidate.tokens)
+            if candidate.accepted is None:
+                seconds += self.draft_s(rows, candidate, plain_s)
             rate = self.new_tokens(rows, candidate) / seconds
             if rate > best:
                 best, choice = rate, candidate

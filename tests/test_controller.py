@@ -163,3 +163,16 @@ def test_measurements_are_forgotten():
     for _ in range(3_000):
         rate.fade()
     assert rate.value == pytest.approx(0.5, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "token_s, rows, k", [(0.02, 1, 15), (0.3, 3, 7), (0.5, 3, 5), (0.9, 1, 15), (2.0, 1, 1), (0.2, 8, 15)]
+)
+def test_nothing_is_searched_for_if_no_proposal_could_gain(token_s, rows, k):
+    machine = Machine(token_s)
+    assert not machine.controller.could_gain(rows, k), "plain steps are measured first"
+    for _ in range(3):
+        machine.step([], 0.0, rows)
+    proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
+    best = machine.controller.choose(rows, proposals)
+    assert machine.controller.could_gain(rows, k) == (best is not None)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafts.controller import LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
+from drafts.controller import BATCH_MARGIN, LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
 from drafts.draft_model import SelfDraft
 
 
@@ -112,7 +112,7 @@ def test_each_number_of_rows_has_its_own_plain_steps():
             controller.update(rows, None, (0.0, plain_s), [0] * rows)
     assert controller.choose(1, found([0.1 * MARGIN + 0.06])) is not None  # 1.165 tokens in 1.1 s instead of 1 in 1
     longer_s = 3.0 + LONGER * 0.1  # for nine tokens are not few
-    least = MARGIN * 8 / 3 * longer_s - 8  # accepted, so that there are 1.05 times as many a second as 8 in 3 s
+    least = BATCH_MARGIN * 8 / 3 * longer_s - 8  # accepted, so that there are 1.2 times as many a second as 8 in 3 s
     assert controller.choose(8, found([least - 0.01])) is None and controller.choose(8, found([least + 0.01]))
 
 

@@ -379,8 +379,9 @@ class Speculation:
             asked = (self._ask(batch, Candidate(i, self.k, 0)) for i in range(len(self.drafts)))
             return next((drafted for drafted in asked if drafted.proposal is not None), Drafted())
         found, candidates = {}, []
-        # Ranks measure different times, but must know the same candidates.
-        worth_finding = self.model.shard is not None or self.controller.could_gain(len(batch.rows), self.k)
+        # One row is searched faster than this is decided. Ranks measure different times, but need the same candidates.
+        always = len(batch.rows) == 1 or self.model.shard is not None
+        worth_finding = always or self.controller.could_gain(len(batch.rows), self.k)
         for i, draft in enumerate(self.drafts):
             if not hasattr(draft, "find"):
                 candidates += self._candidates(i, batch)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten; rates decay with this time constant
 FIRST_PLAIN_STEPS = 2  # with each number of rows
-MARGIN = 1.05  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
+MARGIN = 1.08  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
 BATCH_MARGIN = 1.2  # the same for several rows: those that get ahead end sooner, and fewer rows share the later steps
 FEW_TOKENS = 8  # in a pass, up to which an extra token takes no longer than in prefill
 LONGER = 1.4  # in longer passes, an extra token takes this many times as long as in prefill (measured: 1.1 to 1.6)

@@ -93,7 +93,7 @@ def check_arguments(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
-    args.model = ModelOptions.of(args)
+    args.model = ModelOptions.of(args, converses=args.chat or args.interactive)
     if args.roofline is not None and (args.profile or args.interactive or args.model.speculates):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
     if args.interactive:

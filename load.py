@@ -58,14 +58,17 @@ class ModelOptions:
     draft_checkpoint_path: str | None = None
     draft: list[DraftOption] = field(default_factory=list)
     speculate_k: int | str | None = None
+    lookup_by_default: bool = False  # prompt lookup is the draft where it cannot change a token; not an option
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "ModelOptions":
-        """The options of a command line. UserError if they contradict each other."""
-        options = cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+    def of(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
+        """The options of a command line. UserError if they contradict each other. converses: whether the program holds
+        conversations, in which prompt lookup is the draft by default."""
+        options = cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
         options.dtype = DTYPES[args.dtype]
         given = args.draft or []
         options.draft = [draft for draft in given if draft.kind != "none"]
+        options.lookup_by_default = converses and not (given or options.draft_checkpoint_path or options.compile)
         if options.draft_checkpoint_path == "":
             raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
         if options.speculate_k and not options.speculates:
@@ -112,8 +115,8 @@ def add_model_options(parser: argparse.ArgumentParser):
     kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
-    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none (the "
-    kinds += "default): no draft"
+    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none: no "
+    kinds += "draft. Default: none, or prompt-lookup in conversations with the CPU kernels, without --compile"
     add("--draft", metavar="KIND", type=DraftOption.parse, action="append", help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", type=draft_length, help=how_many)

@@ -61,7 +61,7 @@ def parse_arguments(argv=None):
     add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser)
     args = parser.parse_args(argv)
-    args.model = ModelOptions.of(args)
+    args.model = ModelOptions.of(args, converses=True)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave the option out to need none")
     if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):

@@ -378,10 +378,16 @@ class Speculation:
         if not self.automatic:
             asked = (self._ask(batch, Candidate(i, self.k, 0)) for i in range(len(self.drafts)))
             return next((drafted for drafted in asked if drafted.proposal is not None), Drafted())
-        found = {i: self._find(i, batch) for i, draft in enumerate(self.drafts) if hasattr(draft, "find")}
-        candidates = []
-        for i in range(len(self.drafts)):
-            candidates += self._found_candidates(i, batch, found[i]) if i in found else self._candidates(i, batch)
+        found, candidates = {}, []
+        # One row is searched faster than this is decided. Ranks measure different times, but need the same candidates.
+        always = len(batch.rows) == 1 or self.model.shard is not None
+        worth_finding = always or self.controller.could_gain(len(batch.rows), self.k)
+        for i, draft in enumerate(self.drafts):
+            if not hasattr(draft, "find"):
+                candidates += self._candidates(i, batch)
+            elif worth_finding:
+                found[i] = self._find(i, batch)
+                candidates += self._found_candidates(i, batch, found[i])
         choice = self.controller.choose(len(batch.rows), candidates)
         if self.model.shard is not None:  # the other ranks have measured other times
             index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)

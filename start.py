@@ -55,11 +55,23 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
         module.prepare_process(options.threads)
     model = load_with(module, checkpoint.source, device, options, ranks.shard(device))
     speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
+    if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
+        speculation = default_speculation()
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)
     engine.ranks = ranks if ranks.size > 1 else None
     engine.threads.fixed = options.threads is not None or device.type != "cpu"
     return engine
+
+
+def default_speculation():
+    """Prompt lookup; or None if its files have been deleted, as they may be."""
+    try:
+        from drafts.retrieval import RetrievalDraft
+        from speculative import Speculation
+    except ModuleNotFoundError:
+        return None
+    return Speculation([RetrievalDraft()])
 
 
 # ---------------------------------------------------------------- compiled steps

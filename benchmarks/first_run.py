@@ -1,15 +1,16 @@
 """Prompt lookup beside plain decoding, each time the first run of a fresh process: what a user of generate.py sees.
 
-Twelve open prompts, which ask questions, and twelve that ask for code or text to be repeated or edited. Every prompt
-runs in turn with `--draft none` and with `--draft prompt-lookup`, and the ratio of the two decode rates is taken. With
---rows 8, all rows have the same prompt and different seeds (with --temperature 0 they also have the same text).
+Twelve open prompts, which ask questions, and twelve that ask for code or text to be repeated or edited. In each round a
+prompt runs with `--draft prompt-lookup` and, before and after it, with `--draft none`. The ratio of the decode rates
+counts, to the mean of the two plain runs; "control" is the ratio of these two, and shows how much such runs vary by
+themselves. With --rows 8, all rows have the same prompt and different seeds (with --temperature 0 they also have the
+same text).
 """
 
 import json
 import math
 import shlex
 import sys
-from functools import partial
 from statistics import median
 
 import measure
@@ -43,7 +44,7 @@ def run(args, path, prompt: str, draft: str) -> dict:
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12})
+    parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12, "--rounds": 3})
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--options", default="", help="further options of generate.py, for example --options=--compile")
     parser.add_argument("--format", choices=measure.WITH_FILE, default="file", help="of the weights (file)")
@@ -52,24 +53,27 @@ def main():
     kinds = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     for kind, prompts in kinds.items():
         for prompt in prompts[: args.prompts]:
-            turns = {draft: partial(run, args, path, prompt, draft) for draft in ("none", "prompt-lookup")}
-            if len(rows) % 2:
-                turns = dict(reversed(turns.items()))
-            results = {draft: work() for draft, work in turns.items()}
-            plain, lookup = results["none"], results["prompt-lookup"]
-            row = {"prompts": kind, "over_plain": lookup["rate"] / plain["rate"], "plain": plain["rate"]}
-            rows.append(row | {"same_tokens": plain["tokens"] == lookup["tokens"]})
-            print_status(f"{kind}: {row['over_plain']:.2f}x of {row['plain']:.0f} tokens/s")
+            ratios, controls, same = [], [], True
+            for _ in range(args.rounds):
+                before, lookup, after = (run(args, path, prompt, draft) for draft in ("none", "prompt-lookup", "none"))
+                ratios.append(2 * lookup["rate"] / (before["rate"] + after["rate"]))
+                controls.append(after["rate"] / before["rate"])
+                same = same and before["tokens"] == lookup["tokens"] == after["tokens"]
+            row = {"prompts": kind, "over_plain": median(ratios), "control": median(controls), "same_tokens": same}
+            rows.append(row | {"plain": before["rate"]})
+            print_status(f"{kind}: {row['over_plain']:.2f}x of {before['rate']:.0f} tokens/s")
     table = []
     for kind in kinds:
-        ratios = [row["over_plain"] for row in rows if row["prompts"] == kind]
+        mine = [row for row in rows if row["prompts"] == kind]
+        ratios, controls = measure.column(mine, "over_plain"), measure.column(mine, "control")
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        same = all(row["same_tokens"] for row in rows if row["prompts"] == kind)
         about = {"geometric_mean": mean, "median": median(ratios), "least": min(ratios), "most": max(ratios)}
-        table.append({"prompts": kind, **about, "same_tokens": same})
+        about |= {"control": median(controls), "least_control": min(controls)}
+        table.append({"prompts": kind, **about, "same_tokens": all(row["same_tokens"] for row in mine)})
     columns = {"prompts": "", "geometric_mean": ".3f", "median": ".2f", "least": ".2f", "most": ".2f"}
+    columns |= {"control": ".2f", "least_control": ".2f"}
     measure.print_table(table, columns | {"same_tokens": ""})
-    options = {key: getattr(args, key) for key in ("new_tokens", "rows", "temperature", "options", "format")}
+    options = {key: getattr(args, key) for key in ("new_tokens", "rows", "rounds", "temperature", "options", "format")}
     about = {"model": find_source(str(path)).name, "summary": table, "runs": rows}
     measure.save("first_run", options | about, args.out, choose_device(None))
 

@@ -98,9 +98,10 @@ class ThreadCount:
         index = self.counts.index(self.count)
         self.upwards = index == 0 or (not self.upwards and index + 1 < len(self.counts))
         other = self.counts[index + 1 if self.upwards else index - 1]
-        # Seconds that trials may still cost:
-        budget_s = TRIAL_ALLOWANCE_S + TRIAL_SHARE * self.spent.total_s - self.spent.trials_s
         free = self.can_run(max(self.count, other))
+        # Seconds that trials may still cost. A short run on an idle machine makes none of fewer threads.
+        budget_s = TRIAL_SHARE * self.spent.total_s - self.spent.trials_s
+        budget_s += 0.0 if free and not self.upwards else TRIAL_ALLOWANCE_S
         self.considered += 1
         if self.upwards:
             worthwhile = free or (budget_s > 0 and (free is None or self.considered > 8))

@@ -17,7 +17,8 @@ from typing import NamedTuple
 WINDOW = 7  # measurements, of which the median counts
 MEMORY = 256  # steps after which a measurement is forgotten; rates decay with this time constant
 FIRST_PLAIN_STEPS = 2  # with each number of rows
-MARGIN = 1.05  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
+MARGIN = 1.08  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
+BATCH_MARGIN = 1.2  # the same for several rows: those that get ahead end sooner, and fewer rows share the later steps
 FEW_TOKENS = 8  # in a pass, up to which an extra token takes no longer than in prefill
 LONGER = 1.4  # in longer passes, an extra token takes this many times as long as in prefill (measured: 1.1 to 1.6)
 PRIOR = 0.5, 2.0  # for a draft without measurements: its acceptance rate, and how many tokens this counts as
@@ -105,7 +106,7 @@ class Controller:
         plain_s = self.plain[rows].median(self.steps)
         if plain_s is None or len(self.plain[rows].values) < FIRST_PLAIN_STEPS:
             return None
-        best, choice = MARGIN * rows / plain_s, None
+        best, choice = (MARGIN if rows == 1 else BATCH_MARGIN) * rows / plain_s, None
         for candidate in candidates:
             seconds = plain_s + self.extra_s(rows, candidate.tokens)
             if candidate.accepted is None:
@@ -114,6 +115,13 @@ class Controller:
             if rate > best:
                 best, choice = rate, candidate
         return choice
+
+    def could_gain(self, rows: int, k: int) -> bool:
+        """Whether a proposal of up to k tokens per row would pay off if all of them were accepted. If not, a draft need
+        not look for any."""
+        most = rows * k
+        sizes = {most, min(most, max(1, FEW_TOKENS - rows)), *(2**i - 1 for i in range(1, most.bit_length()))}
+        return self.choose(rows, [Candidate(0, n, n, n) for n in sizes]) is not None
 
     def new_tokens(self, rows: int, candidate: Candidate) -> float:
         """The expected number of new tokens of a step with this candidate."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafts.controller import LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
+from drafts.controller import BATCH_MARGIN, LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
 from drafts.draft_model import SelfDraft
 
 
@@ -110,9 +110,10 @@ def test_each_number_of_rows_has_its_own_plain_steps():
         for _ in range(2):
             assert controller.choose(rows, found([0.9] * 3)) is None, "the first steps are plain"
             controller.update(rows, None, (0.0, plain_s), [0] * rows)
-    assert controller.choose(1, found([0.1 * MARGIN + 0.06])) is not None  # 1.165 tokens in 1.1 s instead of 1 in 1
+    least = 1.1 * MARGIN - 1  # accepted, so that there are MARGIN times as many a second in 1.1 s as 1 in 1 s
+    assert controller.choose(1, found([least - 0.01])) is None and controller.choose(1, found([least + 0.01]))
     longer_s = 3.0 + LONGER * 0.1  # for nine tokens are not few
-    least = MARGIN * 8 / 3 * longer_s - 8  # accepted, so that there are 1.05 times as many a second as 8 in 3 s
+    least = BATCH_MARGIN * 8 / 3 * longer_s - 8  # accepted, the same for 8 tokens in 3 s
     assert controller.choose(8, found([least - 0.01])) is None and controller.choose(8, found([least + 0.01]))
 
 
@@ -163,3 +164,16 @@ def test_measurements_are_forgotten():
     for _ in range(3_000):
         rate.fade()
     assert rate.value == pytest.approx(0.5, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "token_s, rows, k", [(0.02, 1, 15), (0.3, 3, 7), (0.5, 3, 5), (0.9, 1, 15), (2.0, 1, 1), (0.2, 8, 15)]
+)
+def test_nothing_is_searched_for_if_no_proposal_could_gain(token_s, rows, k):
+    machine = Machine(token_s)
+    assert not machine.controller.could_gain(rows, k), "plain steps are measured first"
+    for _ in range(3):
+        machine.step([], 0.0, rows)
+    proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
+    best = machine.controller.choose(rows, proposals)
+    assert machine.controller.could_gain(rows, k) == (best is not None)

@@ -52,6 +52,12 @@ def test_on_an_idle_machine_most_threads_stay(monkeypatch, most, scaling):
     assert rate(machine.run(20)) > 0.98 * most**scaling / 0.003
 
 
+def test_a_short_run_on_an_idle_machine_makes_no_trial(monkeypatch):
+    """Its first steps are slow, so that a smaller number of threads might look better."""
+    machine = Machine(monkeypatch, [1, 2], lambda n, t: 0.004 / n + 0.002 * (t < 0.02), can_run=lambda n: True)
+    assert {n for _, n, _ in machine.run(0.2)} == {2}
+
+
 @pytest.mark.parametrize("best", [1, 2, 4, 8, 16])
 def test_the_best_number_is_found_from_any_number(monkeypatch, best):
     """Also between the extremes, for work that many threads only slow down."""

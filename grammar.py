@@ -79,7 +79,8 @@ class GrammarTokenizer:
 
     def compile(self, source: str) -> Grammar:
         """The grammar of a new answer; UserError if its source is invalid or too large. The library compiles without
-        Python's lock, within bounds on memory and time, so this may run in a thread."""
+        Python's lock, so this may run in a thread. Its bounds on time do not hold for all sources: a server first tries
+        those of its clients in another process (server/constraints.py)."""
         if len(source) > MAX_SOURCE_BYTES:
             raise UserError(f"the grammar has {len(source)} bytes, at most {MAX_SOURCE_BYTES} are allowed")
         matcher = self.llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)

@@ -11,11 +11,13 @@ tokens before it.)
 
 import codecs
 import datetime
+import itertools
 import json
 import re
+import sys
+import time
 from collections.abc import Iterable
-from contextlib import suppress
-from itertools import zip_longest
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from checkpoint import TokenizerFiles, read_tokenizer_files
@@ -82,7 +84,7 @@ class Tokenizer:
         if self.vocabulary is None or other.vocabulary is None:
             neither = self.vocabulary is other.vocabulary
             return None if neither else "only one of them has a tokenizer, so their tokens cannot be compared"
-        for i, (mine, theirs) in enumerate(zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
+        for i, (mine, theirs) in enumerate(itertools.zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
             if mine != theirs:
                 return f"token {i} is {mine!r} there and {theirs!r} here"
         return None
@@ -143,6 +145,7 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
 # ---------------------------------------------------------------- conversations
 
 
+MAX_TEMPLATE_S = 2  # of processor time for a template to write a conversation; long ones take some ms
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after the content of a message that is to be continued
 
 
@@ -150,7 +153,7 @@ class ChatTemplate:
     """The chat template of a model: a Jinja2 program that writes a conversation as the model's text.
 
     The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's internals and from
-    changing its arguments, but does not limit its time and memory.
+    changing its arguments, and time_limit bounds its time. Nothing limits its memory.
     """
 
     def __init__(self, source: TokenizerFiles | Path, tokenizer: Tokenizer):
@@ -186,7 +189,8 @@ class ChatTemplate:
         values = {"documents": None} | (variables or {}) | self.tokenizer.named_tokens
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
-            text = self.template.render(values)
+            with time_limit(MAX_TEMPLATE_S):
+                text = self.template.render(values)
         except Exception as error:
             raise self._failure(error) from None
         return self._cut_at_mark(text) if continue_last else text
@@ -231,6 +235,25 @@ class ChatTemplate:
             after = self.tokenizer.encode(rest, add_bos=False) if found else []
             ids |= set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
         return ids
+
+
+@contextmanager
+def time_limit(seconds: float):
+    """Raise TimeoutError in a template that needs more processor time. The clock is read at every hundredth line of the
+    template or call of a Python function."""
+    end, steps = time.thread_time() + seconds, itertools.count()
+    others = sys.gettrace()
+
+    def check(frame, event: str, argument):
+        if next(steps) % 100 == 0 and time.thread_time() > end:
+            raise TimeoutError(f"it takes more than {seconds} s")
+        return check if frame.f_code.co_filename == "<template>" else None  # whether its lines are traced, too
+
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(others)
 
 
 def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[int]:

@@ -186,12 +186,12 @@ class ChatModel:
         if message.get("function_call"):
             raise ApiError(f"{name}.function_call is not supported, use tool_calls", param=f"{name}.function_call")
         checked = {"role": "system" if role == "developer" else role}
-        if message.get("tool_calls"):
+        if message.get("tool_calls") not in (None, []):
             checked["tool_calls"] = self.check_calls(message, f"{name}.tool_calls")
             content = "" if content is None else content
         checked["content"] = check_content(content, f"{name}.content")
         reasoning = message.get("reasoning_content")
-        if role == "assistant" and reasoning:
+        if role == "assistant" and reasoning not in (None, ""):
             checked["reasoning_content"] = check_content(reasoning, f"{name}.reasoning_content")
         if role == "tool":
             call_id = message.get("tool_call_id")
@@ -229,7 +229,9 @@ class ChatModel:
             {"id": self.id_for_template(call[0]), "type": "function", "function": function}
             for call, function in zip(calls, functions)
         ]
-        return message | {"content": message["content"] or (None if format.null_content else "")}
+        if format.null_content:  # such a template writes either content or calls, and results follow the calls
+            message["content"] = None
+        return message
 
     def id_for_template(self, call_id: str) -> str:
         """The id of a call. Mistral's templates refuse ids that do not have 9 letters and digits."""
@@ -315,7 +317,7 @@ def check_tool(tool, name: str) -> Tool:
     schema = {} if schema is None else schema
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise ApiError(f"{name}.function.parameters must be the JSON schema of an object", param=f"{name}.parameters")
-    if not isinstance(function.get("description") or "", str) or not isinstance(strict or False, bool):
+    if not isinstance(function.get("description"), str | None) or not isinstance(strict, bool | None):
         raise ApiError(f"{name}.function: description must be a string, and strict true or false", param=name)
     return Tool(function["name"], schema, bool(strict))
 

@@ -1,7 +1,7 @@
 """What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
 
 Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
-a whole answer; GrammarChecker, which refuses grammars that the engine could not use.
+a whole answer; GrammarChecker, which refuses grammars that the engine could not use; the process that tries them.
 
 Sources: response_format is OpenAI's; structured_outputs, and before it guided_json, guided_regex and guided_choice, are
 vLLM's.
@@ -9,10 +9,15 @@ vLLM's.
 
 import hashlib
 import json
+import os
+import resource
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 from cli import UserError
 from grammar import GrammarTokenizer, choice_source, regex_source, schema_rule
@@ -22,6 +27,12 @@ from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
 MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, so that it may delay other requests
+MAX_TRIES = 4  # grammars that are tried at the same time
+TRY_WAIT_S = 10  # for a request to wait until its grammar can be tried
+TRY_CPU_S = 2  # for a grammar to compile; schemas of 10 KB take some ms
+TRY_TIME_S = 30  # the same, on a busy machine
+TRY_STACK_BYTES = 1 << 20  # less than the threads of the engine's process have, which compiles the grammar again
+REFUSED = 3  # the exit code of the process that has tried a grammar and sent the reason
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,10 @@ def read_response_format(value: dict | None) -> Constraint | None:
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict | bool):
         raise ApiError(f"{param}.json_schema.schema must be a JSON schema", param=param)
-    return schema_constraint(schema, param, lenient=described.get("strict") is not True)
+    strict = described.get("strict")
+    if not isinstance(strict, bool | None):
+        raise ApiError(f"{param}.json_schema.strict must be true or false", param=param)
+    return schema_constraint(schema, param, lenient=not strict)
 
 
 def make_constraint(kind: str, value, param: str) -> Constraint | None:
@@ -147,7 +161,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
         self.arguments = (tokenizer, vocab_size, end_ids)
-        self.lock = threading.Lock()
+        self.lock, self.tries = threading.Lock(), threading.BoundedSemaphore(MAX_TRIES)
         self.compiler: GrammarTokenizer | None = None  # made when it is needed first, because it takes a second
         self.valid: OrderedDict[bytes, None] = OrderedDict()  # hashes of sources, the latest last
 
@@ -163,11 +177,17 @@ class GrammarChecker:
         except UserError as error:  # the library is not installed, or the model has no tokenizer
             message = str(error).replace(f"{self.arguments[0].path} has", "the model has")
             raise ApiError(f"{param}: {message}", param=param) from None
+        if not self.tries.acquire(timeout=TRY_WAIT_S):
+            raise ApiError("too many schemas are being compiled", 503, code="overloaded", retry_after=TRY_WAIT_S)
         try:
             source.encode()
-            self.compiler.compile(source)
-        except (UserError, UnicodeEncodeError) as error:
-            raise ApiError(f"{param}: {kind} is not supported: {error}", param=param) from None
+            error = try_grammar(self.compiler, source)
+        except UnicodeEncodeError as failure:
+            error = str(failure)
+        finally:
+            self.tries.release()
+        if error:
+            raise ApiError(f"{param}: {kind} is not supported: {error}", param=param)
         with self.lock:
             self.valid[key] = None
             if len(self.valid) > MAX_VALID:
@@ -181,3 +201,52 @@ class GrammarChecker:
         matcher = self.compiler.compile(source).matcher
         ids = self.arguments[0].encode(text, add_bos=False)
         return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()
+
+
+# ---------------------------------------------------------------- trying a grammar
+
+
+def try_grammar(compiler: GrammarTokenizer, source: str) -> str:
+    """Why a grammar does not compile, or no text if it does.
+
+    A forked process tries it, because for some schemas of a few bytes the library needs minutes, and others overflow
+    the stack, which ends the process.
+    """
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        compile_and_exit(compiler, source, writer)
+    os.close(writer)
+    with open(reader, "rb") as reasons:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == REFUSED:
+            return reasons.read().decode("utf-8", "replace")
+    return "" if code == 0 else "it is too complex to compile"
+
+
+def compile_and_exit(compiler: GrammarTokenizer, source: str, writer: int) -> NoReturn:
+    """What the forked process does. It may use a bounded time, and ends without any of Python's cleanups."""
+    codes = []
+
+    def compile():
+        try:
+            compiler.compile(source)
+            codes.append(0)
+        except UserError as error:
+            os.write(writer, str(error).encode("utf-8", "replace")[:1000])
+            codes.append(REFUSED)
+
+    try:
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            if descriptor not in (0, 1, 2, writer):  # such as clients' sockets, which would stay open with this process
+                with suppress(OSError):
+                    os.close(descriptor)
+        os.nice(5)  # the engine goes on
+        signal.setitimer(signal.ITIMER_REAL, TRY_TIME_S)  # whose signal ends the process
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (TRY_CPU_S, TRY_CPU_S))
+        threading.stack_size(TRY_STACK_BYTES)
+        thread = threading.Thread(target=compile)
+        thread.start()
+        thread.join()
+    finally:
+        os._exit(codes[0] if codes else 1)

@@ -55,6 +55,7 @@ MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers; up to READ_BYTES mo
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
 MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
 READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
+PARSER_THREADS = 64
 LINGER_S = 2  # after an invalid request, input is read and dropped for this long, so that the client gets the response
 RESERVED_FILES = 40  # file descriptors that are not for connections
 ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
@@ -68,6 +69,7 @@ ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  
 def run_http(settings: Settings, listener: socket.socket, connection):
     """Serve until the engine's end of the pipe is closed."""
     open_closed_streams()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # with them, a fork prints a warning
     with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -76,6 +78,8 @@ def run_http(settings: Settings, listener: socket.socket, connection):
 
 async def serve_http(settings: Settings, listener: socket.socket, connection):
     engine = EngineClient(connection, settings.max_batch_size, settings.max_queue)
+    # Python's default is a few threads, which hostile schemas could keep busy, so that other requests would wait.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARSER_THREADS))
     config = uvicorn.Config(
         make_app(settings, engine, listener.getsockname()[0]),
         http=HttpConnection,

@@ -51,7 +51,7 @@ class ToolFormat:
     between: str | None = None  # None: an answer has at most one call
     end: str = ""
     more_openers: tuple[str, ...] = ()  # marks before a call that the model may write, but the template does not
-    null_content: bool = False  # the content of a message with calls is null, instead of ""
+    null_content: bool = False  # the content of a message with calls must be null
     text_arguments: bool = False  # arguments are JSON text, instead of objects
     in_content: bool = False  # the template does not know calls, so they are written into the content of messages
     tools_in: str = "tools"  # the template's variable for tools; "system": they are JSON text in the system message
@@ -231,8 +231,12 @@ def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str 
     """The text after a call, without what the template writes after an answer; None if there is no end of a turn."""
     if text.endswith(end_of_turn):
         return text.removesuffix(end_of_turn)
-    names = template.tokenizer.vocabulary.tokens() if template.tokenizer.vocabulary else []
-    ends = [text.find(names[i]) for i in template.tokenizer.eos_ids if i < len(names) and names[i]]
+    special = special_tokens(template.tokenizer)
+    ends = [text.find(name) for name, i in special.items() if i in template.tokenizer.eos_ids]
+    # Command-R's template ends no turn after calls. There, an answer ends before what follows any conversation.
+    same = commonprefix([text[::-1], end_of_turn[::-1]])[::-1]
+    if starts := [same.index(name) for name in special if name in same]:
+        ends.append(len(text[: len(text) - len(same) + min(starts)].rstrip()))
     return min((text[:at] for at in ends if at >= 0), key=len, default=None)
 
 

@@ -4,13 +4,16 @@ import asyncio
 import json
 import math
 import re
+import resource
 import sys
+import threading
 
 import pytest
 from servers import CONTEXT, MESSAGES
 
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
+from server import constraints
 from server.api import CompletionRequest, ServedModel
 from server.constraints import GrammarChecker
 from server.fields import ApiError, encode_json, parse_object
@@ -96,6 +99,7 @@ SCHEMAS = [  # fields about the form of an answer
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, "response_format"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
@@ -129,6 +133,8 @@ CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
     (say("x", role="tool", tool_call_id="a"), "messages[0].role"),
     (say("x", role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
+    (say("x", role="assistant", reasoning_content=False), "messages[0].reasoning_content"),
+    (say("x", role="assistant", tool_calls={}), "messages[0].tool_calls"),
     (say("x", role="assistant", continue_final_message=True, function_call={"a": 1}), "messages[0].function_call"),
     ({"continue_final_message": True}, "continue_final_message"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -286,6 +292,37 @@ def test_valid_grammars_are_remembered(model, monkeypatch):
     body = {"prompt": "a", "guided_choice": ["remembered"]}
     model.parse_completion(body)
     monkeypatch.setattr(model.grammars, "compiler", "not needed")
+    model.parse_completion(body)
+
+
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)} | {"d4000": {}}
+TOO_COMPLEX = [  # each would take the library minutes, or end the process by a stack overflow
+    {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]},
+    {"type": "string", "allOf": [{"pattern": f".*a[ab]{{{n}}}c.*"} for n in range(5, 60)]},
+    {"$ref": "#/$defs/d0", "$defs": CHAIN},
+]
+
+
+@pytest.mark.parametrize("schema", TOO_COMPLEX)
+def test_schemas_that_are_too_complex_are_refused_in_time(model, schema):
+    def seconds():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = seconds()
+    with pytest.raises(ApiError, match="the schema is not supported: it is too complex to compile") as caught:
+        model.parse_completion({"prompt": "a", "guided_json": schema})
+    assert caught.value.status == 400 and caught.value.param == "guided_json"
+    assert seconds() - before < 2 * constraints.TRY_CPU_S
+
+
+def test_only_a_few_grammars_are_tried_at_a_time(model, monkeypatch):
+    monkeypatch.setattr(constraints, "TRY_WAIT_S", 0)
+    monkeypatch.setattr(model.grammars, "tries", threading.BoundedSemaphore(1))
+    body = {"prompt": "a", "guided_choice": ["tried"]}
+    with model.grammars.tries, pytest.raises(ApiError, match="too many schemas") as caught:
+        model.parse_completion(body)
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
     model.parse_completion(body)
 
 

@@ -9,6 +9,7 @@ import datetime
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import jinja2
@@ -17,6 +18,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
+import tokenizer
 from cli import UserError
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -264,3 +266,18 @@ def test_a_broken_or_hostile_template_ends_in_one_line_and_harms_nothing(write, 
     messages = talk("Hello")
     assert re.search(reason, refusal(lambda: write(source.replace("FILE", str(tmp_path / "file"))).encode(messages)))
     assert not (tmp_path / "file").exists() and messages == talk("Hello")
+
+
+LOOPS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ lipsum(n=1000000000) }}",
+]
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_a_template_that_loops_is_stopped(write, monkeypatch, source):
+    monkeypatch.setattr(tokenizer, "MAX_TEMPLATE_S", 0.1)
+    before = sys.gettrace()
+    assert "fails: it takes more than 0.1 s" in refusal(write(source).encode, talk("Hello"))
+    assert sys.gettrace() is before

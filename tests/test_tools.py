@@ -5,12 +5,12 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import CONTEXT
 from tokenizers import AddedToken
@@ -23,7 +23,7 @@ from server.api import ServedModel
 from server.fields import ApiError, FieldReader
 from server.messages import Update
 from server.responses import ResponseBuilder
-from server.tools import GRANITE, HERMES, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
+from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
 from tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
@@ -68,6 +68,20 @@ DEEPSEEK_TEMPLATE = """{{ tools | tojson if tools else '' }}
     {%- else %}<｜User｜>{{ m.content }}
     {%- endif %}
 {%- endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+# The form of Command-R: a further instruction ends each prompt, and no token ends a turn with calls.
+COMMAND_R_TEMPLATE = """{% for tool in tools or [] %}def {{ tool.function.name }}(): {{ tool.function.description }}
+{% endfor %}
+{%- for m in messages %}<|START|>{{ m.role }}<|MIDDLE|>{{ m.content | trim }}
+    {%- for c in m.tool_calls or [] %}{{ '\nAction:\n```json\n[' if loop.first else ',' }}
+    {
+        "tool_name": "{{ c.function.name }}",
+        "parameters": {{ c.function.arguments | tojson(indent=4) }}
+    }
+    {%- if loop.last %}{{ '\n]```\n' }}{% endif %}
+    {%- else %}<|END|>
+    {%- endfor %}
+{%- endfor %}<|START|>system<|MIDDLE|>Write a list of calls:
+[{"tool_name": title, "parameters": {}}]<|END|>{% if add_generation_prompt %}<|START|>assistant<|MIDDLE|>{% endif %}"""
 # Calls that are not JSON, as of Qwen3-Coder.
 XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
@@ -76,11 +90,16 @@ XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}</function>
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}"""
+# Calls without names, as of Kimi K2.
+ID_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.id }}<|args|>{{ c.function.arguments | tojson }}<|/call|>
+{%- endfor %}<|im_end|>
+{% endfor %}"""
 TOOL_SOURCES = {"hermes-3": (TEMPLATES / "hermes-3-tool-use.jinja").read_text(encoding="utf-8")}
 SOURCES = {
     "hermes-3": (TEMPLATES / "openhermes-2.5.jinja").read_text(encoding="utf-8"),
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
-    "deepseek": DEEPSEEK_TEMPLATE,
+    "deepseek": DEEPSEEK_TEMPLATE, "command-r": COMMAND_R_TEMPLATE,
 } | {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in (
     "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
 )}  # fmt: skip
@@ -101,9 +120,22 @@ FORMATS = {
         "<｜call｜>function<｜sep｜>", "\n```json\n", "\n```<｜/call｜>", "<｜calls｜>", "\n", "<｜/calls｜>",
         null_content=True, text_arguments=True,
     ),
+    "command-r": ToolFormat(
+        '\n    {\n        "tool_name": "', '",\n        "parameters": ', "\n    }",
+        begin="\nAction:\n```json\n[", between=",", end="\n]```",
+    ),
 }  # fmt: skip
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
-SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>"]
+SPECIAL += [
+    "<｜calls｜>",
+    "<｜call｜>",
+    "<｜sep｜>",
+    "<｜/call｜>",
+    "<｜/calls｜>",
+    "<|START|>",
+    "<|MIDDLE|>",
+    "<|END|>",
+]
 NAMES = ["get_weather", "f", "A-b_9"]
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/y"}}, "required": ["x"]}
 POINT |= {"$defs": {"y": {"enum": ["ä", "bc"]}}, "additionalProperties": False}
@@ -150,21 +182,27 @@ def test_formats_are_found_from_templates(served):
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
     others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", XML_TEMPLATE)
-    assert [served(source).chat.tool_format for source in others] == [None] * 4
+    assert [served(source).chat.tool_format for source in (*others, ID_TEMPLATE)] == [None] * 5
     thinking = [name for name in SOURCES if served(name).chat.thinking]
     assert thinking == ["smollm3", "qwen3", "granite-3.3"]
 
 
 # ---------------------------------------------------------------- the parser
 
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
-TEXTS |= st.sampled_from(["</tool_call>", '"}', "{[", "\\", "]", "```"])
+MARKS = sorted({mark for format in FORMATS.values() for mark in (*format.openers, *format.closers)})
+MARKS += ["<think>", "</think>"]
+STRANGE = ['"}', "{[", '\\"', "]", "`", "}\n", "\u2028", "\r\n", "<tool_", "\\u0041", "{{ x }}", "']"]
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(MARKS + STRANGE)
+TEXTS |= st.lists(TEXTS, max_size=4).map("".join)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | TEXTS,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=3)
+RANDOM_NAMES = st.from_regex(f"\\A{NAME_PATTERN}\\Z") | st.sampled_from(["name", "arguments", "tool_call", "ARGS", "-"])
+CALLS = st.lists(st.tuples(RANDOM_NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=4)
+# Text beside calls, in which no other call, end of calls or end of thoughts begins.
+BESIDE = st.lists(TEXTS.filter(lambda text: not any(mark in text for mark in MARKS)), max_size=3).map("".join)
 
 
 def events_of(syntax: AnswerSyntax, pieces: list[str]) -> list:
@@ -200,25 +238,76 @@ def rendered_answer(model: ServedModel, content: str, calls: list[tuple]) -> str
     before, _, after = template.render([question, plain], False, tools).rpartition("#")
     text = template.render([question, message], False, tools)
     assert text.startswith(before) or chat.thinking, (text, before)
-    text = text.removeprefix(before).removesuffix(after)
-    for end in ("<|eot_id|>", "<|eom_id|>", "</s>"):
+    text = text.removeprefix(before)
+    for end in (after, after.removeprefix("<|END|>"), "<|eot_id|>", "<|eom_id|>", "</s>"):
         text = text.removesuffix(end)
-    return text
+    return text.rstrip()
+
+
+@dataclass
+class Written:
+    """An answer with calls, as the template of a model writes it, and its parts."""
+
+    text: str
+    calls: list[tuple]
+    thoughts: str
+    before: str
+    after: str
+
+
+@st.composite
+def answers_with_calls(draw, model: ServedModel) -> Written:
+    format = model.chat.tool_format
+    calls = draw(CALLS)[: 1 if format.between is None else None]
+    thoughts = draw(TEXTS.filter(lambda text: "</think>" not in text)) if model.chat.thinking else ""
+    before, after = draw(BESIDE), draw(BESIDE)
+    if not format.openers:  # an answer with a call is nothing else
+        before = ""
+    if after.lstrip().startswith((",", "]", "`")):  # which might belong to the calls
+        after = f"x{after}"
+    text, only_calls = rendered_answer(model, before, calls), rendered_answer(model, "", calls)
+    if before.strip() and (text == only_calls or not text.endswith(only_calls)):  # the template writes one of both
+        text = before + "".join(format.more_openers) + only_calls
+    if thoughts:
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}"
+    return Written(text + after, calls, thoughts, before, after)
+
+
+def check_what_the_template_writes(model: ServedModel, data):
+    """The calls are parsed as they were, and written again as the same text; and so is the text beside them."""
+    written = data.draw(answers_with_calls(model))
+    places = data.draw(st.lists(st.integers(0, len(written.text)), max_size=12))
+    body = {"tools": [function(name) for name in dict.fromkeys(name for name, _ in written.calls)]}
+    messages = []
+    for pieces in ([written.text], cut(written.text, places), list(written.text)):
+        choice = answered(model, body, pieces)
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        message["tool_calls"] = [call["function"] for call in message["tool_calls"]]
+        messages.append(message)
+    message = messages[0]
+    assert message == messages[1] == messages[2]
+    calls = [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]]
+    assert json.dumps(calls) == json.dumps(written.calls)  # in which 1 and true are not equal
+    assert rendered_answer(model, "", calls) == rendered_answer(model, "", written.calls)
+    after = "" if model.chat.tool_format.between is None else written.after  # text after the only call is dropped
+    assert without_space(message["content"] or "") == without_space(written.before + after)
+    assert message.get("reasoning_content", "").strip() == written.thoughts.strip()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=20, deadline=None)
-@given(calls=CALLS, places=st.lists(st.integers(0, 300), max_size=12))
-def test_what_the_template_writes_is_parsed_as_these_calls(served, name, calls, places):
-    model, format = served(name), FORMATS[name]
-    calls = calls[:1] if format.between is None else calls
-    text = rendered_answer(model, "", calls)
-    syntax = AnswerSyntax(None, tools=format, names=frozenset(NAMES))
-    events = events_of(syntax, [text])
-    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
-    names = [event[2] for event in events if event[0] is CallBegins]
-    arguments = [json.loads(event[2]) for event in events if event[0] is CallArguments]
-    assert list(zip(names, arguments)) == calls and len(events) == 2 * len(calls)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_what_the_template_writes_is_parsed_as_these_calls(served, name, data):
+    check_what_the_template_writes(served(name), data)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_many_answers_that_templates_write_are_parsed(served, name, data):
+    check_what_the_template_writes(served(name), data)
 
 
 PARTS = [  # of which models may make any answer
@@ -245,7 +334,11 @@ def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside
 
 
 def without_marks(text: str) -> str:
-    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+    return without_space(text.replace("<think>", "").replace("</think>", ""))
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 CALL, ARGUMENTS = '{"name": "f", "arguments": {"a": 1}}', '{"a": 1}'
@@ -561,8 +654,12 @@ def test_calls_and_results_in_the_history(served, name):
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It rains."}]},
     ]
     conversation = model.chat.read_conversation(FieldReader(REQUEST | {"messages": messages}))
-    expected = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
-    assert expected in conversation.text and "It rains." in conversation.text and "get_weather" in conversation.text
+    written = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
+    expected, text = without_space(written), conversation.text
+    assert expected in without_space(text) and "It rains." in text and "get_weather" in text
+    said = [QUESTION, messages[1] | {"content": "Let me look."}, messages[2]]
+    text = model.chat.read_conversation(FieldReader(REQUEST | {"messages": said})).text
+    assert expected in without_space(text)
     assert (
         refused(model, REQUEST | {"messages": [QUESTION, messages[1] | {"role": "user"}]}) == "messages[1].tool_calls"
     )
@@ -600,6 +697,7 @@ DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
         ({"tools": [function("f", ["x"])]}, "tools[0].parameters"),
         ({"tools": [function("f", {"type": "string"})]}, "tools[0].parameters"),
         ({"tools": [function("f", description=5)]}, "tools[0]"), ({"tools": [function("f", strict=1)]}, "tools[0]"),
+        ({"tools": [function("f", description=[])]}, "tools[0]"), ({"tools": [function("f", strict="")]}, "tools[0]"),
         ({"tools": [function("f")] * 2}, "tools"), ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [function("f", DEEP, strict=True)]}, "tools"),
         ({"tools": [function("f", {"properties": {"a": {"type": "x"}}}, strict=True)]}, "tools"),

@@ -8,7 +8,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -38,16 +38,17 @@ class DraftOption:
         if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
             return cls(kind, path)
         kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
+        raise UserError(f"--draft {text!r} is not one of {kinds}")
 
 
 @dataclass
 class ModelOptions:
-    """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`)."""
+    """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`), and take
+    their values. UserError if one is wrong, or if some contradict each other."""
 
     checkpoint_path: str | None = None  # None: the default model
     device: str | None = None  # None: the fastest that is available
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | str = torch.bfloat16
     dequantize: bool = False
     max_seq_length: int | None = None
     kernels: str = "auto"
@@ -56,26 +57,33 @@ class ModelOptions:
     compile: bool = False
     compile_prefill: bool = False
     draft_checkpoint_path: str | None = None
-    draft: list[DraftOption] = field(default_factory=list)
+    draft: list[DraftOption | str] = field(default_factory=list)
     speculate_k: int | str | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ModelOptions":
-        """The options of a command line. UserError if they contradict each other."""
-        options = cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
-        options.dtype = DTYPES[args.dtype]
-        given = args.draft or []
-        options.draft = [draft for draft in given if draft.kind != "none"]
-        if options.draft_checkpoint_path == "":
+        """The options of a command line, which may have some of them only."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
+
+    def __post_init__(self):
+        self.dtype = DTYPES.get(self.dtype, self.dtype)
+        if self.dtype not in DTYPES.values():
+            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.kernels not in KERNEL_CHOICES:
+            raise UserError(f"kernels {self.kernels!r} is not one of {', '.join(KERNEL_CHOICES)}")
+        given = [DraftOption.parse(draft) if isinstance(draft, str) else draft for draft in self.draft]
+        self.draft = [draft for draft in given if draft.kind != "none"]
+        if self.draft_checkpoint_path == "":
             raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
-        if options.speculate_k and not options.speculates:
-            raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
-        if len(options.draft) < len(given) and (len(given) > 1 or options.draft_checkpoint_path):
+        if self.speculate_k is not None:
+            self.speculate_k = draft_length(self.speculate_k)
+            if not self.speculates:
+                raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
+        if len(self.draft) < len(given) and (len(given) > 1 or self.draft_checkpoint_path):
             raise UserError("--draft none and other drafts exclude each other")
-        kinds = options.draft_kinds
+        kinds = self.draft_kinds
         if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
             raise UserError(f"--draft {twice[0]} is given twice")
-        return options
 
     @property
     def draft_kinds(self) -> list[str]:
@@ -88,20 +96,26 @@ class ModelOptions:
         return bool(self.draft or self.draft_checkpoint_path)
 
 
-def add_model_options(parser: argparse.ArgumentParser):
-    """The options that say which model runs, and how: those of ModelOptions."""
+def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
+    """The options that say which model is loaded, and how. Returns the method that adds others to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
     add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
-    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
-    add("--max_seq_length", type=positive, help=length)
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
     exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
+    return add
+
+
+def add_model_options(parser: argparse.ArgumentParser):
+    """The options that say which model runs, and how: those of ModelOptions."""
+    add = add_loading_options(parser)
+    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
+    add("--max_seq_length", type=positive, help=length)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
     add("--threads", type=number(int, "between 1 and 1024", lambda n: 1 <= n <= 1024), metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
@@ -114,17 +128,17 @@ def add_model_options(parser: argparse.ArgumentParser):
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
     kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none (the "
     kinds += "default): no draft"
-    add("--draft", metavar="KIND", type=DraftOption.parse, action="append", help=kinds)
+    add("--draft", metavar="KIND", action="append", default=[], help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
-    add("--speculate_k", metavar="N", type=draft_length, help=how_many)
+    add("--speculate_k", metavar="N", help=how_many)
 
 
-def draft_length(text: str) -> int | str:
+def draft_length(given: int | str) -> int | str:
     """The value of --speculate_k."""
-    most = MAX_DECODE_TOKENS - 1  # speculative.MAX_K
+    text, most = str(given), MAX_DECODE_TOKENS - 1  # speculative.MAX_K
     if text == "auto" or (text.isdecimal() and 1 <= int(text) <= most):
         return text if text == "auto" else int(text)
-    raise argparse.ArgumentTypeError(f"must be auto, or between 1 and {most}, not {text}")
+    raise UserError(f"--speculate_k must be auto, or between 1 and {most}, not {text}")
 
 
 # ---------------------------------------------------------------- the checkpoint, before its weights are read
@@ -198,25 +212,23 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
     """The model of a source or a checkpoint directory (checkpoint.read_model), with kernels as `install_kernels` says.
 
     options: how to load it; or some of the fields of ModelOptions as keyword arguments. shard: a tp.Shard, to read one
-    rank's slices only.
+    rank's slices only. On a CPU, this also sets the number of threads, and how much freed memory the process keeps.
     """
     options = options or ModelOptions(**fields)
-    device = choose_device(options.device)
-    return load_with(kernels_module(device, options.kernels), source, device, options, shard)
-
-
-def load_with(module, source: Source | Path, device: torch.device, options: ModelOptions, shard=None) -> Transformer:
-    """`load_model` with a module that `kernels_module` has returned for this device."""
-    pack, how = getattr(module, "pack_while_reading", None), {}
-    if pack is not None and not options.dequantize:
-        how["start"] = partial(pack, kernels=options.kernels, exact_activations=options.exact_activations)
-    memory = getattr(module, "HugePages", None)
-    model = read_model(source, device, options.dtype, shard, memory, **how)
+    device, how = choose_device(options.device), {}
+    module = kernels_module(device, options.kernels)
+    if device.type == "cpu" and module is not None:
+        module.prepare_process(options.threads)
+        how["memory"] = module.HugePages
+        if not options.dequantize:
+            choices = {"kernels": options.kernels, "exact_activations": options.exact_activations}
+            how["start"] = partial(module.pack_while_reading, **choices)
+    model = read_model(source, device, options.dtype, shard, **how)
     if options.dequantize:
         from formats import repack_layers
 
         repack_layers(model, (), "--dequantize")
-    return install_with(module, model, options.kernels, options.exact_activations)
+    return install_kernels(model, options.kernels, options.exact_activations)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -234,6 +246,7 @@ def fastest_device() -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+@cache  # so that what is missing is reported once
 def kernels_module(device: torch.device, kernels: str):
     """The module that installs the kernels for a device: cpu.install for CPUs, which also manages memory and threads;
     kernels_triton for CUDA, unless `kernels` is "torch". None if there is no such module."""
@@ -258,11 +271,7 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
-    return install_with(kernels_module(model.device, kernels), model, kernels, exact_activations)
-
-
-def install_with(module, model, kernels: str, exact_activations: bool):
-    """`install_kernels` with a module that `kernels_module` has returned for the device."""
+    module = kernels_module(model.device, kernels)
     backend = None if module is None else module.install(model, kernels, exact_activations)
     if isinstance(model, Transformer):
         unpack_without_kernels(model, kernels)

@@ -18,7 +18,7 @@ from checkpoint import check_memory
 from cli import Stopwatch, UserError, first_line, print_status
 from config import Config
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
-from load import Checkpoint, SingleProcess, choose_device, kernels_module, load_with
+from load import Checkpoint, SingleProcess, choose_device, load_model
 from model import SCRATCH_SLOTS
 from sampling import SamplingParams
 
@@ -50,10 +50,7 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
         drafts = loading.open_drafts(checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, checkpoint.quantization, ranks.portion(device))
-    module = kernels_module(device, options.kernels)
-    if device.type == "cpu" and module is not None:
-        module.prepare_process(options.threads)
-    model = load_with(module, checkpoint.source, device, options, ranks.shard(device))
+    model = load_model(checkpoint.source, options, ranks.shard(device))
     speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
-from cli import UserError, first_line, number, positive, print_status
+from cli import UserError, first_line, positive, print_status
 from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 from tokenizer import Tokenizer
@@ -68,9 +68,11 @@ class ModelOptions:
     def __post_init__(self):
         self.dtype = DTYPES.get(self.dtype, self.dtype)
         if self.dtype not in DTYPES.values():
-            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.kernels not in KERNEL_CHOICES:
-            raise UserError(f"kernels {self.kernels!r} is not one of {', '.join(KERNEL_CHOICES)}")
+            raise UserError(f"--kernels {self.kernels!r} is not one of {', '.join(KERNEL_CHOICES)}")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise UserError(f"--threads must be between 1 and 1024, not {self.threads}")
         given = [DraftOption.parse(draft) if isinstance(draft, str) else draft for draft in self.draft]
         self.draft = [draft for draft in given if draft.kind != "none"]
         if self.draft_checkpoint_path == "":
@@ -117,7 +119,7 @@ def add_model_options(parser: argparse.ArgumentParser):
     length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
     add("--max_seq_length", type=positive, help=length)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
-    add("--threads", type=number(int, "between 1 and 1024", lambda n: 1 <= n <= 1024), metavar="N", help=threads)
+    add("--threads", type=int, metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
     add("--compile_prefill", action="store_true", help="compile prefill with torch.compile")
 

@@ -20,9 +20,10 @@ def test_options_take_the_values_of_the_command_line():
 @pytest.mark.parametrize(
     "fields, why",
     [
-        ({"dtype": "float64"}, "dtype 'float64' is not one of bfloat16, float16, float32"),
-        ({"dtype": torch.float64}, "dtype torch.float64 is not one of"),
-        ({"kernels": "avx512"}, "kernels 'avx512' is not one of auto, avx2, torch"),
+        ({"dtype": "float64"}, "--dtype 'float64' is not one of bfloat16, float16, float32"),
+        ({"dtype": torch.float64}, "--dtype torch.float64 is not one of"),
+        ({"kernels": "avx512"}, "--kernels 'avx512' is not one of auto, avx2, torch"),
+        ({"threads": 0}, "--threads must be between 1 and 1024, not 0"),
         ({"draft": ["lookup"]}, "--draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
         ({"draft": ["medusa", "medusa"]}, "--draft medusa is given twice"),
         ({"draft": ["medusa"], "speculate_k": 0}, "--speculate_k must be auto, or between 1 and 15, not 0"),

@@ -1,7 +1,7 @@
 """Anthropic's Messages API, translated: requests to those of OpenAI's chat, and answers to Anthropic's messages.
 
 Read down: errors; chat_body, which translates a request's body, with the messages and the tools; the parsers of both
-paths; MessageBuilder, which builds responses.
+paths; MessageBuilder, which builds responses. http_server.py has no such paths if this file is deleted.
 
 Source: Anthropic's API reference (Messages, Streaming Messages, Errors, Count Message tokens).
 """
@@ -12,8 +12,6 @@ from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.fields import ApiError, FieldReader, encode_json
 from server.messages import Update
-
-PATH = "/v1/messages"
 
 # ---------------------------------------------------------------- errors
 

@@ -43,7 +43,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cli import open_closed_streams, print_status
 from grammar import TOO_COMPLEX
-from server import anthropic
 from server.api import Choice, CompletionRequest, ServedModel
 from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
@@ -60,6 +59,7 @@ LINGER_S = 2  # after an invalid request, input is read and dropped for this lon
 RESERVED_FILES = 40  # file descriptors that are not for connections
 ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
+ANTHROPIC_PATH = "/v1/messages"
 ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
 
 # ---------------------------------------------------------------- the process
@@ -411,9 +411,6 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
     async def metrics(request: HttpRequest):
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    parse_message = partial(anthropic.parse_message, model)
-    messages = completion_endpoint(engine, model, parse_message, anthropic.MessageBuilder)
-    count_tokens = post_endpoint(partial(anthropic.count_tokens, model))
     routes = [
         Route("/v1/completions", completion_endpoint(engine, model, model.parse_completion), methods=["POST"]),
         Route("/v1/chat/completions", completion_endpoint(engine, model, model.parse_chat), methods=["POST"]),
@@ -425,8 +422,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
         Route("/version", get_endpoint(lambda: {"version": VERSION})),
         Route("/health", health),
         Route("/metrics", metrics),
-        Route(anthropic.PATH, messages, methods=["POST"]),
-        Route(f"{anthropic.PATH}/count_tokens", count_tokens, methods=["POST"]),
+        *anthropic_routes(engine, model),
         *page_routes(),
     ]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error)
@@ -474,6 +470,23 @@ def get_endpoint(work: Callable[..., dict]):
         return json_response(work(**request.path_params))
 
     return endpoint
+
+
+def anthropic_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
+    """The paths of Anthropic's API. No routes if anthropic.py is missing."""
+    if not has_anthropic():
+        return []
+    from server.anthropic import MessageBuilder, count_tokens, parse_message
+
+    messages = completion_endpoint(engine, model, partial(parse_message, model), MessageBuilder)
+    return [
+        Route(ANTHROPIC_PATH, messages, methods=["POST"]),
+        Route(f"{ANTHROPIC_PATH}/count_tokens", post_endpoint(partial(count_tokens, model)), methods=["POST"]),
+    ]
+
+
+def has_anthropic() -> bool:
+    return Path(__file__).with_name("anthropic.py").exists()
 
 
 def page_routes() -> list[Route]:
@@ -567,7 +580,11 @@ class EventStream:
 
 def error_body(error: ApiError, path: str) -> dict:
     """An error as clients of the path expect it."""
-    return anthropic.error_body(error) if path.startswith(anthropic.PATH) else error.body()
+    if path.startswith(ANTHROPIC_PATH) and has_anthropic():
+        from server import anthropic
+
+        return anthropic.error_body(error)
+    return error.body()
 
 
 def json_response(value, status: int = 200, headers: dict | None = None) -> Response:
@@ -595,7 +612,7 @@ class ApiKey:
         headers = dict(scope["headers"])
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         keys = [key.strip()] if scheme.lower() == b"bearer" else []
-        if scope["path"].startswith(anthropic.PATH):
+        if scope["path"].startswith(ANTHROPIC_PATH):
             keys.append(headers.get(b"x-api-key", b""))
         return any(hmac.compare_digest(key, self.key) for key in keys)
 

@@ -115,8 +115,6 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     path = Path(os.path.expanduser(name))
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
-    if not path.exists():
-        raise UserError(f"--draft lookup:{path}: there is no such file")
     check_is_file(path)
     ids = checkpoint.tokenizer.encode(read_text(path, f"--draft lookup:{path}"), add_bos=False)
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)

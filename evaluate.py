@@ -339,7 +339,7 @@ def parse_arguments():
     args = parser.parse_args()
     if not args.text and not args.tasks:
         parser.error("nothing to evaluate: give --text or --tasks")
-    if args.reference_checkpoint_path and not args.text:
+    if args.reference_checkpoint_path is not None and not args.text:
         parser.error("--reference_checkpoint_path needs a --text to compare the models on")
     if not args.tasks and (args.chat or args.limit or args.num_fewshot is not None):
         parser.error("--chat, --limit and --num_fewshot need --tasks")
@@ -357,7 +357,7 @@ def read_ids(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[i
 def evaluate_text(args, checkpoint: Checkpoint) -> dict:
     """The result of `evaluate` for the text of the command line."""
     checkpoints = [checkpoint]
-    if args.reference_checkpoint_path:
+    if args.reference_checkpoint_path is not None:
         checkpoints.append(open_checkpoint(replace(checkpoint.options, checkpoint_path=args.reference_checkpoint_path)))
     configs, tokenizer = [one.config for one in checkpoints], checkpoint.tokenizer
     ids = read_ids(args.text, tokenizer, args.max_tokens)

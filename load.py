@@ -75,13 +75,11 @@ class ModelOptions:
             raise UserError(f"--threads must be between 1 and 1024, not {self.threads}")
         given = [DraftOption.parse(draft) if isinstance(draft, str) else draft for draft in self.draft]
         self.draft = [draft for draft in given if draft.kind != "none"]
-        if self.draft_checkpoint_path == "":
-            raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
         if self.speculate_k is not None:
             self.speculate_k = draft_length(self.speculate_k)
             if not self.speculates:
                 raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
-        if len(self.draft) < len(given) and (len(given) > 1 or self.draft_checkpoint_path):
+        if len(self.draft) < len(given) and (len(given) > 1 or self.speculates):
             raise UserError("--draft none and other drafts exclude each other")
         kinds = self.draft_kinds
         if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
@@ -95,7 +93,7 @@ class ModelOptions:
     @property
     def speculates(self) -> bool:
         """Whether there is a draft."""
-        return bool(self.draft or self.draft_checkpoint_path)
+        return bool(self.draft) or self.draft_checkpoint_path is not None
 
 
 def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
@@ -183,6 +181,8 @@ class Checkpoint:
 
 def find_source(name: str | None) -> Source:
     """What --checkpoint_path names. All but directories of ours need the files of sources/."""
+    if name == "":
+        raise UserError("the path of a model is empty; name one, or leave the option out")
     path = Path(os.path.expanduser(name or ""))
     if name and (path / "config.json").exists() and is_ours(path):
         return open_directory(path)
@@ -203,7 +203,7 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
     if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
         options = replace(options, dequantize=True)
         if ranks.rank == 0:
-            print_status(f"--draft int4-self: {source.path.name} is the draft as it is, and the model is dequantized")
+            print_status(f"--draft int4-self: the model is dequantized, because {source.path.name} itself is the draft")
     return Checkpoint(source, options)
 
 

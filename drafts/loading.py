@@ -153,7 +153,7 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
     options = draft_options(checkpoint, model)
     if sources.source is not None:
         return load_model(sources.source, options, model.shard)
-    print_status("quantizing the draft to 4 bits ...")
+    print_status("loading the draft in 4 bits ...")
     draft = quantize_model(read_model(checkpoint.source, model.device, options.dtype), Quantization("int4", 32, "int8"))
     if model.shard is not None:
         shard, whole = model.shard.fit(draft), draft.state_dict()

@@ -253,6 +253,7 @@ def test_cache_length(tiny_model, length):
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
         (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),
+        (["--checkpoint_path", ""], "the path of a model is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -548,7 +548,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         ),
         (["--speculate_k", "x", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not x"),
         (["--draft", "lookup:"], "'lookup:' is not one of"),
-        (["--draft_checkpoint_path", ""], "--draft_checkpoint_path is empty"),
+        (["--draft_checkpoint_path", ""], "the path of a model is empty"),
         (["--draft", "prompt-lookup", "--roofline", "40"], "--roofline generates nothing"),
         (["--draft", "lookup:missing.txt"], "the checkpoint has no tokenizer"),
         (["--draft", "medusa", "--draft", "int4-self", "--draft", "int4-self"], "--draft int4-self is given twice"),

@@ -39,9 +39,11 @@ def choose_cache_length(given: int | None, config: Config, needed: int = 1) -> i
 
 
 def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> Engine:
-    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions. ranks: as in
-    load.open_checkpoint."""
-    ranks = ranks or SingleProcess()
+    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context).
+    ranks: as in load.open_checkpoint."""
+    ranks, length = ranks or SingleProcess(), choose_cache_length(length, checkpoint.config)
+    if min(rows, length) < 1:
+        raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     options = replace(checkpoint.options, device=ranks.device(checkpoint.options.device))
     device = choose_device(options.device)
     if options.speculates:

@@ -49,3 +49,12 @@ def test_kernels_are_those_of_the_options(tiny, monkeypatch, kernels):
     options = ModelOptions(device="cpu", dtype=torch.float32, kernels=kernels)
     start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
     assert set(asked) == {kernels}
+
+
+@pytest.mark.parametrize(
+    "rows, length, why",
+    [(0, 16, "not 0 of 16"), (1, 0, "not 1 of 0"), (1, 257, "257 is more than the model's context of 256")],
+)
+def test_an_engine_that_could_do_nothing(tiny, rows, length, why):
+    with pytest.raises(UserError, match=why):
+        start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu")), rows, length)

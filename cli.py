@@ -131,6 +131,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
+    def _get_values(self, action, arg_strings):
+        if arg_strings == ["--"] and action.option_strings:  # --stop=--, whose value Python 3.12 and older lose
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return [value] if action.nargs == "+" else value
+        return super()._get_values(action, arg_strings)
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows in --help the defaults that are not None, False or empty."""

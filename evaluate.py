@@ -14,16 +14,26 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import DTYPES, Source, check_memory
-from cli import ArgumentParser, UserError, first_line, number, positive, progress_bar, read_text, run_command
+from checkpoint import check_memory
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    first_line,
+    number,
+    positive,
+    progress_bar,
+    read_text,
+    run_command,
+)
 from engine import Engine, Request
-from load import KERNEL_CHOICES, ModelOptions, choose_device, find_source, load_model
+from load import Checkpoint, ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
@@ -311,30 +321,25 @@ class Answer:
 def parse_arguments():
     at_least_2 = number(int, "at least 2", lambda n: n >= 2)
     about = "Perplexity and KL divergence from a reference on a text; tasks of EleutherAI's lm-evaluation-harness."
-    parser = ArgumentParser(description=about)
-    add = parser.add_argument
-    add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
+    parser = ArgumentParser(description=about, formatter_class=HelpFormatter)
+    add_loading_options(parser)
+    add = parser.add_argument_group("what to measure").add_argument
     add("--reference_checkpoint_path", help="the model to compare with, by KL divergence and top token")
     add("--text", type=Path, help="a UTF-8 text file to score")
     add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
-    add("--window", type=at_least_2, default=1024, help="tokens per window (1024, at most the model's context)")
-    add("--stride", type=positive, help="tokens from the start of one window to the next (half a window)")
+    add("--window", type=at_least_2, default=1024, help="tokens per window, at most the model's context")
+    add("--stride", type=positive, help="tokens from the start of one window to the next; default: half a window")
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
-    add("--limit", type=positive, help="use only this many documents of each task (all)")
-    add("--batch_size", type=positive, default=8, help="batch size for the tasks (8)")
+    add("--limit", type=positive, help="use only this many documents of each task")
+    add("--batch_size", type=positive, default=8, help="batch size for the tasks")
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
-    add("--device", help="cpu, cuda ... (default: the fastest available)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of activations and unquantized weights")
-    add("--kernels", choices=KERNEL_CHOICES, default="auto", help="as for generate.py")
-    exact = "do not round the inputs of quantized layers to 8 bits (CPU)"
-    add("--exact_activations", action="store_true", help=exact)
     add("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     if not args.text and not args.tasks:
         parser.error("nothing to evaluate: give --text or --tasks")
-    if args.reference_checkpoint_path and not args.text:
+    if args.reference_checkpoint_path is not None and not args.text:
         parser.error("--reference_checkpoint_path needs a --text to compare the models on")
     if not args.tasks and (args.chat or args.limit or args.num_fewshot is not None):
         parser.error("--chat, --limit and --num_fewshot need --tasks")
@@ -349,13 +354,12 @@ def read_ids(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[i
     return ids[:max_tokens]
 
 
-def evaluate_text(args, source: Source) -> dict:
+def evaluate_text(args, checkpoint: Checkpoint) -> dict:
     """The result of `evaluate` for the text of the command line."""
-    sources = [source]
-    if args.reference_checkpoint_path:
-        sources.append(find_source(args.reference_checkpoint_path))
-    configs = [source.config for source in sources]
-    tokenizer = Tokenizer(source.tokenizer_files())
+    checkpoints = [checkpoint]
+    if args.reference_checkpoint_path is not None:
+        checkpoints.append(open_checkpoint(replace(checkpoint.options, checkpoint_path=args.reference_checkpoint_path)))
+    configs, tokenizer = [one.config for one in checkpoints], checkpoint.tokenizer
     ids = read_ids(args.text, tokenizer, args.max_tokens)
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
@@ -367,22 +371,21 @@ def evaluate_text(args, source: Source) -> dict:
     if max(ids) >= configs[0].vocab_size:
         raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
     models = []
-    for source, config in zip(sources, configs):
-        check_memory(config, args.device, args.model.dtype, length + 8, source.quantization)
-        models.append(load_model(source, args.model))
+    for one in checkpoints:
+        check_memory(one.config, choose_device(args.device), one.options.dtype, length + 8, one.quantization)
+        models.append(load_model(one.source, one.options))
     return evaluate(models, tokenizer, ids, length, stride)
 
 
-def evaluate_tasks(args, source: Source) -> dict:
+def evaluate_tasks(args, checkpoint: Checkpoint) -> dict:
     """The harness's metrics for each task of the command line."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
-    files = source.tokenizer_files()
-    tokenizer = Tokenizer(files)
-    template = ChatTemplate(files, tokenizer) if args.chat else None
-    model = load_model(source, args.model)
+    tokenizer = checkpoint.tokenizer
+    template = ChatTemplate(checkpoint.tokenizer_files, tokenizer) if args.chat else None
+    model = load_model(checkpoint.source, checkpoint.options)
     calls = harness_model(model, tokenizer, args.batch_size, template)
     return run_tasks(calls, args.tasks, args.num_fewshot, args.limit, args.chat)
 
@@ -396,13 +399,10 @@ def without_nan(value):
 
 def main():
     args = parse_arguments()
-    args.device = choose_device(args.device)
-    how = {"kernels": args.kernels, "exact_activations": args.exact_activations}
-    args.model = ModelOptions(args.checkpoint_path, args.device, DTYPES[args.dtype], **how)
-    source = find_source(args.checkpoint_path)
-    result = evaluate_text(args, source) if args.text else {}
+    checkpoint = open_checkpoint(ModelOptions.of(args))
+    result = evaluate_text(args, checkpoint) if args.text else {}
     if args.tasks:
-        result["tasks"] = evaluate_tasks(args, source)
+        result["tasks"] = evaluate_tasks(args, checkpoint)
     if args.json:
         print(json.dumps(without_nan(result), allow_nan=False))
         return

@@ -8,13 +8,13 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
-from cli import UserError, first_line, number, positive, print_status
+from cli import UserError, first_line, positive, print_status
 from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 from tokenizer import Tokenizer
@@ -38,16 +38,17 @@ class DraftOption:
         if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
             return cls(kind, path)
         kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {kinds}")
+        raise UserError(f"--draft {text!r} is not one of {kinds}")
 
 
 @dataclass
 class ModelOptions:
-    """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`)."""
+    """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`), and take
+    their values. UserError if one is wrong, or if some contradict each other."""
 
     checkpoint_path: str | None = None  # None: the default model
     device: str | None = None  # None: the fastest that is available
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | str = torch.bfloat16
     dequantize: bool = False
     max_seq_length: int | None = None
     kernels: str = "auto"
@@ -56,29 +57,37 @@ class ModelOptions:
     compile: bool = False
     compile_prefill: bool = False
     draft_checkpoint_path: str | None = None
-    draft: list[DraftOption] = field(default_factory=list)
+    draft: list[DraftOption | str] = field(default_factory=list)
     speculate_k: int | str | None = None
     lookup_by_default: bool = False  # prompt lookup is the draft where it cannot change a token; not an option
 
     @classmethod
     def of(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
-        """The options of a command line. UserError if they contradict each other. converses: whether the program holds
+        """The options of a command line, which may have some of them only. converses: whether the program holds
         conversations, in which prompt lookup is the draft by default."""
         options = cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
-        options.dtype = DTYPES[args.dtype]
-        given = args.draft or []
-        options.draft = [draft for draft in given if draft.kind != "none"]
-        options.lookup_by_default = converses and not (given or options.draft_checkpoint_path or options.compile)
-        if options.draft_checkpoint_path == "":
-            raise UserError("--draft_checkpoint_path is empty; give what --checkpoint_path takes, or leave it out")
-        if options.speculate_k and not options.speculates:
-            raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
-        if len(options.draft) < len(given) and (len(given) > 1 or options.draft_checkpoint_path):
+        options.lookup_by_default = converses and not (args.draft or options.draft_checkpoint_path or options.compile)
+        return options
+
+    def __post_init__(self):
+        self.dtype = DTYPES.get(self.dtype, self.dtype)
+        if self.dtype not in DTYPES.values():
+            raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.kernels not in KERNEL_CHOICES:
+            raise UserError(f"--kernels {self.kernels!r} is not one of {', '.join(KERNEL_CHOICES)}")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise UserError(f"--threads must be between 1 and 1024, not {self.threads}")
+        given = [DraftOption.parse(draft) if isinstance(draft, str) else draft for draft in self.draft]
+        self.draft = [draft for draft in given if draft.kind != "none"]
+        if self.speculate_k is not None:
+            self.speculate_k = draft_length(self.speculate_k)
+            if not self.speculates:
+                raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
+        if len(self.draft) < len(given) and (len(given) > 1 or self.speculates):
             raise UserError("--draft none and other drafts exclude each other")
-        kinds = options.draft_kinds
+        kinds = self.draft_kinds
         if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
             raise UserError(f"--draft {twice[0]} is given twice")
-        return options
 
     @property
     def draft_kinds(self) -> list[str]:
@@ -88,25 +97,31 @@ class ModelOptions:
     @property
     def speculates(self) -> bool:
         """Whether there is a draft."""
-        return bool(self.draft or self.draft_checkpoint_path)
+        return bool(self.draft) or self.draft_checkpoint_path is not None
 
 
-def add_model_options(parser: argparse.ArgumentParser):
-    """The options that say which model runs, and how: those of ModelOptions."""
+def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
+    """The options that say which model is loaded, and how. Returns the method that adds others to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
     sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
     add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
-    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
-    add("--max_seq_length", type=positive, help=length)
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
     exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
     add("--exact_activations", action="store_true", help=exact)
+    return add
+
+
+def add_model_options(parser: argparse.ArgumentParser):
+    """The options that say which model runs, and how: those of ModelOptions."""
+    add = add_loading_options(parser)
+    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
+    add("--max_seq_length", type=positive, help=length)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
-    add("--threads", type=number(int, "between 1 and 1024", lambda n: 1 <= n <= 1024), metavar="N", help=threads)
+    add("--threads", type=int, metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
     add("--compile_prefill", action="store_true", help="compile prefill with torch.compile")
 
@@ -117,17 +132,17 @@ def add_model_options(parser: argparse.ArgumentParser):
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
     kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none: no "
     kinds += "draft. Default: none, or prompt-lookup in conversations with the CPU kernels, without --compile"
-    add("--draft", metavar="KIND", type=DraftOption.parse, action="append", help=kinds)
+    add("--draft", metavar="KIND", action="append", default=[], help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
-    add("--speculate_k", metavar="N", type=draft_length, help=how_many)
+    add("--speculate_k", metavar="N", help=how_many)
 
 
-def draft_length(text: str) -> int | str:
+def draft_length(given: int | str) -> int | str:
     """The value of --speculate_k."""
-    most = MAX_DECODE_TOKENS - 1  # speculative.MAX_K
+    text, most = str(given), MAX_DECODE_TOKENS - 1  # speculative.MAX_K
     if text == "auto" or (text.isdecimal() and 1 <= int(text) <= most):
         return text if text == "auto" else int(text)
-    raise argparse.ArgumentTypeError(f"must be auto, or between 1 and {most}, not {text}")
+    raise UserError(f"--speculate_k must be auto, or between 1 and {most}, not {text}")
 
 
 # ---------------------------------------------------------------- the checkpoint, before its weights are read
@@ -170,6 +185,8 @@ class Checkpoint:
 
 def find_source(name: str | None) -> Source:
     """What --checkpoint_path names. All but directories of ours need the files of sources/."""
+    if name == "":
+        raise UserError("the path of a model is empty; name one, or leave the option out")
     path = Path(os.path.expanduser(name or ""))
     if name and (path / "config.json").exists() and is_ours(path):
         return open_directory(path)
@@ -190,7 +207,7 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
     if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
         options = replace(options, dequantize=True)
         if ranks.rank == 0:
-            print_status(f"--draft int4-self: {source.path.name} is the draft as it is, and the model is dequantized")
+            print_status(f"--draft int4-self: the model is dequantized, because {source.path.name} itself is the draft")
     return Checkpoint(source, options)
 
 
@@ -201,25 +218,23 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
     """The model of a source or a checkpoint directory (checkpoint.read_model), with kernels as `install_kernels` says.
 
     options: how to load it; or some of the fields of ModelOptions as keyword arguments. shard: a tp.Shard, to read one
-    rank's slices only.
+    rank's slices only. On a CPU, this also sets the number of threads, and how much freed memory the process keeps.
     """
     options = options or ModelOptions(**fields)
-    device = choose_device(options.device)
-    return load_with(kernels_module(device, options.kernels), source, device, options, shard)
-
-
-def load_with(module, source: Source | Path, device: torch.device, options: ModelOptions, shard=None) -> Transformer:
-    """`load_model` with a module that `kernels_module` has returned for this device."""
-    pack, how = getattr(module, "pack_while_reading", None), {}
-    if pack is not None and not options.dequantize:
-        how["start"] = partial(pack, kernels=options.kernels, exact_activations=options.exact_activations)
-    memory = getattr(module, "HugePages", None)
-    model = read_model(source, device, options.dtype, shard, memory, **how)
+    device, how = choose_device(options.device), {}
+    module = kernels_module(device, options.kernels)
+    if device.type == "cpu" and module is not None:
+        module.prepare_process(options.threads)
+        how["memory"] = module.HugePages
+        if not options.dequantize:
+            choices = {"kernels": options.kernels, "exact_activations": options.exact_activations}
+            how["start"] = partial(module.pack_while_reading, **choices)
+    model = read_model(source, device, options.dtype, shard, **how)
     if options.dequantize:
         from formats import repack_layers
 
         repack_layers(model, (), "--dequantize")
-    return install_with(module, model, options.kernels, options.exact_activations)
+    return install_kernels(model, options.kernels, options.exact_activations)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -237,6 +252,7 @@ def fastest_device() -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+@cache  # so that what is missing is reported once
 def kernels_module(device: torch.device, kernels: str):
     """The module that installs the kernels for a device: cpu.install for CPUs, which also manages memory and threads;
     kernels_triton for CUDA, unless `kernels` is "torch". None if there is no such module."""
@@ -261,11 +277,7 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
-    return install_with(kernels_module(model.device, kernels), model, kernels, exact_activations)
-
-
-def install_with(module, model, kernels: str, exact_activations: bool):
-    """`install_kernels` with a module that `kernels_module` has returned for the device."""
+    module = kernels_module(model.device, kernels)
     backend = None if module is None else module.install(model, kernels, exact_activations)
     if isinstance(model, Transformer):
         unpack_without_kernels(model, kernels)

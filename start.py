@@ -18,7 +18,7 @@ from checkpoint import check_memory
 from cli import Stopwatch, UserError, first_line, print_status
 from config import Config
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
-from load import Checkpoint, SingleProcess, choose_device, kernels_module, load_with
+from load import Checkpoint, SingleProcess, choose_device, load_model
 from model import SCRATCH_SLOTS
 from sampling import SamplingParams
 
@@ -39,9 +39,11 @@ def choose_cache_length(given: int | None, config: Config, needed: int = 1) -> i
 
 
 def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> Engine:
-    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions. ranks: as in
-    load.open_checkpoint."""
-    ranks = ranks or SingleProcess()
+    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context).
+    ranks: as in load.open_checkpoint."""
+    ranks, length = ranks or SingleProcess(), choose_cache_length(length, checkpoint.config)
+    if min(rows, length) < 1:
+        raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     options = replace(checkpoint.options, device=ranks.device(checkpoint.options.device))
     device = choose_device(options.device)
     if options.speculates:
@@ -50,10 +52,7 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
         drafts = loading.open_drafts(checkpoint, ranks)
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, checkpoint.quantization, ranks.portion(device))
-    module = kernels_module(device, options.kernels)
-    if device.type == "cpu" and module is not None:
-        module.prepare_process(options.threads)
-    model = load_with(module, checkpoint.source, device, options, ranks.shard(device))
+    model = load_model(checkpoint.source, options, ranks.shard(device))
     speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
     if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
         speculation = default_speculation()

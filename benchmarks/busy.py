@@ -20,7 +20,6 @@ import torch
 from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
 
 from cli import run_command
-from cpu.memory import keep_freed_memory
 from cpu.threads import Threads, powers_of_two, processors
 from engine import Engine, Request, Timing, generate
 from load import load_model
@@ -115,7 +114,6 @@ def main():
     add("--compile", action="store_true", help="compile the decode step")
     measure.add_bench_options(parser)
     args = parser.parse_args()
-    keep_freed_memory()
     model = load_model(measure.quantized(args.checkpoint_path, args.format))
     engine = Engine(model, 1, 1024, compiled_steps(args.compile, False))
     generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles

@@ -20,7 +20,6 @@ from measure import FORMATS, ROOT, column, quantized
 
 from checkpoint import Source
 from cli import UserError, print_status, run_command
-from cpu.memory import keep_freed_memory
 from cpu.threads import Threads
 from drafts.controller import expected_tokens
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
@@ -165,7 +164,6 @@ def main():
     add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
     add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
-    keep_freed_memory()
     source, directory = find_source(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
     template, rows = ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}

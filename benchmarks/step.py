@@ -27,7 +27,6 @@ from measure import BF16, FORMATS
 from checkpoint import Source
 from cli import positive, run_command
 from cpu.install import linears_of
-from cpu.memory import keep_freed_memory
 from engine import Engine
 from load import find_source, load_model
 from model import Transformer
@@ -130,7 +129,6 @@ def main():
     add("--rows", type=positive, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
-    keep_freed_memory()
     result, products = {}, []
     for format in args.formats:
         source = find_source(str(measure.quantized(args.checkpoint_path, format)))

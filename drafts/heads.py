@@ -157,19 +157,14 @@ def describe_heads(path: Path) -> dict:
     check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
-        description = read_description(file.metadata() or {})
-    if description is None or header.keys() != TENSOR_DTYPES.keys():
+        metadata = file.metadata() or {}
+    try:
+        description = json.loads(metadata.get(FORMAT, "null"))
+    except (ValueError, RecursionError):
+        description = None
+    if not isinstance(description, dict) or header.keys() != TENSOR_DTYPES.keys():
         raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
     return description
-
-
-def read_description(metadata: dict[str, str]) -> dict | None:
-    """The description in a file's metadata, or None if it is not a file of heads."""
-    try:
-        description = json.loads(metadata[FORMAT])
-    except (KeyError, ValueError, RecursionError):
-        return None
-    return description if isinstance(description, dict) else None
 
 
 def groups(columns: int) -> int:

@@ -115,8 +115,6 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     path = Path(os.path.expanduser(name))
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
-    if not path.exists():
-        raise UserError(f"--draft lookup:{path}: there is no such file")
     check_is_file(path)
     ids = checkpoint.tokenizer.encode(read_text(path, f"--draft lookup:{path}"), add_bos=False)
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
@@ -155,7 +153,7 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
     options = draft_options(checkpoint, model)
     if sources.source is not None:
         return load_model(sources.source, options, model.shard)
-    print_status("quantizing the draft to 4 bits ...")
+    print_status("loading the draft in 4 bits ...")
     draft = quantize_model(read_model(checkpoint.source, model.device, options.dtype), Quantization("int4", 32, "int8"))
     if model.shard is not None:
         shard, whole = model.shard.fit(draft), draft.state_dict()

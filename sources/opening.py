@@ -5,10 +5,8 @@ The result is a checkpoint.Source, which `load.py` reads into a model, and conve
 
 import dataclasses
 import os
-import re
 from pathlib import Path
 
-import checkpoint
 from checkpoint import DEFAULT_NAME, FileStates, Source, is_ours, open_directory
 from cli import UserError, print_status
 from sources import hub
@@ -27,10 +25,10 @@ def open_source(source: str | None, dequantize: bool = False) -> Source:
     dequantize: the quantized tensors of a .gguf file are yielded in float32.
     """
     if source is None:
-        return tell_of_conversions(open_default(dequantize))
+        return open_default(dequantize)
     path = Path(os.path.expanduser(source))
     if path.suffix.lower() == ".gguf":
-        return tell_of_conversions(open_gguf(path, dequantize))
+        return open_gguf(path, dequantize)
     if path.suffix in WEIGHTS_FILES and not path.is_dir():
         path = path.parent
     if not path.exists():
@@ -39,24 +37,7 @@ def open_source(source: str | None, dequantize: bool = False) -> Source:
         raise UserError(f"{path} is neither a .gguf file nor the directory of a model")
     if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
         raise UserError(f"{path} has no config.json, but {files[0].name}: give the path of that file")
-    return open_directory(path) if is_ours(path) else tell_of_conversions(open_hf(path))
-
-
-def find_conversions(name: str) -> list[Path]:
-    """The directories to which earlier versions, which could not read a source as it is, converted one of this name."""
-    pattern = re.compile(re.escape(name) + r"-(bfloat16|float16|float32)-[0-9a-f]{8}")
-    default = [checkpoint.CHECKPOINTS / f"{DEFAULT_NAME}{suffix}" for suffix in ("", "-float16", "-float32")]
-    found = [path for path in checkpoint.CHECKPOINTS.glob("*") if pattern.fullmatch(path.name)]
-    return [path for path in (default if name == DEFAULT_NAME else found) if (path / "config.json").exists()]
-
-
-def tell_of_conversions(source: Source) -> Source:
-    """Print one line about the conversions of a source. Returns the source."""
-    if found := find_conversions(source.name):
-        size = sum(file.stat().st_size for path in found for file in path.iterdir())
-        names = ", ".join(str(path) for path in found)
-        print_status(f"no longer needed: {names} ({size / 1e9:.2f} GB), converted by an earlier version")
-    return source
+    return open_directory(path) if is_ours(path) else open_hf(path)
 
 
 def open_default(dequantize: bool) -> Source:

@@ -253,6 +253,7 @@ def test_cache_length(tiny_model, length):
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
         (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),
+        (["--checkpoint_path", ""], "the path of a model is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -268,6 +269,13 @@ def test_bad_input_is_one_line(tiny, monkeypatch, args, why):
     with pytest.raises(UserError, match=why) as caught:
         program.main()
     assert "\n" not in str(caught.value)
+
+
+def test_two_dashes_may_be_the_value_of_an_option():
+    args = program.parse_arguments(["--stop=--", "--prompt=--"])
+    assert args.stop == ["--"] and args.prompt == ["--"]
+    with pytest.raises(UserError, match="--dtype: invalid choice: '--'"):
+        program.parse_arguments(["--dtype=--"])
 
 
 def test_empty_prompt_without_a_bos_token(tiny, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import struct
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, write_gguf
 from programs import main
 
-import checkpoint
 import formats
 from checkpoint import open_directory, read_model
 from cli import UserError
@@ -262,15 +260,6 @@ def test_nothing_is_written(file, tmp_path):
     assert done.returncode == 0, done.stderr
     after = {path for path in ROOT.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts}
     assert after <= before and list((tmp_path / "home").iterdir()) == [] and list(file.parent.iterdir()) == [file]
-
-
-def test_conversions_of_earlier_versions_are_named(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path)
-    for name in ("small-bfloat16-0123abcd", "small-bfloat16-mine", "other-bfloat16-0123abcd"):
-        convert(open_gguf(file), tmp_path / name, torch.float32)
-    capsys.readouterr()
-    open_source(str(file))
-    assert re.fullmatch(r"no longer needed: \S+/small-bfloat16-0123abcd \(0\.00 GB\), .*\n", capsys.readouterr().err)
 
 
 def test_what_is_no_source_is_refused(tmp_path):

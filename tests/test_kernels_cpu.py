@@ -29,7 +29,7 @@ from config import Config
 from cpu import install as kernels_cpu
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import KERNELS, attention_reference
-from load import install_kernels, load_model
+from load import install_kernels, kernels_module, load_model
 from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
@@ -870,6 +870,8 @@ def test_a_schema_that_was_changed_in_python_only(tiny, tmp_path, python, old, n
 
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cpu", None)
+    uncached = kernels_module.__wrapped__  # it has been called with this device before
+    monkeypatch.setattr("load.kernels_module", uncached)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
     assert model.backend.run_blocks is None and "cpu is missing: torch's own" in capsys.readouterr().err
 

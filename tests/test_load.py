@@ -1,4 +1,4 @@
-"""From options to a model: which module has the kernels, and which draft is the default."""
+"""From options to a model: the values of ModelOptions, which module has the kernels, which draft is the default."""
 
 import pytest
 import torch
@@ -8,23 +8,49 @@ import load
 import serve
 import start
 from checkpoint import open_directory
-from load import Checkpoint, ModelOptions
+from cli import UserError
+from load import Checkpoint, DraftOption, ModelOptions
+
+
+def test_options_take_the_values_of_the_command_line():
+    options = ModelOptions(dtype="float16", draft=["lookup:a:b", "medusa"], speculate_k="3")
+    assert options == ModelOptions(
+        dtype=torch.float16, draft=[DraftOption("lookup", "a:b"), DraftOption("medusa")], speculate_k=3
+    )
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"dtype": "float64"}, "--dtype 'float64' is not one of bfloat16, float16, float32"),
+        ({"dtype": torch.float64}, "--dtype torch.float64 is not one of"),
+        ({"kernels": "avx512"}, "--kernels 'avx512' is not one of auto, avx2, torch"),
+        ({"threads": 0}, "--threads must be between 1 and 1024, not 0"),
+        ({"draft": ["lookup"]}, "--draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
+        ({"draft": ["medusa", "medusa"]}, "--draft medusa is given twice"),
+        ({"draft": ["medusa"], "speculate_k": 0}, "--speculate_k must be auto, or between 1 and 15, not 0"),
+        ({"speculate_k": 3}, "--speculate_k needs something that proposes"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_line(fields, why):
+    with pytest.raises(UserError, match=why):
+        ModelOptions(**fields)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_the_module_of_kernels_is_looked_up_once(tiny, monkeypatch, kernels):
-    """With the kernels of the options: on a GPU, Triton is not imported for --kernels torch."""
-    found, kernels_module = [], load.kernels_module
+def test_kernels_are_those_of_the_options(tiny, monkeypatch, kernels):
+    """On a GPU, Triton is not imported for --kernels torch."""
+    asked, kernels_module = [], load.kernels_module
 
     def record(device, kernels):
-        found.append(kernels)
+        asked.append(kernels)
         return kernels_module(device, kernels)
 
-    for module in (load, start):
-        monkeypatch.setattr(module, "kernels_module", record)
+    monkeypatch.setattr(load, "kernels_module", record)
     options = ModelOptions(device="cpu", dtype=torch.float32, kernels=kernels)
     start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
-    assert found == [kernels]
+    assert set(asked) == {kernels}
 
 
 @pytest.mark.parametrize("line, looks_up", [
@@ -44,3 +70,12 @@ def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
     options = ModelOptions(device="cpu", kernels=kernels, lookup_by_default=True)
     engine = start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
     assert (engine.speculation is not None) == engine.model.backend.thread_invariant == (kernels == "auto")
+
+
+@pytest.mark.parametrize(
+    "rows, length, why",
+    [(0, 16, "not 0 of 16"), (1, 0, "not 1 of 0"), (1, 257, "257 is more than the model's context of 256")],
+)
+def test_an_engine_that_could_do_nothing(tiny, rows, length, why):
+    with pytest.raises(UserError, match=why):
+        start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu")), rows, length)

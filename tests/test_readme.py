@@ -13,7 +13,6 @@ import sys
 import pytest
 from conftest import ROOT
 
-import convert_hf_checkpoint
 from generate import parse_arguments
 from sources.families import FAMILIES
 
@@ -111,10 +110,9 @@ def test_the_test_command_is_that_of_ci():
 
 
 @pytest.mark.slow
-def test_the_python_example_runs(default_checkpoint, monkeypatch, capsys):
+def test_the_python_example_runs(capsys):
     example = re.search(r"```python\n(.*?)```", README, re.S)[1]
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
-    monkeypatch.setattr(convert_hf_checkpoint, "ensure_checkpoint", lambda source: default_checkpoint)
     exec(example, {})
     said = capsys.readouterr().out
     assert "Once upon a time" in said and "The sea is" in said and ("length" in said or "stop" in said)

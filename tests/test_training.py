@@ -28,14 +28,14 @@ from teacher import (
     split_held_out,
 )
 
-from checkpoint import read_config, total_weight_bytes, weight_files
+from checkpoint import TokenizerFiles, read_config, total_weight_bytes, weight_files
 from cli import UserError
 from config import Config
 from convert_hf_checkpoint import convert
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
-from load import load_model
+from load import ModelOptions, load_model, open_checkpoint
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_hf
@@ -44,6 +44,7 @@ from tokenizer import Tokenizer
 
 V, D = 97, 40  # tokens and width of the made-up teacher
 BFLOAT16 = 0.02  # relative error of gradients that are products of bfloat16 numbers
+NO_TOKENIZER = TokenizerFiles(Path(), None)
 SAME = 1e-4  # two orders of the same float32 sums
 
 # ---------------------------------------------------------------- text
@@ -56,10 +57,14 @@ def chat_checkpoint(tmp_path_factory, byte_level):
     return convert(open_hf(folder / "hf"), folder / "tiny", torch.float32)
 
 
+def prompts_of(directory: Path, seed: int, max_new_tokens: int):
+    return self_text.Prompts(open_checkpoint(ModelOptions(str(directory))), seed, max_new_tokens)
+
+
 @pytest.fixture(scope="module")
 def write_text(chat_checkpoint):
     """path, tokens -> the samples of self_text.py in that file, by index."""
-    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 6)
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), prompts_of(chat_checkpoint, 5, 6)
 
     def write(path, tokens):
         steps = self_text.RecordedSteps()
@@ -110,7 +115,7 @@ def test_a_file_with_other_prompts_is_refused(tmp_path, chat_checkpoint, write_t
     path = tmp_path / "text.jsonl"
     samples = write_text(path, 90)
     assert any(index % 2 for index in samples) and not all(index % 2 for index in samples)
-    written, prompts = path.read_bytes(), self_text.Prompts(chat_checkpoint, 5, 6)
+    written, prompts = path.read_bytes(), prompts_of(chat_checkpoint, 5, 6)
     prompts.check_samples(list(samples.values()), path)
     prompts.seed = 6
     reasons = "another seed, or other Python packages were installed"
@@ -158,7 +163,7 @@ def test_one_process_writes_a_file(tmp_path, chat_checkpoint):
 
 def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
     """They begin and end within one step of the engine."""
-    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 1)
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), prompts_of(chat_checkpoint, 5, 1)
     steps = self_text.RecordedSteps()
     engine = Engine(model, 4, 1600, StepFunctions(steps.prefill, steps.decode))
     self_text.write_samples(engine, steps, prompts, tmp_path / "text.jsonl", 12)
@@ -168,7 +173,7 @@ def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_small_batch_ends(tmp_path, chat_checkpoint, rows):
-    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), self_text.Prompts(chat_checkpoint, 5, 6)
+    model, prompts = load_model(chat_checkpoint, dtype=torch.float32), prompts_of(chat_checkpoint, 5, 6)
     steps = self_text.RecordedSteps()
     engine, calls = Engine(model, rows, 1600, StepFunctions(steps.prefill, steps.decode)), iter(range(1000))
     step = engine.step
@@ -288,7 +293,7 @@ def test_the_written_draft_computes_what_was_trained(tiny, tmp_path, target, wid
     source = tiny(target)[2]
     config = read_config(source)
     draft = random_draft(config, width)
-    distill.write_draft(draft, source, tmp_path / "draft")
+    distill.write_draft(draft, NO_TOKENIZER, tmp_path / "draft")
     model = load_model(tmp_path / "draft", dtype=torch.float32)
     assert model.config == draft.config and model.config.max_seq_length == config.max_seq_length
     sequences = sequences_of([19, 7, 30])
@@ -397,8 +402,8 @@ def test_an_interrupted_run_ends_as_one_without_a_pause(tmp_path, short_batches)
     assert whole.losses[6:] == resumed.losses and len(whole.losses) > 12
     again = Run(text, head, tmp_path / "again").train()
     for other in (resumed, again):
-        distill.write_draft(other.draft, tmp_path, tmp_path / "draft")
-        distill.write_draft(whole.draft, tmp_path, tmp_path / "expected")
+        distill.write_draft(other.draft, NO_TOKENIZER, tmp_path / "draft")
+        distill.write_draft(whole.draft, NO_TOKENIZER, tmp_path / "expected")
         files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "expected")]
         assert files[0] == files[1]
 

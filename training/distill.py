@@ -18,19 +18,18 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser
-from teacher import Span, TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
+from teacher import Span, TeacherText, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor
 
 import checkpoint as ck
 from cli import UserError, number, positive, print_status, run_command
 from config import Config
-from convert_hf_checkpoint import ensure_checkpoint
-from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_head_rows
 from formats import Quantization
-from load import load_model
+from load import ModelOptions, load_model, open_checkpoint
 from model import Attention, Block, Transformer
 from positions import rope_frequencies, rope_table, rotate
+from tokenizer import answer_end_ids
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
@@ -189,13 +188,13 @@ class Distillation:
         return f"on held-out text {accepted / n:.3f} accepted, {agreed / n:.3f} equal when greedy"
 
 
-def write_draft(draft: Transformer, source: Path, out: Path):
-    """Write a checkpoint in bfloat16 with the tokenizer of the directory `source`."""
+def write_draft(draft: Transformer, tokenizer_files: ck.TokenizerFiles, out: Path):
+    """Write a checkpoint in bfloat16."""
     with ck.Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
         for name, tensor in draft.state_dict().items():
             writer.add(name, tensor.to(torch.bfloat16))
         writer.add_config(draft.config)
-        ck.read_tokenizer_files(source).write(writer)
+        tokenizer_files.write(writer)
 
 
 # ---------------------------------------------------------------- the command
@@ -204,7 +203,7 @@ def write_draft(draft: Transformer, source: Path, out: Path):
 def parse_arguments():
     parser = make_parser(__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--out", type=Path, help="the directory to write; default: NAME-draft, beside the target's directory NAME")
+    add("--out", type=Path, help="the directory to write; default: NAME-draft, beside the target")
     add("--layers", type=positive, default=3, help="of the draft")
     multiple = number(int, "a positive multiple of 32", lambda n: n > 0 and n % 32 == 0)
     add("--width", type=multiple, default=192, help="of the draft's hidden states")
@@ -213,12 +212,12 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    keep_freed_memory()
-    source = ensure_checkpoint(args.checkpoint_path).resolve()
-    out = args.out or source.with_name(f"{source.name}-draft")
+    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
+    source = checkpoint.path.resolve()
+    out = args.out or source.with_name(f"{checkpoint.name}-draft")
     if (out.exists() and not ck.is_replaceable(out)) or not out.parent.is_dir():
         raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
-    target = load_model(source)
+    target = load_model(checkpoint.source)
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
     megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
@@ -227,13 +226,14 @@ def main():
     del target
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
     draft = new_draft(config, head, sample, args.seed)
-    task = Distillation(draft, head, text, end_tokens(source), args.epochs, args.seed)
+    ends = answer_end_ids(checkpoint.tokenizer_files, checkpoint.tokenizer)
+    task = Distillation(draft, head, text, ends, args.epochs, args.seed)
     state_path = out.with_name(f"{out.name}.state")
     settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
     settings |= {"checkpoint_path": str(source), "text": text.checksum}
     Trainer(draft, len(task.batches), LEARNING_RATE, state_path, settings).run(task.loss, task.report)
     print_status(task.report(task.held_out))
-    write_draft(draft, source, out)
+    write_draft(draft, checkpoint.tokenizer_files, out)
     state_path.unlink(missing_ok=True)
     print_status(f"to quantize it: python quantize.py --mode int8 --checkpoint_path {out}")
     print_status(f"to use it: python generate.py --checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32")

@@ -19,15 +19,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 import torch
 import torch.nn.functional as F
 from common import Trainer, kl_divergence, make_parser
-from teacher import TeacherText, end_tokens, frequent_tokens, new_token_positions, read_teacher_text
+from teacher import TeacherText, frequent_tokens, new_token_positions, read_teacher_text
 from torch import Tensor, nn
 
 from cli import UserError, positive, print_status, run_command
-from convert_hf_checkpoint import ensure_checkpoint
-from cpu.memory import keep_freed_memory
 from drafts.draft_model import output_head_rows
 from drafts.heads import HeadsFile, block_input, pack_heads, save_heads
-from load import load_model
+from load import ModelOptions, load_model, open_checkpoint
+from tokenizer import answer_end_ids
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate
@@ -119,12 +118,12 @@ def main():
     args = parser.parse_args()
     if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} should be a file in an existing directory, and end in .safetensors")
-    keep_freed_memory()
-    directory = ensure_checkpoint(args.checkpoint_path)
-    model = load_model(directory)
+    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
+    model = load_model(checkpoint.source)
     teacher = read_teacher_text(args.text, model, args.tokens)
     answers = teacher.answers
-    vocabulary = frequent_tokens(answers, DRAFT_VOCABULARY_SIZE, end_tokens(directory))
+    ends = answer_end_ids(checkpoint.tokenizer_files, checkpoint.tokenizer)
+    vocabulary = frequent_tokens(answers, DRAFT_VOCABULARY_SIZE, ends)
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
@@ -134,10 +133,10 @@ def main():
     train(heads, args.epochs, args.seed, state_path)
     packed = pack_heads({"gate_up": heads.gate_up.detach(), "down": heads.down.detach()})
     file = HeadsFile(packed, vocabulary, heads.n, len(heads.matrix))
-    save_heads(args.out, file, model, directory.name)
+    save_heads(args.out, file, model, checkpoint.name)
     state_path.unlink(missing_ok=True)
     print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
-    print_status(f"to use it: python generate.py --checkpoint_path {directory} --draft medusa:{args.out}")
+    print_status(f"to use it: python generate.py --checkpoint_path {checkpoint.path} --draft medusa:{args.out}")
 
 
 if __name__ == "__main__":

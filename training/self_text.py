@@ -29,14 +29,12 @@ import torch
 import torch.nn.functional as F
 
 from cli import ArgumentParser, HelpFormatter, UserError, number, positive, print_status, progress_bar, run_command
-from convert_hf_checkpoint import ensure_checkpoint
-from cpu.memory import keep_freed_memory
 from drafts.heads import fingerprint
 from engine import Engine, Request, StepFunctions, draw
-from load import load_model
+from load import Checkpoint, ModelOptions, load_model, open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import ChatTemplate
 
 FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
@@ -79,12 +77,12 @@ class PackageTexts:
 class Prompts:
     """Makes the request of each index. For every second index, the model first generates the question."""
 
-    def __init__(self, directory: Path, seed: int, max_new_tokens: int):
-        self.tokenizer, self.texts = Tokenizer(directory), PackageTexts()
+    def __init__(self, checkpoint: Checkpoint, seed: int, max_new_tokens: int):
+        self.tokenizer, self.texts = checkpoint.tokenizer, PackageTexts()
         self.seed, self.max_new_tokens = seed, max_new_tokens
-        if not (directory / "chat_template.jinja").exists():
-            raise UserError(f"{directory} has no chat template, and training text needs a model that answers")
-        self.template = ChatTemplate(directory, self.tokenizer)
+        if checkpoint.tokenizer_files.template is None:
+            raise UserError(f"{checkpoint.path} has no chat template, and training text needs a model that answers")
+        self.template = ChatTemplate(checkpoint.tokenizer_files, self.tokenizer)
         self.stop_ids = frozenset(self.template.end_ids().union(self.tokenizer.eos_ids))
         marker = "\x01"
         self.user_turn = self.template.render([{"role": "user", "content": marker}]).partition(marker)[0]
@@ -241,15 +239,14 @@ def main():
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampled answers")
     args = parser.parse_args()
-    keep_freed_memory()
-    directory = ensure_checkpoint(args.checkpoint_path)
-    prompts = Prompts(directory, args.seed, args.max_new_tokens)
+    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
+    prompts = Prompts(checkpoint, args.seed, args.max_new_tokens)
     steps = RecordedSteps()
     functions = StepFunctions(steps.prefill, steps.decode)
-    engine = Engine(load_model(directory), args.batch_size, 512 + args.max_new_tokens, functions)
+    engine = Engine(load_model(checkpoint.source), args.batch_size, 512 + args.max_new_tokens, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
-    print_status(f"next: python training/medusa.py --checkpoint_path {directory} --text {args.out}")
+    print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")
 
 
 if __name__ == "__main__":

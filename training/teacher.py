@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cli import UserError
 from model import Transformer
-from tokenizer import Tokenizer, answer_end_ids
 
 HELD_OUT = 50  # every fiftieth sequence is held out for evaluation
 
@@ -88,11 +87,6 @@ def frequent_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tenso
     counts = torch.bincount(tokens)
     order = counts.argsort(descending=True, stable=True)[:n]
     return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
-
-
-def end_tokens(directory: Path) -> set[int]:
-    """The tokens that end an answer of the checkpoint in a directory."""
-    return answer_end_ids(directory, Tokenizer(directory))
 
 
 def split_held_out(sequences: list[Span]) -> tuple[list[Span], list[Span]]:

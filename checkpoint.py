@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, and_more, print_status, progress_bar
+from cli import UserError, and_more, check_is_file, print_status, progress_bar
 from config import Config, RopeScaling
 from model import KVCache, Transformer
 
@@ -159,6 +159,7 @@ def read_template(path: Path) -> str | None:
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; UserError if there is none."""
+    check_is_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -223,6 +224,7 @@ def make_config(path: Path, **fields) -> Config:
 
 def safetensors_header(path: Path) -> dict[str, dict]:
     """name -> {dtype, shape, data_offsets} of a safetensors file. If it is truncated, a UserError names the tensor."""
+    check_is_file(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:

@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from checkpoint import safetensors_header
-from cli import UserError, check_is_file
+from cli import UserError
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_head_rows
 from formats import pack
 from kernels import has_kernel
@@ -154,7 +154,6 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
 
 def describe_heads(path: Path) -> dict:
     """The description in a file of heads. UserError if it is another kind of file."""
-    check_is_file(path)
     header = safetensors_header(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}

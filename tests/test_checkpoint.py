@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_config_that_is_not_one(ours, text, why):
     (ours / "config.json").unlink()
     with pytest.raises(UserError, match="ours has no config.json"):
         read_config(ours)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_no_file_of_a_checkpoint(ours, name):
+    """Reading it would wait for its writer."""
+    (ours / name).unlink()
+    os.mkfifo(ours / name)
+    with pytest.raises(UserError, match=f"{name} is not a regular file"):
+        load_model(ours)
 
 
 def test_truncated_weights_are_named(ours):

@@ -42,6 +42,8 @@ NEUTRAL = {
     **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),
 }
 
+SHOWN = 150  # characters at either end of a long value in a message
+
 
 class Fields:
     """The fields of a source's config.json. It records which ones were taken, and `finish` checks the others."""
@@ -61,7 +63,9 @@ class Fields:
         return self.defaults[name] if name in self.defaults else default[0]
 
     def refuse(self, name: str, why: str):
-        raise UserError(f"{self.path}: {name} = {json.dumps(self.all.get(name))} {why}")
+        value = json.dumps(self.all.get(name))
+        value = value if len(value) <= 2 * SHOWN else f"{value[:SHOWN]} ... {value[-SHOWN:]}"
+        raise UserError(f"{self.path}: {name} = {value} {why}")
 
     def finish(self):
         """Refuse the remaining fields that change what the model computes, and warn about unknown ones."""

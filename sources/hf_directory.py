@@ -53,7 +53,7 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
         raise UserError(f"{path}: architecture {names[0]} (model_type {name}) is not known; known: {known}")
     try:
         config = family.read_fields(fields)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:  # such as a string for a number
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # such as a string for a number
         raise UserError(f"{path} has a value of the wrong type: {error}") from None
     fields.finish()
     return family, make_config(path, **config)

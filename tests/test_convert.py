@@ -1,8 +1,10 @@
 """Conversion of every kind of source: what is supported, what is refused, and that nothing half-written is left."""
 
+import copy
 import json
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import reduce
 from pathlib import Path
 from unittest import mock
 
@@ -220,6 +223,42 @@ def test_fields_that_change_the_model_and_are_not_supported_are_refused(hf, fiel
     edit(hf, **fields)
     with pytest.raises(UserError, match=why):
         hf_config(hf)
+
+
+STRANGE = [None, 0, -1, 3, 2**40, 0.5, math.nan, math.inf, "", "x", True, [], [1], {}, {"rope_type": "yarn"}]
+
+
+def places(values, path=()):
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+def test_strange_values_of_published_configs_end_in_one_line(tmp_path):
+    """Any value in the place of any field, also in nested ones: a config is read or refused."""
+    chance = random.Random(6)
+    for file in sorted((CONFIGS).glob("*.json")):
+        values = json.loads(file.read_text())
+        for path in chance.sample(list(places(values)), 8):
+            changed = copy.deepcopy(values)
+            reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = chance.choice(STRANGE)
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            try:
+                hf_config(tmp_path)
+            except UserError as error:
+                assert len(str(error)) < 700 and "\n" not in str(error)
+
+
+def test_an_infinite_value_and_a_long_one(tmp_path):
+    values = json.loads((CONFIGS / "microsoft__Phi-4-mini-instruct.json").read_text())
+    for change, why in (
+        ({"partial_rotary_factor": math.inf}, "infinity"),
+        ({"rope_scaling": values["rope_scaling"] | {"type": "x"}}, r" \.\.\. .* asks for RoPE scaling 'x'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(UserError, match=why):
+            hf_config(tmp_path)
 
 
 def test_harmless_fields_are_ignored_and_unknown_ones_warned_about(hf, capsys):

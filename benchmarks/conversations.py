@@ -8,10 +8,12 @@ answer, reading the prompts included.
 
 import json
 import sys
+import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import measure
@@ -45,16 +47,16 @@ def converse(port: int, kind: str, first: str, args) -> list[str]:
 
 def run(args, path, kinds: list[str], draft: list[str]) -> dict:
     """The rate of a fresh server with conversations of these kinds, and their texts."""
-    log, port = ROOT / "conversations.log", measure.free_port()
+    port = measure.free_port()
     options = ["--max_batch_size", args.conversations, "--max_seq_length", 4096, *draft]
     command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", path, "--port", port, *options]
     prompts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     chosen = [(kind, prompts[kind][i]) for i, kind in enumerate(kinds)]
-    with measure.server(command, log, port), ThreadPoolExecutor(len(chosen)) as users:
-        start = time.perf_counter()
-        texts = list(users.map(lambda one: converse(port, *one, args), chosen))
-        seconds = time.perf_counter() - start
-    log.unlink()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(chosen)) as users:
+        with measure.server(command, Path(folder) / "log", port):
+            start = time.perf_counter()
+            texts = list(users.map(lambda one: converse(port, *one, args), chosen))
+            seconds = time.perf_counter() - start
     return {"rate": len(chosen) * args.turns * args.new_tokens / seconds, "texts": texts}
 
 

@@ -200,6 +200,15 @@ def test_first_runs(python, tiny, tmp_path):
         assert summary["least"] == summary["most"] == row["over_plain"]
 
 
+@pytest.mark.full
+def test_conversations_with_and_without_lookup(python, tmp_path):
+    arguments = ["--rounds", 1, "--conversations", 3, "--turns", 2, "--new_tokens", 5]
+    result, _ = run_benchmark(python, "conversations.py", tmp_path / "out.json", *arguments)
+    assert [row["conversations"] for row in result["rows"]] == ["open", "copying", "both"]
+    for row in result["rows"]:
+        assert row["same_texts"] and row["plain"] > 0 and row["least"] == row["over_plain"] > 0
+
+
 @pytest.mark.slow
 def test_what_a_step_costs(python, tiny, tmp_path):
     """Ratios are computed in each round, and their medians are reported."""

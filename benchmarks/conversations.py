@@ -52,11 +52,14 @@ def run(args, path, kinds: list[str], draft: list[str]) -> dict:
     command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", path, "--port", port, *options]
     prompts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     chosen = [(kind, prompts[kind][i]) for i, kind in enumerate(kinds)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(chosen)) as users:
-        with measure.server(command, Path(folder) / "log", port):
-            start = time.perf_counter()
-            texts = list(users.map(lambda one: converse(port, *one, args), chosen))
-            seconds = time.perf_counter() - start
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        measure.server(command, Path(folder) / "log", port),
+        ThreadPoolExecutor(len(chosen)) as users,
+    ):
+        start = time.perf_counter()
+        texts = list(users.map(lambda one: converse(port, *one, args), chosen))
+        seconds = time.perf_counter() - start
     return {"rate": len(chosen) * args.turns * args.new_tokens / seconds, "texts": texts}
 
 

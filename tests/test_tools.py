@@ -126,16 +126,8 @@ FORMATS = {
     ),
 }  # fmt: skip
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
-SPECIAL += [
-    "<｜calls｜>",
-    "<｜call｜>",
-    "<｜sep｜>",
-    "<｜/call｜>",
-    "<｜/calls｜>",
-    "<|START|>",
-    "<|MIDDLE|>",
-    "<|END|>",
-]
+SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>"]
+SPECIAL += ["<|START|>", "<|MIDDLE|>", "<|END|>"]
 NAMES = ["get_weather", "f", "A-b_9"]
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/y"}}, "required": ["x"]}
 POINT |= {"$defs": {"y": {"enum": ["ä", "bc"]}}, "additionalProperties": False}

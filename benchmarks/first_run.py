@@ -43,6 +43,28 @@ def run(args, path, prompt: str, draft: str) -> dict:
     return {"rate": result[DECODE], "tokens": [sample["token_ids"] for sample in result["samples"]]}
 
 
+def compare(args, path, prompt: str) -> dict:
+    """One prompt: the medians of the rounds' ratios."""
+    rounds = []
+    for _ in range(args.rounds):
+        runs = [run(args, path, prompt, draft) for draft in ("none", "prompt-lookup", "none")]
+        rates, tokens = measure.column(runs, "rate"), measure.column(runs, "tokens")
+        control, over_plain = rates[2] / rates[0], 2 * rates[1] / (rates[0] + rates[2])
+        same = tokens[0] == tokens[1] == tokens[2]
+        rounds.append({"over_plain": over_plain, "control": control, "plain": rates[0], "same_tokens": same})
+    found = {key: median(measure.column(rounds, key)) for key in ("over_plain", "control", "plain")}
+    return found | {"same_tokens": all(measure.column(rounds, "same_tokens"))}
+
+
+def summarize(rows: list[dict]) -> dict:
+    """Over the prompts of a kind."""
+    ratios, controls = measure.column(rows, "over_plain"), measure.column(rows, "control")
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    about = {"geometric_mean": mean, "median": median(ratios), "least": min(ratios), "most": max(ratios)}
+    about |= {"control": median(controls), "least_control": min(controls)}
+    return about | {"same_tokens": all(row["same_tokens"] for row in rows)}
+
+
 def main():
     parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12, "--rounds": 3})
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -53,23 +75,9 @@ def main():
     kinds = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     for kind, prompts in kinds.items():
         for prompt in prompts[: args.prompts]:
-            ratios, controls, same = [], [], True
-            for _ in range(args.rounds):
-                before, lookup, after = (run(args, path, prompt, draft) for draft in ("none", "prompt-lookup", "none"))
-                ratios.append(2 * lookup["rate"] / (before["rate"] + after["rate"]))
-                controls.append(after["rate"] / before["rate"])
-                same = same and before["tokens"] == lookup["tokens"] == after["tokens"]
-            row = {"prompts": kind, "over_plain": median(ratios), "control": median(controls), "same_tokens": same}
-            rows.append(row | {"plain": before["rate"]})
-            print_status(f"{kind}: {row['over_plain']:.2f}x of {before['rate']:.0f} tokens/s")
-    table = []
-    for kind in kinds:
-        mine = [row for row in rows if row["prompts"] == kind]
-        ratios, controls = measure.column(mine, "over_plain"), measure.column(mine, "control")
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        about = {"geometric_mean": mean, "median": median(ratios), "least": min(ratios), "most": max(ratios)}
-        about |= {"control": median(controls), "least_control": min(controls)}
-        table.append({"prompts": kind, **about, "same_tokens": all(row["same_tokens"] for row in mine)})
+            rows.append({"prompts": kind} | compare(args, path, prompt))
+            print_status(f"{kind}: {rows[-1]['over_plain']:.2f}x of {rows[-1]['plain']:.0f} tokens/s")
+    table = [{"prompts": kind} | summarize([row for row in rows if row["prompts"] == kind]) for kind in kinds]
     columns = {"prompts": "", "geometric_mean": ".3f", "median": ".2f", "least": ".2f", "most": ".2f"}
     columns |= {"control": ".2f", "least_control": ".2f"}
     measure.print_table(table, columns | {"same_tokens": ""})

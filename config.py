@@ -75,7 +75,7 @@ class Config:
     sliding_rope_base: float | None = None  # Gemma 3: layers with a sliding window have this base, and no rope_scaling
     layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
-    query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.query_scales)
+    query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
     norm_placement: str = "before"  # of a block's norms: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
     float32_norms: bool = False  # Gemma: the norms' weights are float32 in a model of any dtype
     embedding_scale: float = 1.0  # the embeddings are multiplied by it (Gemma; this and the next three: Granite)
@@ -123,12 +123,17 @@ class Config:
         return self.sliding_window if slides else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
-        """The base and the scaling of one layer's RoPE. Layers in which they are equal share a table of cos and sin."""
+        """The base and the scaling of one layer's RoPE."""
         if layer in self.layers_without_rope:
             return math.inf, None
         if self.sliding_rope_base is not None and self.window(layer) is not None:
             return self.sliding_rope_base, None
         return self.rope_base, self.rope_scaling
+
+    def different_ropes(self) -> list[tuple[float, RopeScaling | None]]:
+        """What `rope` returns for all layers, each value once: layers in which it is equal share a table of cos and
+        sin."""
+        return list(dict.fromkeys(map(self.rope, range(self.n_layer))))
 
     @property
     def short_context(self) -> int | None:

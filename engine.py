@@ -291,8 +291,8 @@ class Engine:
         """Let a row read its request's tokens from position n on."""
         row.tokens, row.waited = row.request.prompt[:n], 0
         row.is_long = is_long
-        if self.model.long_rows is not None:
-            self.model.long_rows[row.index] = is_long
+        if self.model.positions.long_rows is not None:
+            self.model.positions.long_rows[row.index] = is_long
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""

@@ -168,4 +168,11 @@ def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Itera
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
     compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
-    return lambda: compiler.compile(source)
+
+    def new() -> Grammar:
+        try:
+            return compiler.compile(source)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    return new

@@ -642,7 +642,7 @@ def matmul(x, weight, scales, bias, N, bits, group):
 
 
 def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, eps):
-    """qkv (B,S,(H+2K)*E), cos and sin of model.rope_table -> queries (B,S,H,E); keys and values go to the caches."""
+    """qkv (B,S,(H+2K)*E), cos and sin of Positions.ropes -> queries (B,S,H,E); keys and values go to the caches."""
     B, S, _ = qkv.shape
     K, T, E = k_cache.shape[1:]
     out = qkv.new_empty(B, S, H, E)
@@ -991,7 +991,8 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     qkv = apply_linear(attention.qkv, x, norm=block.attention_norm)  # (B,S,(H+2K)*E)
     places = (input_pos, rows, *caches, config.n_head, config.norm_eps)
     q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, *places)  # (B,S,H,E)
-    y = ops.attention.default(q, *caches, input_pos, rows, attention.slopes, attention.window, attention.scale)
+    slopes = attention.positions.slopes
+    y = ops.attention.default(q, *caches, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
     h = apply_linear(mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(mlp.down, h, residual=x)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels import Backend, attention, layer_norm, linear, rms_norm
-from positions import alibi_slopes, query_scales, rope_tables, rotate
+from positions import Positions, rotate
 
 # ---------------------------------------------------------------- Transformer
 
@@ -45,9 +45,9 @@ class Transformer(nn.Module):
         self.own_config = own = config if shard is None else shard.config(config)
         self.embedding = Embedding(own.vocab_size, own.dim)
         self.embedding_norm = make_norm(own) if own.embedding_norm else None
-        self.different_ropes = list(dict.fromkeys(own.rope(layer) for layer in range(own.n_layer)))
+        ropes = own.different_ropes()
         self.blocks = nn.ModuleList(
-            Block(own, layer, self.different_ropes.index(own.rope(layer)), shard) for layer in range(own.n_layer)
+            Block(own, layer, ropes.index(own.rope(layer)), shard) for layer in range(own.n_layer)
         )
         self.norm = make_norm(own)
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
@@ -63,37 +63,21 @@ class Transformer(nn.Module):
         T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
         to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one.
         """
-        config, device = self.config, self.device
         T = max_seq_length + SCRATCH_SLOTS
-        # The position tables are not made in __init__, where they would be meta tensors that no checkpoint fills.
-        slots = torch.arange(T, device=device)[None]  # (1,T)
-        cos_sin, slopes = (None, None), None
-        if config.alibi:
-            heads = slice(None) if self.shard is None else list(self.shard.own(config.n_head))
-            slopes = alibi_slopes(config.n_head).to(device)[heads]
-        else:  # a table, because a compiled cosine differs from the eager one in the last bit
-            cos_sin = rope_tables(config.head_dim, config.rotary_dim or config.head_dim, self.different_ropes, slots)
-        # Which rows need longrope's long factors whatever tokens are passed: the engine says so.
-        long_rows = None if config.short_context is None else torch.zeros(max_batch_size, dtype=bool, device=device)
-        # (P,T,1,E) float32 for P different tables
-        for name, table in zip(("rope_cos", "rope_sin", "long_rows"), (*cos_sin, long_rows)):
-            self.register_buffer(name, table, persistent=False)
+        heads = None if self.shard is None else list(self.shard.own(self.config.n_head))
+        # Not made in __init__, where its tables would be meta tensors that no checkpoint fills.
+        self.positions = Positions(self.config, max_batch_size, T, heads, self.device)
         nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
-        tables = {"slopes": slopes, "query_scales": query_scales(config, slots)}  # the same tensors for all layers
-        zeros = partial(self.backend.zeros(nbytes, device), dtype=self.dtype)
+        zeros = partial(self.backend.zeros(nbytes, self.device), dtype=self.dtype)
         for block in self.blocks:
             block.attention.cache.allocate(max_batch_size, T, zeros)
-            for name, table in tables.items():
-                block.attention.register_buffer(name, table, persistent=False)
+            block.attention.positions = self.positions
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
-        for name in ("rope_cos", "rope_sin", "long_rows"):
-            self.register_buffer(name, getattr(other, name), persistent=False)
+        self.positions = other.positions
         for block, source in zip(self.blocks, other.blocks):
-            block.attention.cache = source.attention.cache
-            for name in ("slopes", "query_scales"):
-                block.attention.register_buffer(name, getattr(source.attention, name), persistent=False)
+            block.attention.cache, block.attention.positions = source.attention.cache, other.positions
 
     @property
     def device(self) -> torch.device:
@@ -136,26 +120,13 @@ class Transformer(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as the authors of Gemma do
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        ropes = self.ropes(input_pos, rows)
+        ropes = self.positions.ropes(input_pos, rows)
         if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
             x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
         else:
             for block in self.blocks:
                 x = block(x, ropes[block.rope_table], input_pos, rows)
         return self.norm(x)
-
-    def ropes(self, input_pos: Tensor, rows: Tensor | None = None) -> list[tuple[Tensor, Tensor] | None]:
-        """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
-        A block takes those of its own table, ropes[block.rope_table]."""
-        if self.config.alibi:
-            return [None]
-        slots = input_pos
-        if self.long_rows is not None:  # the second half of a table is for long rows
-            is_long = self.long_rows[slice(len(input_pos)) if rows is None else rows]  # (B,)
-            is_long = is_long | (input_pos.amax(1) >= self.config.short_context)
-            slots = torch.where(is_long[:, None], input_pos + self.rope_cos.shape[1] // 2, input_pos)
-        tables = zip(self.rope_cos.unbind(), self.rope_sin.unbind())
-        return [(cos[slots], sin[slots]) for cos, sin in tables]
 
     def embed(self, tokens: Tensor):
         """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""
@@ -173,7 +144,7 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: int, rope_table: int, shard=None):
         super().__init__()
-        self.rope_table = rope_table  # an index of Transformer.ropes
+        self.rope_table = rope_table  # an index of Positions.ropes
         self.post_norm_residual, self.residual_scale = config.post_norm_residual, config.residual_scale
         self.shard = shard
         before, after = config.norm_placement != "after", config.norm_placement != "before"
@@ -201,6 +172,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
 
+    positions: Positions  # setup_caches makes it, for all layers
+
     def __init__(self, config: Config, layer: int, shard=None):
         super().__init__()
         self.config, self.cache = config, KVCache(config)
@@ -225,10 +198,11 @@ class Attention(nn.Module):
             qk = torch.cat([self.q_norm(q).view(B, S, H, E), self.k_norm(k).view(B, S, K, E)], dim=2)
         qk = qk if rope is None else rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
-        q = q if self.query_scales is None else (q.float() * self.query_scales[input_pos]).to(q.dtype)
+        scales, slopes = self.positions.query_scales, self.positions.slopes
+        q = q if scales is None else (q.float() * scales[input_pos]).to(q.dtype)
 
         self.cache.write(k, v, input_pos, rows)
-        y = attention(q, self.cache.k, self.cache.v, input_pos, rows, self.slopes, self.window, self.scale)
+        y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
         return self.out(y.reshape(B, S, H * E))
 
 

@@ -180,8 +180,9 @@ def ramp(ports: dict[str, int], numbers: list[int], seconds: float) -> dict[str,
         run_users(port, ROWS, seconds / 4)
     for i, users in enumerate(numbers):
         for name in list(ports)[:: 1 if i % 2 == 0 else -1]:
-            print_status(f"{name}: {users} users")
-            found[name].append(summary(run_users(ports[name], users, seconds), users, seconds))
+            row = summary(run_users(ports[name], users, seconds), users, seconds)
+            print_status(f"{name}, {users} users: {row['tokens_per_s']:.1f} tokens/s")
+            found[name].append(row)
     return found
 
 

@@ -191,14 +191,15 @@ class FusedBlocks:
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
-        self.tables, self.modules = blocks[0].attention._buffers, [block.attention._modules for block in blocks]
+        self.modules = [block.attention._modules for block in blocks]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
         cos, sin = ([], []) if ropes[0] is None else map(list, zip(*ropes))
         caches = [modules["cache"]._buffers for modules in self.modules]
         k_caches, v_caches = ([cache[name] for cache in caches] for name in ("k", "v"))
-        places = (input_pos, rows, cos, sin, self.tables["slopes"], self.tables["query_scales"])
+        positions = self.modules[0]["positions"]
+        places = (input_pos, rows, cos, sin, positions.slopes, positions.query_scales)
         return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.handles)
 
 

@@ -104,7 +104,7 @@ class Family:
 # ---------------------------------------------------------------- config.json
 
 
-def shared_fields(fields: Fields, **rope: bool) -> dict:
+def shared_fields(fields: Fields, **rope) -> dict:
     """The fields of Config that Llama and its relatives have in common. rope: arguments of hf_rope."""
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
     check_positive({"n_layer": n_layer}, (int,))  # first, because lists of this many layers are made
@@ -143,8 +143,10 @@ def layer_types(fields: Fields) -> list[str] | None:
 
 def sliding_layers(fields: Fields, slides: Callable[[int], bool], default: bool = False) -> dict:
     """A sliding window in some layers, if use_sliding_window is set. slides: which ones, if layer_types is missing.
-    default: the value of use_sliding_window where it is missing."""
+    default: the value of use_sliding_window where it is missing; if it is true, these layers must have a window."""
     window, kinds = fields.take("sliding_window", None), layer_types(fields)
+    if default and window is None:
+        fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
     if not fields.take("use_sliding_window", default) or window is None:
         return {}
     n_layer = fields.take("num_hidden_layers")
@@ -159,7 +161,7 @@ def llama_fields(fields: Fields) -> dict:
     return found | biases(fields)
 
 
-def mistral_fields(fields: Fields, **rope: bool) -> dict:
+def mistral_fields(fields: Fields, **rope) -> dict:
     found, kinds = shared_fields(fields, **rope), layer_types(fields)
     window = fields.take("sliding_window", None)
     if kinds is not None and window is not None and "full_attention" in kinds:
@@ -169,7 +171,7 @@ def mistral_fields(fields: Fields, **rope: bool) -> dict:
 
 def ministral3_fields(fields: Fields) -> dict:
     beta = fields.take("rope_parameters").get("llama_4_scaling_beta")
-    return mistral_fields(fields, scales_queries=True) | {"query_scale_beta": beta or None}
+    return mistral_fields(fields, own_keys=["llama_4_scaling_beta"]) | {"query_scale_beta": beta or None}
 
 
 def qwen_fields(fields: Fields) -> dict:
@@ -194,8 +196,6 @@ def smollm3_fields(fields: Fields) -> dict:
 def gemma3_fields(fields: Fields) -> dict:
     if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
-    if fields.take("sliding_window") is None:
-        fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
     pattern = fields.take("sliding_window_pattern", 6)
     check_positive({"sliding_window_pattern": pattern}, (int,))
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
@@ -235,7 +235,7 @@ def gemma3_gguf_fields(config: Config) -> dict:
 
 
 def phi3_fields(fields: Fields) -> dict:
-    found = shared_fields(fields, partial=True)
+    found = shared_fields(fields, own_keys=["partial_rotary_factor"])
     return (
         found | rotated_dimensions(fields, found["head_dim"]) | {"sliding_window": fields.take("sliding_window", None)}
     )
@@ -260,8 +260,6 @@ OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
 
 def olmo3_fields(fields: Fields) -> dict:
-    if fields.take("sliding_window") is None:
-        fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
     slides = sliding_layers(fields, lambda i: (i + 1) % 4 > 0, default=True)
     return shared_fields(fields, by_kind=True) | attention_bias(fields) | slides | sliding_rope(fields) | OLMO2
 

@@ -6,6 +6,7 @@ have in transformers. families.py says which fields a family has.
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli import UserError, print_status, printable
@@ -113,13 +114,10 @@ def rotated_dimensions(fields: Fields, head_dim: int) -> dict:
     return {} if part in (None, 1) else {"rotary_dim": int(head_dim * part)}
 
 
-def hf_rope(
-    fields: Fields, partial: bool = False, by_kind: bool = False, scales_queries: bool = False
-) -> tuple[float, RopeScaling | None, int]:
-    """(base, scaling, longest context), from transformers 5's rope_parameters or 4's rope_theta and rope_scaling.
-    partial: whether a part of each head may be rotated; the caller then reads which (`rotated_dimensions`). by_kind:
-    whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`). scales_queries:
-    whether queries may grow with their position; the caller then reads llama_4_scaling_beta."""
+def hf_rope(fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ()) -> tuple:
+    """(base, scaling or None, longest context), from transformers 5's rope_parameters or 4's rope_theta and
+    rope_scaling. by_kind: whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`).
+    own_keys: keys of the family that the caller reads."""
     context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
     name, rope = rope_fields(fields, by_kind)
     base = float(rope.pop("rope_theta", base))
@@ -128,10 +126,10 @@ def hf_rope(
     kind = "longrope" if kind == "su" else kind  # an older name
     if kind not in ROPE_FIELDS:
         fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
-    if rope.pop("partial_rotary_factor", 1) not in (None, 1) and not partial:
+    for key in own_keys:
+        rope.pop(key, None)
+    if rope.pop("partial_rotary_factor", 1) not in (None, 1):
         fields.refuse(name, "rotates a part of each head, which is not supported")
-    if scales_queries:
-        rope.pop("llama_4_scaling_beta", None)
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}

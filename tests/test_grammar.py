@@ -187,6 +187,7 @@ def test_generate_writes_json_that_fits(tmp_path, capsys, monkeypatch):
     for sample in main(capsys, monkeypatch, *options)[0]["samples"]:
         point = json.loads(sample["text"])
         assert sample["finish_reason"] == "stop" and isinstance(point["x"], int) and {*point} <= {"x", "y"}
-    schema.write_text("{")
-    with pytest.raises(UserError, match="not a readable JSON schema"):
-        main(capsys, monkeypatch, *options)
+    for text, why in (("{", "is not a readable JSON schema"), ('{"type": 3}', "schema.json: ")):
+        schema.write_text(text)
+        with pytest.raises(UserError, match=why):
+            main(capsys, monkeypatch, *options)

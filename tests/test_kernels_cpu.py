@@ -280,8 +280,8 @@ def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
-    cos, sin = model.ropes(input_pos)[0]
-    tables = ([cos], [sin], None, model.blocks[0].attention.query_scales)
+    cos, sin = model.positions.ropes(input_pos)[0]
+    tables = ([cos], [sin], None, model.positions.query_scales)
     caches = [[block.attention.cache.k for block in model.blocks], [block.attention.cache.v for block in model.blocks]]
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
@@ -518,7 +518,7 @@ def test_fused_blocks_equal_single_blocks(checkpoint, name, quantization, dtype)
         first, then = [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [-1] * 5], [[5, 6, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
         for positions in (first, then):
             input_pos = torch.tensor(positions)
-            ropes = model.ropes(input_pos)
+            ropes = model.positions.ropes(input_pos)
             y = run(model.blocks, x, ropes, input_pos, rows)
             found[-1] += [y[input_pos >= 0], *(block.attention.cache.k[:, :, :40].clone() for block in model.blocks)]
     for one, other in zip(*found):
@@ -531,10 +531,10 @@ def test_blocks_of_another_model_are_refused(tiny):
     model.setup_caches(1, 8)
     x, at = torch.zeros(1, 1, model.config.dim), torch.tensor([[0]])
     with pytest.raises(RuntimeError, match="has D .* not x"):
-        model.backend.run_blocks(model.blocks, x[..., 1:], model.ropes(at), at, None)
+        model.backend.run_blocks(model.blocks, x[..., 1:], model.positions.ropes(at), at, None)
     handles, model.backend.run_blocks.handles = model.backend.run_blocks.handles, [10**6] * len(model.blocks)
     with pytest.raises(RuntimeError, match="there is no handle 1000000"):
-        model.backend.run_blocks(model.blocks, x, model.ropes(at), at, None)
+        model.backend.run_blocks(model.blocks, x, model.positions.ropes(at), at, None)
     model.backend.run_blocks.handles = handles
     weight = weakref.ref(model.blocks[0].attention.qkv.weight)
     del model

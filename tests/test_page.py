@@ -1209,7 +1209,7 @@ def draw_pictures():
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "log.txt") as server:
         with browsing(server.port) as page:
             page.set(temperature="0")
-            page.say("Why is the sky blue? Answer in two sentences.")
+            page.say("What is a cache? Answer in one sentence.")
             page.say("Write a short Python function that reverses a string.")
             page.find("#input").click()  # which also takes the mouse there
             page.find("#input").send_keys("And how do I count its vowels?")

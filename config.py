@@ -35,7 +35,7 @@ class RopeScaling:
             raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: {', '.join(kinds)}")
         numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
         if self.kind in ("llama3", "yarn", "longrope"):
-            numbers.append("original_max_seq_length")
+            check_positive({"original_max_seq_length": self.original_max_seq_length}, (int,))
         factors = dict(enumerate(self.factors + self.long_factors))
         check_positive({name: getattr(self, name) for name in numbers} | factors)
         if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
@@ -101,6 +101,8 @@ class Config:
             if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
         scaling, rotated = self.rope_scaling, self.rotary_dim or self.head_dim
+        if scaling is not None and scaling.kind == "yarn" and self.rope_base <= 1:
+            raise ValueError(f"rope_base {self.rope_base} is too small: yarn divides by its logarithm")
         if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
             raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
         if self.query_scale_beta is not None and not (scaling and scaling.original_max_seq_length):

@@ -141,7 +141,11 @@ class GgufFile:
         if pattern is None:
             return None
         layers = range(self.hyper("block_count"))
-        return tuple(i for i in layers if (pattern[i] if isinstance(pattern, list) else (i + 1) % pattern))
+        if not isinstance(pattern, list):
+            return tuple(i for i in layers if (i + 1) % pattern)
+        if len(pattern) != len(layers):
+            self.refuse("attention.sliding_window_pattern", f"does not have a value for each of {len(layers)} layers")
+        return tuple(i for i in layers if pattern[i])
 
     def divisors(self, name: str) -> tuple[float, ...] | None:
         """A tensor of divisors of RoPE's frequencies, or None if the file does not have it."""

@@ -1,11 +1,16 @@
 """Random arguments for the tests of kernels on CPUs and GPUs, and models without kernels."""
 
+import math
 import random
 
 import torch
 
 from checkpoint import read_model
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
+
+# What may stand in the place of any field of a model's config.
+STRANGE_VALUES = [None, 0, -1, 1, 3, 2**40, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", True, [], [1], [0.5] * 3, {}]
+STRANGE_VALUES += [{"rope_type": "yarn"}, "yarn", "linear"]
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from cases import plain_twin
+from cases import STRANGE_VALUES, plain_twin
 from conftest import ROOT, SCALED_QUERIES, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from safetensors.torch import load_file, save_file
@@ -225,9 +225,6 @@ def test_fields_that_change_the_model_and_are_not_supported_are_refused(hf, fiel
         hf_config(hf)
 
 
-STRANGE = [None, 0, -1, 3, 2**40, 0.5, math.nan, math.inf, "", "x", True, [], [1], {}, {"rope_type": "yarn"}]
-
-
 def places(values, path=()):
     for key, value in values.items():
         yield (*path, key)
@@ -242,7 +239,7 @@ def test_strange_values_of_published_configs_end_in_one_line(tmp_path):
         values = json.loads(file.read_text())
         for path in chance.sample(list(places(values)), 8):
             changed = copy.deepcopy(values)
-            reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = chance.choice(STRANGE)
+            reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = chance.choice(STRANGE_VALUES)
             (tmp_path / "config.json").write_text(json.dumps(changed))
             try:
                 hf_config(tmp_path)

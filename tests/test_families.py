@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from cases import STRANGE_VALUES
 from conftest import (
     GEMMA3,
     GRANITE,
@@ -37,14 +38,17 @@ from safetensors.torch import load_file, save_file
 from servers import running
 from tokenizers import Tokenizer as TokenizersLibrary
 
+from cli import UserError
 from convert_hf_checkpoint import convert
 from drafts.draft_model import SelfDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import Checkpoint, install_kernels, load_model
+from positions import Positions
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
+from sources.gguf_file import USED_FIELDS, GgufFile
 from sources.opening import open_gguf, open_hf
 from speculative import Speculation
 from start import compiled_steps
@@ -209,6 +213,21 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert kept == dense
     convert(open_gguf(tmp_path / "q.gguf"), tmp_path / "ours", torch.float32)
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strange_values_in_a_gguf_file_end_in_one_line(member, byte_level, tmp_path, family):
+    """Any value in the place of any field: the file's Config has tables of positions, or it is refused."""
+    write_gguf(tmp_path / "x.gguf", member(family, 7 if family == "phi3" else 0)[0], vocabulary_fields(byte_level))
+    chance = random.Random(family)
+    for name in USED_FIELDS.split():
+        for value in chance.sample(STRANGE_VALUES, 5):
+            opened = GgufFile(tmp_path / "x.gguf")
+            opened.metadata[f"{opened.architecture}.{name}"] = value
+            try:
+                Positions(opened.config(), 2, 16, None, torch.device("cpu"))
+            except UserError as error:
+                assert len(str(error)) < 500 and "\n" not in str(error)
 
 
 MULTIMODAL = {

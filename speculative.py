@@ -42,6 +42,7 @@ from sampling import Sampling, probabilities, sample
 
 MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass then has as many tokens per row as a decode pass may have
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
+MAX_PAUSE = 8  # steps of a batch without a search, after that many searches whose tokens were not worth proposing
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
 # ---------------------------------------------------------------- verification
@@ -324,6 +325,8 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k = drafts, k
         self.automatic, self.rehearsing = automatic, False
+        # Of batches: searches in succession whose tokens were not proposed, at most MAX_PAUSE; steps until the next one.
+        self.fruitless, self.pause = 0, 0
         priors = [getattr(draft, "prior", PRIOR) for draft in drafts]
         self.controller, self.report = Controller(priors, self._token_s), Report()
         for i, draft in enumerate(drafts):
@@ -348,6 +351,7 @@ class Speculation:
         return self.engine.timing.prefill_s / max(1, self.engine.timing.prefill_tokens)
 
     def add(self, row: int, tokens: list[int], cached: int):
+        self.fruitless, self.pause = 0, 0
         for draft in self.drafts:
             draft.add(row, tokens, cached)
 
@@ -381,7 +385,7 @@ class Speculation:
         found, candidates = {}, []
         # One row is searched faster than this is decided. Ranks measure different times, but need the same candidates.
         always = len(batch.rows) == 1 or self.model.shard is not None
-        worth_finding = always or self.controller.could_gain(len(batch.rows), self.k)
+        worth_finding = always or (self.pause == 0 and self.controller.could_gain(len(batch.rows), self.k))
         for i, draft in enumerate(self.drafts):
             if not hasattr(draft, "find"):
                 candidates += self._candidates(i, batch)
@@ -393,9 +397,13 @@ class Speculation:
             index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)
             index = int(self.model.shard.broadcast(index))
             choice = None if index < 0 else candidates[index]
+        is_used = choice is not None and choice.draft in found
+        if self.pause == 0:
+            self.fruitless = 0 if is_used else min(self.fruitless + 1, MAX_PAUSE)
+        self.pause = self.pause - 1 if self.pause else self.fruitless
         if choice is None:
             return Drafted()
-        if choice.draft in found:
+        if is_used:
             return Drafted(choice, batch.proposal(self._likeliest(found[choice.draft], choice)))
         return self._ask(batch, choice)
 

@@ -50,8 +50,10 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
 
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
-    angles = input_pos[:, :, None, None].float() * freqs  # (B,S,1,E/2)
-    cos, sin = angles.cos(), angles.sin()
+    # In float64: in about one process of twenty, the first float32 cosine that torch computed on two threads had other
+    # last bits, and with them the tokens.
+    angles = (input_pos[:, :, None, None].float() * freqs).double()  # (B,S,1,E/2)
+    cos, sin = angles.cos().float(), angles.sin().float()
     if scaling is not None and scaling.attention_factor != 1.0:
         factor = torch.where(freqs > 0, scaling.attention_factor, 1.0)  # 1 for dimensions that are not rotated
         cos, sin = cos * factor, sin * factor

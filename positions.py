@@ -50,8 +50,8 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
 
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
-    # In float64: in about one process of twenty, the first float32 cosine that torch computed on two threads had other
-    # last bits, and with them the tokens.
+    # In float64: in one of ten processes, the first float32 cosine that torch computed on two threads had other last
+    # bits, and some tokens were others.
     angles = (input_pos[:, :, None, None].float() * freqs).double()  # (B,S,1,E/2)
     cos, sin = angles.cos().float(), angles.sin().float()
     if scaling is not None and scaling.attention_factor != 1.0:

@@ -394,8 +394,9 @@ K = "model.layers.1.self_attn.k_proj.weight"
         ({K: torch.ones(41, 36)}, rf"{K} is \(41, 36\), but by its config it should be \(42, 36\)"),
         ({K: torch.full((42, 36), float("nan"))}, f"{K} holds NaN or infinity"),
         ({"model.norm.weight": torch.full((36,), 1e39, dtype=torch.float64)}, "norm.weight holds NaN or infinity"),
+        ({K: torch.ones(42, 36).to(torch.float8_e4m3fn)}, f"{K} holds float8_e4m3fn, expected floating-point numbers"),
     ],
-    ids=["missing", "left over", "misshapen", "NaN", "overflow"],
+    ids=["missing", "left over", "misshapen", "NaN", "overflow", "float8"],
 )
 def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
     change(hf, **tensors)

@@ -251,8 +251,11 @@ def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Ten
     The file is opened for each tensor. The library maps the file, and pages that were read stay in the process until
     the mapping is closed: one mapping for all tensors would hold the whole file in memory besides the copies.
     """
-    with safe_open(path, "pt") as file:
-        return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
+    try:
+        with safe_open(path, "pt") as file:
+            return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
+    except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
+        raise UserError(f"{path}: {name} cannot be read: {error}") from None
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

@@ -439,6 +439,15 @@ def test_a_shard_that_is_missing(tmp_path):
         open_hf(tmp_path / "hf")
 
 
+def test_a_dtype_that_torch_does_not_have(hf):
+    path = hf / "model.safetensors"
+    header = {"model.norm.weight": {"dtype": "F6_E2M3", "shape": [36], "data_offsets": [0, 27]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(27))
+    with pytest.raises(UserError, match="model.safetensors: model.norm.weight cannot be read: .*F6_E2M3"):
+        load_model(open_hf(hf))
+
+
 def test_a_tensor_in_two_shards(tmp_path):
     save_tiny("qwen2-gqa", tmp_path / "hf", max_shard_size="30KB")
     first, *_, last = sorted((tmp_path / "hf").glob("model-*.safetensors"))

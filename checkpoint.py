@@ -251,15 +251,20 @@ def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Ten
     The file is opened for each tensor. The library maps the file, and pages that were read stay in the process until
     the mapping is closed: one mapping for all tensors would hold the whole file in memory besides the copies.
     """
-    with safe_open(path, "pt") as file:
-        return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
+    try:
+        with safe_open(path, "pt") as file:
+            return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
+    except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
+        raise UserError(f"{path}: {name} cannot be read: {error}") from None
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """tensor name -> the safetensors file that holds it, read from the index if there is one."""
-    index = directory / INDEX
-    if not index.exists():
-        path = directory / "model.safetensors"
+    """tensor name -> the safetensors file that holds it: model.safetensors, or else the shards of the index.
+
+    If both are there, the index is of an older model: save_pretrained does not delete it, and transformers ignores it.
+    """
+    index, path = directory / INDEX, directory / "model.safetensors"
+    if path.exists() or not index.exists():
         return dict.fromkeys(safetensors_header(path), path)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -268,7 +273,10 @@ def weight_files(directory: Path) -> dict[str, Path]:
     for path in sorted({directory / str(name) for name in weight_map.values()}):
         if not path.exists():
             raise UserError(f"{path} is missing, though {INDEX} names it")
-        found |= dict.fromkeys(safetensors_header(path), path)
+        names = safetensors_header(path)
+        if twice := sorted(found.keys() & names.keys()):
+            raise UserError(f"{directory} holds tensor {twice[0]} twice: in {found[twice[0]].name} and {path.name}")
+        found |= dict.fromkeys(names, path)
     if missing := sorted(weight_map.keys() - found.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}, which {INDEX} names")
     return {name: found[name] for name in weight_map}

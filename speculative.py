@@ -325,7 +325,7 @@ class Speculation:
         assert 1 <= k <= MAX_K and drafts, k
         self.drafts, self.k = drafts, k
         self.automatic, self.rehearsing = automatic, False
-        # Of batches: searches in succession whose tokens were not proposed, at most MAX_PAUSE; steps until the next one.
+        # Of batches: searches in succession whose tokens were not proposed, at most MAX_PAUSE; steps until the next.
         self.fruitless, self.pause = 0, 0
         priors = [getattr(draft, "prior", PRIOR) for draft in drafts]
         self.controller, self.report = Controller(priors, self._token_s), Report()

@@ -19,6 +19,9 @@ from config import Config
 from formats import Packed, Quantization, matrices, piece_rows
 from sources.families import Layout
 
+# Of the tensors of a source that is not quantized. Others, such as float8, need scales that are stored elsewhere.
+DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @dataclass
 class Destination:
@@ -87,9 +90,9 @@ def assemble(
 
 
 def checked(path, name: str, tensor: torch.Tensor | Packed) -> torch.Tensor | Packed:
-    if not isinstance(tensor, Packed) and not tensor.is_floating_point():
+    if not isinstance(tensor, Packed) and tensor.dtype not in DENSE_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"{path}: {name} holds {kind}, expected floating-point numbers")
+        raise UserError(f"{path}: {name} holds {kind}, expected floating-point numbers of 16, 32 or 64 bits")
     if not isinstance(tensor, Packed) and not all(map(torch.isfinite, tensor.aminmax())):  # which makes no copy
         raise UserError(f"{path}: {name} holds NaN or infinity")
     return tensor

@@ -93,20 +93,21 @@ def open_tokenizer(directory: Path):
 
 
 def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """The tensors of model.safetensors or its shards, or else of pytorch_model.bin. UserError if a file is missing."""
+    """The tensors of the first that is there of model.safetensors, its shards, pytorch_model.bin, its shards, as in
+    transformers. UserError if a file is missing."""
     if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
         files = weight_files(directory)
         by_file = sorted(files.items(), key=lambda item: item[1])
         return lambda: ((name, read_tensor(path, name)) for name, path in by_file)
-    index = directory / "pytorch_model.bin.index.json"
-    if index.exists():
+    index, whole = directory / "pytorch_model.bin.index.json", directory / "pytorch_model.bin"
+    if index.exists() and not whole.exists():
         weight_map = read_json(index).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise UserError(f"{index}: weight_map does not say which file of this directory holds each tensor")
         paths = sorted({directory / name for name in names})
     else:
-        paths = [directory / "pytorch_model.bin"]
+        paths = [whole]
     for path in paths:
         if not path.exists():
             looked_for = f"model.safetensors, {INDEX} or pytorch_model.bin"

@@ -394,8 +394,9 @@ K = "model.layers.1.self_attn.k_proj.weight"
         ({K: torch.ones(41, 36)}, rf"{K} is \(41, 36\), but by its config it should be \(42, 36\)"),
         ({K: torch.full((42, 36), float("nan"))}, f"{K} holds NaN or infinity"),
         ({"model.norm.weight": torch.full((36,), 1e39, dtype=torch.float64)}, "norm.weight holds NaN or infinity"),
+        ({K: torch.ones(42, 36).to(torch.float8_e4m3fn)}, f"{K} holds float8_e4m3fn, expected floating-point numbers"),
     ],
-    ids=["missing", "left over", "misshapen", "NaN", "overflow"],
+    ids=["missing", "left over", "misshapen", "NaN", "overflow", "float8"],
 )
 def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
     change(hf, **tensors)
@@ -436,6 +437,43 @@ def test_a_shard_that_is_missing(tmp_path):
     gone.unlink()
     with pytest.raises(UserError, match=f"{gone.name} is missing, though model.safetensors.index.json names it"):
         open_hf(tmp_path / "hf")
+
+
+def test_a_dtype_that_torch_does_not_have(hf):
+    path = hf / "model.safetensors"
+    header = {"model.norm.weight": {"dtype": "F6_E2M3", "shape": [36], "data_offsets": [0, 27]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(27))
+    with pytest.raises(UserError, match="model.safetensors: model.norm.weight cannot be read: .*F6_E2M3"):
+        load_model(open_hf(hf))
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    save_tiny("qwen2-gqa", tmp_path / "hf", max_shard_size="30KB")
+    first, *_, last = sorted((tmp_path / "hf").glob("model-*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: 2 * tensor}, last, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"holds tensor {name} twice: in {first.name} and {last.name}"):
+        open_hf(tmp_path / "hf")
+
+
+def test_the_index_of_an_older_model_is_ignored(tmp_path):
+    """Where a model is saved over an older one that had shards, transformers reads the single file, and so do we."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    save_tiny("qwen2-gqa", one)
+    expected = convert(open_hf(one), tmp_path / "expected", torch.float32)
+    save_tiny("qwen2-gqa", other, max_shard_size="30KB")
+    for path in sorted(other.glob("model-*.safetensors")):
+        save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, other / path.name)
+        shutil.copyfile(path, one / path.name)
+    shutil.copyfile(other / "model.safetensors.index.json", one / "model.safetensors.index.json")
+    assert same(convert(open_hf(one), tmp_path / "out", torch.float32), expected)
+    state = load_file(one / "model.safetensors")
+    for path in one.glob("model*"):
+        path.unlink()
+    torch.save(state, one / "pytorch_model.bin")
+    (one / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(state, "gone.bin")}))
+    assert same(convert(open_hf(one), tmp_path / "bin", torch.float32), expected)
 
 
 class Malicious:
@@ -1099,6 +1137,7 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
         torch.save(tensors | change, bad / "pytorch_model.bin")
         with pytest.raises(UserError, match=why):
             convert(open_hf(bad), tmp_path / "out", torch.float32)
+    (bad / "pytorch_model.bin").unlink()  # beside it, the index would be ignored
     for weight_map in ("x", 5, {"a": 1}, {"a": None}, {"a": "../../etc/passwd"}):
         (bad / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(UserError, match="weight_map does not say which file"):

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer as TokenizersLibrary
 
 from cli import UserError
 from convert_hf_checkpoint import convert
-from drafts.draft_model import SelfDraft
+from drafts.draft_model import ModelDraft, SelfDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
@@ -290,6 +290,17 @@ def test_long_and_short_rows_share_no_prefix(member):
     for prompt in prompts:
         [found] = tokens(engine, [prompt])
         assert found == hf_greedy(oracle, prompt, NEW)
+
+
+def test_a_draft_model_with_longrope_is_read_again(member):
+    """The model itself as its draft: all that it proposes is accepted, also beyond the original context, but for what
+    it proposes across this boundary."""
+    _, folder, expected = member("phi3", 7)
+    model, copy_of_it = (load_model(open_hf(folder), dtype=torch.float32) for _ in range(2))
+    speculation = Speculation([ModelDraft(copy_of_it)], 4, automatic=False)
+    assert tokens(Engine(model, 3, 200, speculation=speculation)) == expected
+    rejected = sum(speculation.report.verified) - sum(speculation.report.accepted)
+    assert rejected <= len(LENGTHS) < sum(speculation.report.accepted) / 8
 
 
 ANSWER = 24  # tokens

@@ -18,7 +18,7 @@ import pydoc_data.topics
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import closing
 from pathlib import Path
 
@@ -142,23 +142,31 @@ def hidden_path(path: Path, model: Transformer) -> Path:
 
 
 class RecordedSteps:
-    """Step functions for an engine that record the hidden states from which each row's new tokens are sampled."""
+    """Step functions for an engine that record the hidden states from which each row's new tokens are sampled.
+
+    They are kept by position, and the first one of each position: the engine reads a row again when longrope's factors
+    for it change. Remove those of each request that has ended.
+    """
 
     def __init__(self):
-        self.hidden: dict[int, list[torch.Tensor]] = {}  # cache row -> its hidden states (D,), one for each new token
+        # cache row -> position -> the hidden state (D,) of the token there
+        self.hidden: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 
     def prefill(self, model, tokens, input_pos, rows):
         x = model.hidden(tokens, input_pos, rows)  # (B,S,D)
         x = x[torch.arange(len(x)), input_pos.argmax(1)]  # (B,D)
-        self.hidden |= {row: [vector] for row, vector in zip(rows.tolist(), x)}
+        self._record(rows, input_pos.amax(1), x)
         return model.head(x)
 
     def decode(self, model, inputs, sampling):
         token, position, rows = inputs.unbind(0)
         x = model.hidden(token[:, None], position[:, None], rows)[:, 0]  # (B,D)
-        for row, vector in zip(rows.tolist(), x):
-            self.hidden[row].append(vector)
+        self._record(rows, position, x)
         return draw(model, model.head(x), rows, position + 1, sampling)
+
+    def _record(self, rows: torch.Tensor, position: torch.Tensor, x: torch.Tensor):
+        for row, at, vector in zip(rows.tolist(), position.tolist(), x):
+            self.hidden[row].setdefault(at, vector)
 
 
 class SampleFile:
@@ -215,6 +223,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
             finished = engine.step()
             for request, row in zip(finished, engine.released, strict=True):  # both in the order in which they ended
                 sample_index, opening = indices.pop(request), openings.pop(request)
+                states, first = steps.hidden.pop(row), len(request.prompt) - 1
                 if opening is not None:
                     ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
                     answer = prompts.answer(sample_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
@@ -222,7 +231,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
                     engine.add(answer)
                 elif request.finish_reason != "error":
                     sample = {"index": sample_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.add(sample, torch.stack(steps.hidden[row]))
+                    file.add(sample, torch.stack([states[first + i] for i in range(len(request.new_tokens))]))
                     if len(file.samples) % 500 == 0:
                         print_status(f"{file.tokens:,} of {tokens:,} tokens")
                     bar.update(len(request.new_tokens))

@@ -11,6 +11,7 @@ from conftest import TINY, greedy, hf_greedy, only_torch, random_prompts
 from config import Config, RopeScaling
 from load import load_model
 from model import Transformer
+from positions import rope_frequencies, rope_table
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
 SAME = 2e-5  # the same weights and the same arithmetic, but other shapes of the same matrix products
@@ -192,6 +193,16 @@ def test_long_prompt_builds_no_logits_it_does_not_need():
     model(torch.zeros(1, 33, dtype=torch.int64), positions(1, 33))
     hook.remove()
     assert shapes == [(1, 50_001)]
+
+
+def test_rope_table_is_correctly_rounded():
+    """torch's float32 cosine differs in a few percent of the elements, and in some processes in others of them."""
+    freqs = rope_frequencies(74, 5e5, None)
+    cos, sin = rope_table(freqs, None, positions(2, 211, 4099))
+    angles = ((4099 + torch.arange(211.0))[:, None] * freqs).tolist()  # float32, as in transformers
+    for table, function in ((cos, math.cos), (sin, math.sin)):
+        exact = torch.tensor([[function(angle) for angle in row] for row in angles], dtype=torch.float64).float()
+        assert table[:, :, 0, 37:].equal(exact.expand(2, -1, -1))
 
 
 def test_config_refuses_impossible_sizes():

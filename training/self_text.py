@@ -39,6 +39,7 @@ from tokenizer import ChatTemplate
 FIRST_LINE = '{"index": '
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
+PROMPT_TOKENS = 512  # of the longest prompt
 COMPARED = 100  # samples of an existing file whose prompts are checked against the seed
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
 Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
@@ -223,7 +224,7 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
             finished = engine.step()
             for request, row in zip(finished, engine.released, strict=True):  # both in the order in which they ended
                 sample_index, opening = indices.pop(request), openings.pop(request)
-                states, first = steps.hidden.pop(row), len(request.prompt) - 1
+                states, first = steps.hidden.pop(row, {}), len(request.prompt) - 1
                 if opening is not None:
                     ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
                     answer = prompts.answer(sample_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
@@ -252,7 +253,8 @@ def main():
     prompts = Prompts(checkpoint, args.seed, args.max_new_tokens)
     steps = RecordedSteps()
     functions = StepFunctions(steps.prefill, steps.decode)
-    engine = Engine(load_model(checkpoint.source), args.batch_size, 512 + args.max_new_tokens, functions)
+    length = min(PROMPT_TOKENS + args.max_new_tokens, checkpoint.config.max_seq_length)
+    engine = Engine(load_model(checkpoint.source), args.batch_size, length, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
     print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")

@@ -192,7 +192,8 @@ def find_source(name: str | None) -> Source:
     try:
         from sources.opening import open_source
     except ModuleNotFoundError as error:
-        raise UserError(f"{path} is not a checkpoint directory, and {error.name} is missing to read it") from None
+        what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
+        raise UserError(f"{what}, and {error.name} is missing to read it") from None
     return open_source(name)
 
 

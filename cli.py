@@ -21,6 +21,11 @@ from typing import get_args
 # ---------------------------------------------------------------- errors
 
 
+# Files and folders of this project that may be deleted. A command that needs one of them then says so.
+OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton", "ranks", "serve")
+OPTIONAL += ("server", "sources", "speculative", "tp", "training")
+
+
 class UserError(Exception):
     """An error that the user can fix. Its message is one line: what came, what was expected, what to do."""
 
@@ -99,6 +104,11 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
         sys.stdout.flush()
     except UserError as error:
         code = fail(str(error))
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in OPTIONAL:
+            raise
+        code = fail(f"{name} is missing, an optional part of fastpath that was deleted here, and this command needs it")
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that reads our output has ended, as with `| head`

@@ -65,7 +65,7 @@ def parse_arguments(argv=None):
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
     add("--json_schema", type=Path, metavar="FILE", help="write JSON that fits this JSON schema (needs llguidance)")
     add_sampling_options(add)
-    add_model_options(parser)
+    add_model_options(parser, "as many as the run needs, rounded up (--interactive: up to 8192)")
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="print one JSON object on stdout")
     bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"

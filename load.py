@@ -115,11 +115,10 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
     return add
 
 
-def add_model_options(parser: argparse.ArgumentParser):
-    """The options that say which model runs, and how: those of ModelOptions."""
+def add_model_options(parser: argparse.ArgumentParser, default_length: str):
+    """The options that say which model runs, and how: those of ModelOptions. default_length: of a row, in words."""
     add = add_loading_options(parser)
-    length = "KV cache positions per row; default: as many as the run needs, rounded up (--interactive: up to 8192)"
-    add("--max_seq_length", type=positive, help=length)
+    add("--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
     add("--threads", type=int, metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
@@ -193,7 +192,8 @@ def find_source(name: str | None) -> Source:
     try:
         from sources.opening import open_source
     except ModuleNotFoundError as error:
-        raise UserError(f"{path} is not a checkpoint directory, and {error.name} is missing to read it") from None
+        what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
+        raise UserError(f"{what}, and {error.name} is missing to read it") from None
     return open_source(name)
 
 

@@ -59,7 +59,7 @@ def parse_arguments(argv=None):
     add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited this long gets status 503")
     add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after SIGTERM")
     add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
-    add_model_options(parser)
+    add_model_options(parser, f"{DEFAULT_CONTEXT}, or the model's context if that is less")
     args = parser.parse_args(argv)
     args.model = ModelOptions.of(args, converses=True)
     if args.api_key == "":

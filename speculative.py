@@ -346,9 +346,11 @@ class Speculation:
         for draft in self.drafts:
             draft.begin(context)
 
-    def _token_s(self) -> float:
-        """The seconds that a token of a prompt took."""
-        return self.engine.timing.prefill_s / max(1, self.engine.timing.prefill_tokens)
+    def _token_s(self) -> float | None:
+        """The seconds that a token of a prompt took. None after a short prompt: reading it takes about as long as a
+        plain step, however many tokens it has."""
+        timing = self.engine.timing
+        return timing.prefill_s / timing.prefill_tokens if timing.prefill_tokens > MAX_DECODE_TOKENS else None
 
     def add(self, row: int, tokens: list[int], cached: int):
         self.fruitless, self.pause = 0, 0

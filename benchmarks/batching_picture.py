@@ -4,12 +4,14 @@
 No time is measured, so the picture is the same on every machine.
 """
 
+from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from measure import ROOT
 
-from cli import UserError, run_command
+from cli import ArgumentParser, UserError, run_command
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request
 from load import load_model
@@ -60,10 +62,8 @@ def run(engine: Engine) -> list[Cell]:
 
 
 def draw(cells: list[Cell], path: Path):
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 2.6), dpi=200, layout="constrained", facecolor="white")
     axes = figure.subplots()
     for cell in cells:
@@ -87,6 +87,9 @@ def draw(cells: list[Cell], path: Path):
 
 
 def main():
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    if find_spec("matplotlib") is None:
+        raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt")
     engine = Engine(load_model(ensure_checkpoint(None)), ROWS, 64, chunk_tokens=CHUNK)
     engine.always_chunk = True
     draw(run(engine), ROOT / "docs" / "continuous-batching.png")

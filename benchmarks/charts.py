@@ -3,9 +3,13 @@
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
 
+import sys
 from pathlib import Path
 
-from matplotlib.figure import Figure
+try:
+    from matplotlib.figure import Figure
+except ModuleNotFoundError:
+    sys.exit("charts.py: error: matplotlib is missing: pip install -r requirements-bench.txt")
 from measure import DECODE, PEERS, PREFILL, weight_bits
 
 from checkpoint import read_json

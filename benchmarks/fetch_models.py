@@ -94,7 +94,7 @@ def default_cache() -> Path:
 def main():
     parser = argparse.ArgumentParser(description="Fetch a real GGUF file for benchmarks and long tests.")
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="the folder of the files")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="default: ~/.cache/fastpath/models")
     args = parser.parse_args()
     print(fetch(args.model, args.cache))
 

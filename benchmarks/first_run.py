@@ -67,7 +67,7 @@ def summarize(rows: list[dict]) -> dict:
 
 def main():
     parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12, "--rounds": 3})
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0.0, greedy")
     parser.add_argument("--options", default="", help="further options of generate.py, for example --options=--compile")
     parser.add_argument("--format", choices=measure.WITH_FILE, default="file", help="of the weights (file)")
     args = parser.parse_args()

@@ -34,7 +34,11 @@ import torch
 from measure import BF16, FORMATS
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
-from triton.testing import do_bench_cudagraph
+
+try:
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError:
+    sys.exit("gpu_kernels.py: error: triton is missing: it comes with PyTorch for CUDA, and with requirements-dev.txt")
 
 import kernels_triton as kt
 from cli import UserError, print_status, run_command

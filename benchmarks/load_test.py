@@ -29,10 +29,14 @@ refused request is no failure. Its user waits as long as Retry-After says, at mo
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
-import locust.env  # before all others: it replaces blocking sockets and sleeps by cooperative ones
+try:
+    import locust.env  # before all others: it replaces blocking sockets and sleeps by cooperative ones
+except ModuleNotFoundError:
+    sys.exit("load_test.py: error: locust is missing: pip install -r requirements-bench.txt")
 from charts import colour_of
 from locust import FastHttpUser, task
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS

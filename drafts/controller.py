@@ -5,9 +5,9 @@ Controller. Knows numbers only: no model, no tokens.
 
 The cost of a step is estimated before it is tried. A pass over one token per row takes as long as a plain step, which
 is measured first. Each extra token of the pass adds about as much as a token of a prompt takes, which prefill has
-measured; somewhat more in a pass over many tokens. A draft takes as long as a plain step that reads as many bytes.
-Measurements replace these prior estimates, which apply again when the measurements are old. So a proposal that
-cannot pay off by these estimates is never tried.
+measured if the prompt was not short; somewhat more in a pass over many tokens. A draft takes as long as a plain step
+that reads as many bytes. Measurements replace these prior estimates, which apply again when the measurements are old.
+So a proposal that cannot pay off by these estimates is never tried.
 """
 
 from collections import defaultdict, deque
@@ -20,6 +20,7 @@ FIRST_PLAIN_STEPS = 2  # with each number of rows
 MARGIN = 1.08  # estimates err, so a proposal must promise this many times the tokens per second of plain steps
 BATCH_MARGIN = 1.2  # the same for several rows: those that get ahead end sooner, and fewer rows share the later steps
 FEW_TOKENS = 8  # in a pass, up to which an extra token takes no longer than in prefill
+EXTRA_TOKEN = 0.2  # of a plain step: an estimate of what an extra token adds, after a prompt too short to measure it
 LONGER = 1.4  # in longer passes, an extra token takes this many times as long as in prefill (measured: 1.1 to 1.6)
 PRIOR = 0.5, 2.0  # for a draft without measurements: its acceptance rate, and how many tokens this counts as
 DECAY = 0.98  # older counts are multiplied by this when a new one is added
@@ -90,10 +91,10 @@ class Controller:
     """`choose` before each step, and `update` after it.
 
     priors: for each draft, the expected acceptance rate of its tokens, and the number of tokens that this expectation
-    counts as. token_s: a function that returns the seconds that a token of a prompt takes.
+    counts as. token_s: a function that returns the seconds that a token of a prompt takes, or None if it is not known.
     """
 
-    def __init__(self, priors: list[tuple[float, float]], token_s: Callable[[], float]):
+    def __init__(self, priors: list[tuple[float, float]], token_s: Callable[[], float | None]):
         self.token_s, self.steps = token_s, 0
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)  # rows -> seconds of a plain step
         # Seconds that each extra token adds to a pass; separate for 1, 2 to 3, 4 to 7 ... rows and extra tokens.
@@ -108,7 +109,7 @@ class Controller:
             return None
         best, choice = (MARGIN if rows == 1 else BATCH_MARGIN) * rows / plain_s, None
         for candidate in candidates:
-            seconds = plain_s + self.extra_s(rows, candidate.tokens)
+            seconds = plain_s + self.extra_s(rows, candidate.tokens, plain_s)
             if candidate.accepted is None:
                 seconds += self.draft_s(rows, candidate, plain_s)
             rate = self.new_tokens(rows, candidate) / seconds
@@ -129,9 +130,10 @@ class Controller:
             return rows + candidate.accepted
         return rows * expected_tokens(min(self.acceptance[candidate.draft].value, 0.999), candidate.k)
 
-    def extra_s(self, rows: int, tokens: int) -> float:
+    def extra_s(self, rows: int, tokens: int, plain_s: float) -> float:
         """The seconds that this many extra tokens add to a pass over one token per row."""
-        prior = self.token_s() * (LONGER if rows + tokens > FEW_TOKENS else 1)
+        token_s = self.token_s()
+        prior = (EXTRA_TOKEN * plain_s if token_s is None else token_s) * (LONGER if rows + tokens > FEW_TOKENS else 1)
         return tokens * self.extra_token_s[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
 
     def draft_s(self, rows: int, candidate: Candidate, plain_s: float) -> float:

@@ -20,7 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import triton
+
+try:
+    import triton
+except ModuleNotFoundError:
+    sys.exit("compile_kernels.py: error: triton is missing: pip install -r requirements-dev.txt")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -32,7 +32,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from same_tokens_models import GGUF, MODELS, make_sources
+
+try:
+    from same_tokens_models import GGUF, MODELS, make_sources
+except ModuleNotFoundError as error:
+    sys.exit(f"same_tokens.py: error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 LIMIT_S = 300  # after which a program that is run here is ended
 

@@ -87,6 +87,16 @@ def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
     assert machine.tokens / machine.spent >= least and any(machine.chosen)
 
 
+@pytest.mark.parametrize("token_s, least", [(0.05, 1.4), (1.0, 0.92)])
+def test_a_good_draft_is_tried_after_a_short_prompt(token_s, least):
+    """Which does not say what an extra token takes. If that is long, few steps are lost."""
+    machine, options = Machine(token_s, draft_s=0.35), candidates((1, 3, 7), draft_cost=0.35)
+    machine.controller = Controller([SelfDraft.prior], lambda: None)
+    for _ in range(200):
+        machine.step(options, 0.95)
+    assert machine.tokens / machine.spent >= least and any(machine.chosen)
+
+
 def test_known_probabilities_decide_how_many_tokens():
     machine = Machine(0.1)
     for likely, n in (([0.9, 0.8, 0.7, 0.2, 0.1], 3), ([0.1, 0.05], 0), ([0.99] * 15, 15), ([], 0), ([0.9], 1)):

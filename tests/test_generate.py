@@ -307,6 +307,7 @@ def test_exit_codes_and_streams(tiny, default_checkpoint):
         (OSError(28, "No space left on device"), 2),
         (MemoryError(), 2),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2),
+        (ModuleNotFoundError("No module named 'drafts'", name="drafts.loading"), 2),  # an optional file, deleted
         (KeyboardInterrupt(), 130),
     ],
     ids=repr,

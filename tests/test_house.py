@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from conftest import ROOT
 
+import cli
+
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = """
     cli config kernels positions model sampling formats
@@ -223,6 +225,10 @@ GENERATE = """if True:
             os._exit(0)
         assert os.wait()[1] == 0, f"{directory} {os.listdir(directory)}"
     print("all ran")"""
+
+
+def test_the_optional_files_are_those_that_a_command_may_miss():
+    assert sorted(" ".join(OPTIONAL).split()) == sorted(cli.OPTIONAL)
 
 
 @pytest.mark.slow

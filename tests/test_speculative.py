@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import shutil
 import sys
 from contextlib import contextmanager
@@ -627,13 +628,15 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
         vocabulary = install_kernels(DraftVocabulary(file.vocabulary, output_head_rows(model, file.vocabulary)))
         drafts += [[SelfDraft(four, vocabulary)], [ModelDraft(copy.deepcopy(four))]]
     drafts.append([one for some in drafts[:3] for one in some])
-    prompts = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6)
+    prompts, chance = random_prompts([1 + 5 * i for i in range(32)], V=49152, seed=6), random.Random(7)
     requests = [Request(prompt, GREEDY, 64) for prompt in prompts]
     # In batches as in the speculative run: torch's products in prefill round differently for others.
     groups = [requests[start : start + 8] for start in range(0, 32, 8)]
     plain = [results(Engine(model, 8, 256), group) for group in groups]
     for n, some in enumerate(drafts):
         speculation = Speculation(some, 3 + 2 * n, automatic=len(some) > 1)
+        # For automatic ones, because what pays depends on the processor.
+        speculation.controller.choose = lambda rows, candidates: chance.choice([None, *candidates])
         engine = Engine(model, 8, 256, speculation=speculation)
         assert [results(engine, group) for group in groups] == plain
         assert speculation.report.steps > 10

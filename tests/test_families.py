@@ -76,7 +76,7 @@ def random_member(family: str, seed: int, wide: bool = False):
     if family == "gemma3":
         scaled = rng.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
         rope = by_kind(rope_theta=rng.choice([1e6, 2e4]), **scaled)
-        scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models, and in all GGUF files
+        scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models; a GGUF file means E
         more = {"head_dim": E, "query_pre_attn_scalar": scalar, "layer_types": kinds}
         return GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
     if family == "phi3":

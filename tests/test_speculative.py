@@ -393,6 +393,14 @@ def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     assert steps > 2 and speculation.controller.steps == (0 if is_trial else steps)
 
 
+def test_only_a_long_prompt_says_what_a_token_takes(tiny_model):
+    speculation = Speculation([RetrievalDraft()])
+    engine = Engine(tiny_model("llama-mha"), 1, LENGTH, speculation=speculation)
+    for n, is_known in ((1, False), (15, False), (1, True)):  # 17 tokens together
+        generate(engine, [Request(list(range(90 + n, 90 + 2 * n)), GREEDY, 2)])
+        assert (speculation._token_s() is not None) == is_known
+
+
 def test_a_fixed_length_is_always_used(tiny, tiny_model):
     """However bad the draft, and the first draft that has a proposal is the one."""
     bad = make_drafts("lookup, another model", tiny, "llama-gqa-biased")

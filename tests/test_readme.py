@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from packaging.requirements import Requirement
 
 from generate import parse_arguments
 from sources.families import FAMILIES
@@ -118,10 +119,35 @@ def test_the_python_example_runs(capsys):
     assert "Once upon a time" in said and "The sea is" in said and ("length" in said or "stop" in said)
 
 
-def test_requirements_pin_what_they_name():
-    for path in ROOT.glob("requirements*.txt"):
-        lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
-        assert all("==" in line or line.startswith("-r ") for line in lines if line)
+def requirements(path) -> list[Requirement]:
+    """What a file of requirements or constraints names, without the files that it includes."""
+    lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+    return [Requirement(line) for line in lines if line and not line.startswith("-r ")]
+
+
+def test_requirements_are_ranges_and_constraints_pin_them():
+    """pip leaves an installed version alone that a range allows. CI takes the version that constraints.txt names."""
+    files = [path for path in ROOT.glob("requirements*.txt") if path.name != "requirements-clients.txt"]
+    ranges = {one.name: one.specifier for path in files for one in requirements(path)}
+    pins = requirements(ROOT / "constraints.txt")
+    assert {pin.name for pin in pins} == ranges.keys()
+    for name, allowed in ranges.items():
+        assert {one.operator for one in allowed} == {">=", "<"}, name
+        exact = [str(pin.specifier) for pin in pins if pin.name == name]
+        assert all(pin.startswith("==") and allowed.contains(pin.removeprefix("==")) for pin in exact), name
+        assert len(exact) == 1 or all(pin.marker for pin in pins if pin.name == name), name
+    assert all(str(one.specifier).startswith("==") for one in requirements(ROOT / "requirements-clients.txt"))
+
+
+def test_ci_installs_the_versions_of_the_constraints():
+    assert 'export PIP_CONSTRAINT="$PWD/constraints.txt"' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_a_newer_torch_can_be_kept():
+    """The README's command leaves out torch, and nothing else."""
+    assert "`grep -v ^torch requirements.txt | pip install -r /dev/stdin`" in README
+    kept = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("torch")]
+    assert len(kept) == len((ROOT / "requirements.txt").read_text().splitlines()) - 1
 
 
 # ---------------------------------------------------------------- numbers

@@ -8,6 +8,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,13 +93,16 @@ def open_tokenizer(directory: Path):
         raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 
-def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """The tensors of the first that is there of model.safetensors, its shards, pytorch_model.bin, its shards, as in
-    transformers. UserError if a file is missing."""
+def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, Callable[..., torch.Tensor]]]]:
+    """The name of each tensor of a directory, and a function that reads it. They are those of the first that is there
+    of model.safetensors, its shards, pytorch_model.bin, its shards, as in transformers. UserError if a file is missing.
+
+    The function makes a copy of the tensor, or calls copy(tensor) instead. That of a .bin file makes none.
+    """
     if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
         files = weight_files(directory)
         by_file = sorted(files.items(), key=lambda item: item[1])
-        return lambda: ((name, read_tensor(path, name)) for name, path in by_file)
+        return lambda: ((name, partial(read_tensor, path, name)) for name, path in by_file)
     index, whole = directory / "pytorch_model.bin.index.json", directory / "pytorch_model.bin"
     if index.exists() and not whole.exists():
         weight_map = read_json(index).get("weight_map")
@@ -112,7 +116,14 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, torch.Tensor
         if not path.exists():
             looked_for = f"model.safetensors, {INDEX} or pytorch_model.bin"
             raise UserError(f"{path} is missing" if index.exists() else f"{directory} has no {looked_for}")
-    return lambda: (item for path in paths for item in read_pickle(path).items())
+    return lambda: bin_tensors(paths)
+
+
+def bin_tensors(paths: list[Path]) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
+    """The tensors of .bin files, of which one is open at a time."""
+    for path in paths:
+        for name, tensor in read_pickle(path).items():
+            yield name, lambda copy=None, tensor=tensor: tensor
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -5,17 +5,23 @@ The result is a checkpoint.Source, which `load.py` reads into a model, and conve
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from checkpoint import DEFAULT_NAME, FileStates, Source, is_ours, open_directory
 from cli import UserError, print_status
+from config import Config
 from sources import hub
 from sources.assemble import assemble, source_names
+from sources.families import Layout
 from sources.hf_directory import hf_family, hf_tensors, hf_tokenizer_files, vocabulary_size
 
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")  # tensors of multimodal models that are left out
 # Of the files of a directory, those that stand for it.
 WEIGHTS_FILES = (".safetensors", ".bin", ".pth", ".pt", ".json")
+PIECE = 1 << 22  # elements of two tensors of different dtypes that are compared at a time
 
 
 def open_source(source: str | None, dequantize: bool = False) -> Source:
@@ -58,20 +64,53 @@ def open_hf(directory: Path) -> Source:
     files = FileStates(directory)
     family, config = hf_family(directory)
     tensors, layout = hf_tensors(directory), family.layout
+    if config.tied_embeddings:
+        config, layout = correct_tied_head(directory, config, layout, tensors)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
 
     def unneeded(name: str) -> bool:
-        # Old checkpoints contain the RoPE table. A tied head is the embedding, even if the file has an lm_head as well.
+        # Old checkpoints contain the RoPE table. A head that is still tied here has the values of the embedding.
         if family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES):
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
 
     def read():
-        named = ((layout.renamed(name), tensor) for name, tensor in tensors())
+        named = ((layout.renamed(name), read_one()) for name, read_one in tensors())
         return assemble(directory, config, layout, None, named, unneeded)
 
     return Source(directory, config, None, read, lambda: hf_tokenizer_files(directory), files)
+
+
+def correct_tied_head(directory: Path, config: Config, layout: Layout, tensors: Callable) -> tuple[Config, Layout]:
+    """The Config and the Layout of files whose config.json calls the head tied to the embedding table, as transformers
+    reads them: a head with other values is kept beside the table, and a head without a table is the table as well.
+
+    tensors: what hf_tensors returns. Only a table and a head that are both there are read.
+    """
+    table, head = (f"{layout.names[part][0]}.weight" for part in ("embedding", "output"))
+    found = {}
+    for name, read in tensors():
+        if layout.renamed(name) in (table, head):
+            found[layout.renamed(name)] = name, read
+
+    if head in found and table not in found:
+        stored_name, _ = found[head]
+        return config, dataclasses.replace(layout, prefixes={stored_name: table} | layout.prefixes)
+    if head in found and not same_values(found[table][1], found[head][1]):
+        what = "config.json calls the output head tied to the embedding table (tie_word_embeddings), but"
+        print_status(f"{directory}: {what} {head} has other values than {table}; both are used")
+        return dataclasses.replace(config, tied_embeddings=False), layout
+    return config, layout
+
+
+def same_values(read_one: Callable, read_other: Callable) -> bool:
+    """Whether two tensors of a file are equal, possibly in different dtypes. A memory-mapped file is not copied."""
+    one, other = read_one(copy=lambda tensor: tensor), read_other(copy=lambda tensor: tensor)
+    if one.shape != other.shape or one.dtype == other.dtype:
+        return torch.equal(one, other)
+    pieces = zip(one.flatten().split(PIECE), other.flatten().split(PIECE))
+    return all(torch.equal(a.double(), b.double()) for a, b in pieces)
 
 
 def open_gguf(path: Path, dequantize: bool = False) -> Source:

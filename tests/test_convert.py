@@ -24,18 +24,20 @@ import transformers
 from cases import STRANGE_VALUES, plain_twin
 from conftest import ROOT, SCALED_QUERIES, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
+from programs import main
 from safetensors.torch import load_file, save_file
 from texts import strings
 
 import checkpoint
 import convert_hf_checkpoint
-from checkpoint import read_config, read_quantization, read_tokenizer_files
+from checkpoint import read_config, read_model, read_quantization, read_tokenizer_files
 from cli import UserError
 from config import RopeScaling
 from convert_hf_checkpoint import convert, ensure_checkpoint
 from engine import Engine, Request, generate
-from formats import FORMATS
+from formats import FORMATS, Quantization
 from load import load_model
+from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources import hf_directory, hub
 from sources.families import FAMILIES
@@ -43,6 +45,7 @@ from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
 from sources.opening import open_gguf, open_hf
 from tokenizer import Tokenizer
+from tp import Shard
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -406,8 +409,7 @@ def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
 
 
 def test_unneeded_tensors_are_skipped(hf, tiny, tmp_path):
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(7), "lm_head.weight": torch.ones(131, 36)}
-    change(hf, **extra)  # the embeddings are tied
+    change(hf, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(7)})
     assert same(convert(open_hf(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
 
 
@@ -955,6 +957,156 @@ def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
 
 def test_every_family_is_in_the_tests():
     assert {kind[0].model_type for kind in TINY.values()} == set(FAMILIES)
+
+
+# ---------------------------------------------------------------- a head that config.json calls tied
+
+HEAD = "lm_head.weight"
+# Every family with a model of TINY that ties its head, and each way to store the weights.
+TIED = {
+    "llama-gqa-biased": "safetensors",
+    "mistral-gqa": "shards",
+    "ministral3-gqa": "safetensors",
+    "qwen2-gqa": "bin",
+    "qwen3-mqa-biased": "bins",
+    "smollm3-tied": "old bin",
+    "gemma3-tied": "bin",
+    "phi3-partial": "safetensors",
+    "granite-tied": "shards",
+    "olmo3-tied": "safetensors",
+    "bloom-5": "bins",
+    "bloom-8": "safetensors",
+}
+
+
+def store(directory, state, how):
+    """Replace the weights of a Hugging Face directory. "shards" and "bins" have the head and the table apart."""
+    (directory / "model.safetensors").unlink()
+    parts = {"1": {name: state[name] for name in state if name != HEAD}, "2": {HEAD: state[HEAD]}}
+    if how == "safetensors":
+        return save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    if not how.endswith("s"):
+        return torch.save(state, directory / "pytorch_model.bin", _use_new_zipfile_serialization=how != "old bin")
+    stem, end = ("model", "safetensors") if how == "shards" else ("pytorch_model", "bin")
+    for number, part in parts.items():
+        path = directory / f"{stem}-{number}.{end}"
+        save_file(part, path, metadata={"format": "pt"}) if how == "shards" else torch.save(part, path)
+    weight_map = {name: f"{stem}-{number}.{end}" for number, part in parts.items() for name in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / f"{stem}.{end}.index.json").write_text(json.dumps(index))
+
+
+def with_head(tiny, name, directory, change_head, how="safetensors", remove_table=False):
+    """A copy of a tiny Hugging Face directory with a head that change_head(table) returns."""
+    shutil.copytree(tiny(name)[1], directory)
+    state = load_file(directory / "model.safetensors")
+    table = next(name for name in state if name.endswith(("embed_tokens.weight", "word_embeddings.weight")))
+    state[HEAD] = change_head(state[table])
+    if remove_table:
+        del state[table]
+    store(directory, state, how)
+    return directory
+
+
+def other_values(table):
+    return table.roll(1, 0) * 1.5
+
+
+def oracle_of(directory):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name, how", TIED.items())
+def test_a_head_of_other_values_is_kept(tiny, tmp_path, capsys, name, how):
+    """As in transformers, which keeps the table and the head although config.json calls them tied."""
+    directory = with_head(tiny, name, tmp_path / "hf", other_values, how)
+    capsys.readouterr()  # the progress bars of transformers
+    out = convert(open_hf(directory), tmp_path / "out", torch.float32)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and f"tied to the embedding table (tie_word_embeddings), but {HEAD} has other" in lines[0]
+    assert not read_config(out).tied_embeddings
+    found, expected = weights(out), weights(tiny(name)[2])
+    assert torch.equal(found.pop("output.weight"), other_values(expected["embedding.weight"]))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    oracle = oracle_of(directory)
+    prompts = random_prompts((3, 17))
+    expected = [hf_greedy(oracle, prompt, 9) for prompt in prompts]
+    assert continued(out, prompts, 9, SamplingParams(temperature=0.0)) == expected
+    assert expected != [hf_greedy(tiny(name)[0], prompt, 9) for prompt in prompts], "the head matters"
+
+
+@pytest.mark.parametrize("how", ["safetensors", "shards", "bin", "bins", "old bin"])
+@pytest.mark.parametrize("change_head", [torch.clone, torch.Tensor.double], ids=["same dtype", "float64"])
+def test_a_head_of_equal_values_is_tied(tiny, tmp_path, capsys, how, change_head):
+    """The model has one tensor, and so has the converted checkpoint."""
+    directory = with_head(tiny, "qwen2-gqa", tmp_path / "hf", change_head, how)
+    oracle = oracle_of(directory)
+    assert oracle.lm_head.weight is oracle.get_input_embeddings().weight
+    capsys.readouterr()  # the progress bars of transformers
+    source = open_hf(directory)
+    assert same(convert(source, tmp_path / "out", torch.float32), tiny("qwen2-gqa")[2])
+    assert source.config.tied_embeddings and load_model(source).output is None
+    assert capsys.readouterr().err == ""
+
+
+def padded(table):
+    """Equal to the table, but for the last rows, which pad the vocabulary."""
+    return torch.cat([table[:-3], torch.zeros_like(table[-3:])])
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "bloom-12", "gemma3-tied"])
+@pytest.mark.parametrize("change_head", [padded, torch.Tensor.bfloat16], ids=["the last rows", "rounded"])
+def test_a_head_of_nearly_equal_values_is_kept(tiny, tmp_path, name, change_head):
+    directory = with_head(tiny, name, tmp_path / "hf", change_head)
+    oracle, model = oracle_of(directory), load_model(open_hf(directory), dtype=torch.float32)
+    assert torch.equal(model.output.weight, oracle.lm_head.weight)
+    assert not torch.equal(model.output.weight, model.embedding.weight)
+
+
+@pytest.mark.parametrize(
+    "name, how", [("llama-gqa-biased", "safetensors"), ("bloom-1", "bin"), ("gemma3-tied", "bins")]
+)
+def test_a_tied_head_without_its_table_is_the_table(tiny, tmp_path, name, how):
+    """safetensors.torch.save_model writes the first name only of tensors that are one."""
+    directory = with_head(tiny, name, tmp_path / "hf", other_values, how, remove_table=True)
+    out = convert(open_hf(directory), tmp_path / "out", torch.float32)
+    assert read_config(out).tied_embeddings and "output.weight" not in weights(out)
+    assert torch.equal(weights(out)["embedding.weight"], oracle_of(directory).get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    "change_head, why",
+    [
+        (lambda table: torch.full_like(table, float("nan")), f"{HEAD} holds NaN or infinity"),
+        (lambda table: table.repeat(2, 1), rf"{HEAD} is \(262, 36\), but by its config it should be \(131, 36\)"),
+        (lambda table: table.double().repeat(2, 1), rf"{HEAD} is \(262, 36\), but by its config"),
+        (lambda table: table.to(torch.float8_e4m3fn), f"{HEAD} holds float8_e4m3fn, expected floating-point"),
+        (lambda table: table.to(torch.int8), f"{HEAD} holds int8, expected floating-point"),
+    ],
+    ids=["NaN", "more rows", "more rows in float64", "float8", "int8"],
+)
+def test_a_head_that_cannot_be_used_is_named(tiny, tmp_path, change_head, why):
+    directory = with_head(tiny, "llama-gqa-biased", tmp_path / "hf", change_head)
+    with pytest.raises(UserError, match=why):
+        convert(open_hf(directory), tmp_path / "out", torch.float32)
+
+
+def test_a_head_of_its_own_is_quantized_split_and_counted(tiny, tmp_path, capsys, monkeypatch):
+    """As that of a checkpoint that was converted from the same directory."""
+    directory = with_head(tiny, "llama-gqa-biased", tmp_path / "hf", other_values)
+    source = open_hf(directory)
+    assert quantize_checkpoint(source, tmp_path / "q", Quantization("int8", 32, "int8"))
+    assert read_quantization(tmp_path / "q").scheme("output") and not read_config(tmp_path / "q").tied_embeddings
+    head = load_file(directory / "model.safetensors")[HEAD]
+    parts = [read_model(source, dtype=torch.float32, shard=Shard(rank, 3)).output.weight for rank in range(3)]
+    assert torch.equal(torch.cat(parts)[:131], head) and torch.cat(parts)[131:].eq(0).all()
+    convert(source, tmp_path / "out", torch.float32)
+    reports = []
+    for path in (directory, tmp_path / "out"):
+        args = ("--checkpoint_path", path, "--prompt_ids", "5,9", "--max_new_tokens", 7, "--dtype", "float32", "--json")
+        reports.append(main(capsys, monkeypatch, *args)[0])
+    names = ("samples", "weight_bytes_per_token", "kv_bytes_per_token")
+    assert [reports[0][name] for name in names] == [reports[1][name] for name in names]
 
 
 # ---------------------------------------------------------------- BLOOM

@@ -238,16 +238,37 @@ MULTIMODAL = {
 }
 
 
-@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied"])
-def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
+def save_multimodal(name, directory):
+    """Write a tiny model with images, whose language model is that of TINY, with transformers. Returns it."""
     text = tiny_config(name)
     kind, vision = MULTIMODAL[text.model_type]
     vision = vision | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
     ours = {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
-    oracle = save_random(kind(**ours), tmp_path, seed=5)
+    return save_random(kind(**ours), directory, seed=5)
+
+
+@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied"])
+def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
+    oracle = save_multimodal(name, tmp_path)
     [prompt] = random_prompts((41,), seed=4)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.weight"])
+@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-gqa", "gemma3-tied"])
+def test_a_head_of_its_own_of_a_multimodal_directory(tmp_path, name, head):
+    """Although config.json calls it tied. The second name is that of older files, which transformers renames."""
+    save_multimodal(name, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    [table] = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
+    save_file(state | {head: table.flip(0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    oracle = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    assert torch.equal(model.output.weight, oracle.lm_head.weight) and not model.config.tied_embeddings
+    assert torch.equal(model.output.weight.flip(0), model.embedding.weight)
+    [prompt] = random_prompts((41,), seed=4)
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
 
 

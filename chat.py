@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
-from cli import UserError, has_colours, print_status
+from cli import UserError, has_colours, print_status, without_newline
 from engine import Engine, Plan, Request, check_prompt
 from sampling import SamplingParams
 from start import warm_up
@@ -23,7 +23,9 @@ HELP = """/reset          forget the conversation
 /system TEXT    set the system message (without TEXT: show it)
 /stats          show what was read, reused and written so far
 /exit           leave (so does Ctrl-D)
-Ctrl-C stops an answer; an empty line is not sent"""
+//TEXT          send /TEXT, which could be a command
+Ctrl-C stops an answer; an empty line is not sent; all other lines are sent"""
+COMMANDS = ("/reset", "/system", "/stats", "/help", "/exit", "/quit")
 
 
 @dataclass
@@ -190,13 +192,13 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
 
 def chat(session: Session, first: Iterable[str] = ()):
     """Run a conversation until /exit or the end of the input. first: messages that are asked before the input."""
-    sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 become U+FFFD
+    sys.stdin.reconfigure(errors="replace", newline="\n")  # bytes that are not UTF-8 become U+FFFD
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
         print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing, and history with the arrow keys
-    first = list(first)
+    first, has_hinted = list(first), False
     while True:
         try:
             if first:
@@ -207,22 +209,30 @@ def chat(session: Session, first: Iterable[str] = ()):
                     line = read_line()
                 if line is None:
                     return
-            command, _, rest = line.strip().partition(" ")
+            command = next(iter(line.split()), "")
             if command in ("/exit", "/quit"):
                 return
-            if not command:
-                continue
-            if command[0] == "/" and "/" not in command[1:]:
-                handle_command(session, command, rest.strip())
-            else:
-                with one_interrupt() if session.engine.ranks is None else nullcontext():  # Ctrl-C ends torchrun
-                    turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
-                    print(flush=True)
-                    print_status(session.summary(turn), dim=True)
+            if command in COMMANDS:
+                handle_command(session, command, line.strip().removeprefix(command).strip())
+            elif command:
+                if command[0] == "/" and "/" not in command[1:] and not has_hinted:
+                    print_status(f"({command} is not a command, so it is sent; /help lists the commands)", dim=True)
+                    has_hinted = True
+                send(session, line)
         except UserError as error:
             print_status(f"error: {error}", dim=True)
         except KeyboardInterrupt:
             print_status("\n(/exit or Ctrl-D leaves)", dim=True)
+
+
+def send(session: Session, line: str):
+    """Ask a line, with one slash in the place of two at its beginning, and print the answer."""
+    if line.lstrip().startswith("//"):
+        line = line.replace("//", "/", 1)
+    with one_interrupt() if session.engine.ranks is None else nullcontext():  # Ctrl-C ends torchrun
+        turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
+        print(flush=True)
+        print_status(session.summary(turn), dim=True)
 
 
 def idle(engine: Engine):
@@ -231,6 +241,7 @@ def idle(engine: Engine):
 
 
 def handle_command(session: Session, command: str, rest: str):
+    """command: one of COMMANDS that does not end the conversation. rest: what follows it in the line."""
     if command == "/reset":
         session.reset()
         text = "(the conversation is forgotten)"
@@ -241,10 +252,8 @@ def handle_command(session: Session, command: str, rest: str):
         text = "(no system message is set; the template may have its own)" if session.system is None else session.system
     elif command == "/stats":
         text = session.statistics()
-    elif command == "/help":
-        text = HELP
     else:
-        text = f"{command} is not a command. These are:\n{HELP}"
+        text = HELP
     print_status(text, dim=True)
 
 
@@ -258,7 +267,7 @@ def read_line() -> str | None:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if line:
-            return line.rstrip("\r\n")
+            return without_newline(line)
     except EOFError:
         pass
     if sys.stdin.isatty():

@@ -78,11 +78,31 @@ def check_is_file(path: Path):
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file. UserError if it cannot be read; `what`: the option that names it, with its value."""
+    """The text of a UTF-8 file as it is, line ends included, but without a byte order mark. UserError if it cannot be
+    read; `what`: the option that names it, with its value."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} cannot be read: {error}") from None
+
+
+def read_standard_input(what: str) -> str:
+    """All of standard input as one text, as `read_text` reads a file, but without the newline at its end, which most
+    programs add. UserError if it is empty."""
+    if sys.stdin.isatty():
+        print_status(f"{what}: type the text, and end it with Ctrl-D on a line of its own")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} cannot be read: {error}") from None
+    if not (text := without_newline(text)):
+        raise UserError(f"{what} is empty")
+    return text
+
+
+def without_newline(text: str) -> str:
+    """A text without one newline at its end, which in files from Windows is two characters."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):

@@ -26,6 +26,7 @@ from cli import (
     number,
     positive,
     print_status,
+    read_standard_input,
     read_text,
     run_command,
     token_ids,
@@ -44,7 +45,8 @@ CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("prompts (each option may be repeated; all prompts are one batch)").add_argument
-    add("--prompt", action="append", default=[], help="a text ('Hello, my name is' if no prompt is given)")
+    text = "a text; -: all of standard input, without a newline at its end ('Hello, my name is' if no prompt is given)"
+    add("--prompt", action="append", default=[], help=text)
     add("--prompt_file", action="append", type=Path, default=[], help="a file with one prompt per line")
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
     add("--synthetic_prompt", action="append", type=positive, default=[], metavar="N", help="N arbitrary tokens")
@@ -93,6 +95,8 @@ def check_arguments(args):
     for text in args.stop:
         if not text or any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
+    if args.prompt.count("-") > (0 if args.interactive else 1):
+        raise UserError("--prompt - reads all of standard input: give it once, and not with --interactive")
     args.model = ModelOptions.of(args, converses=args.chat or args.interactive)
     if args.roofline is not None and (args.profile or args.interactive or args.model.speculates):
         raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
@@ -116,9 +120,10 @@ def check_arguments(args):
 
 def read_texts(args) -> list[str]:
     """The prompts of the command line that are texts."""
-    texts = list(args.prompt)
+    texts = [read_standard_input("--prompt -") if text == "-" else text for text in args.prompt]
     for path in args.prompt_file:
-        texts += [line for line in read_text(path, f"--prompt_file {path}").splitlines() if line]
+        lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
+        texts += [line for line in lines if line]
     if not (texts or args.prompt_ids or args.synthetic_prompt):
         if args.prompt_file:
             raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")

@@ -162,17 +162,64 @@ def test_commands(tiny_model, monkeypatch, capsys):
     out, err = run_lines(
         session, monkeypatch, capsys,
         text_of(50, 51), "", "   ", "/stats", "/reset", f"/system {text_of(60, 61)}", "/system", text_of(50, 51),
-        "/nonsense", "refuse this", "/system refuse this", "/stats", text_of(52), "/exit", text_of(53),
+        "/help", "refuse this", "/system refuse this", "/stats", text_of(52), "/exit", text_of(53),
     )  # fmt: skip
     turns = session.turns
     assert len(turns) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
     assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == text_of(60, 61)
     assert "5 tokens, " in err and "; 5 read, 0 reused; context 9 of 256; cut at --max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
-    assert "/nonsense is not a command. These are:\n/reset" in err
+    assert chat.HELP in err and "is not a command" not in err
     assert err.count("error: the template refuses this") == 2
     assert "turns: 2\n" in err and "reused from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
     assert "conversation is forgotten" in err and "system message set" in err and f"\n{text_of(60, 61)}\n" in err
+
+
+def sent_lines(monkeypatch, capsys, *lines):
+    """(the messages that a session without a model is asked, stderr)."""
+    sent, turn = [], SimpleNamespace(messages=[])
+    session = SimpleNamespace(engine=SimpleNamespace(ranks=None), template=None, summary=lambda turn: "[summary]")
+    session.reset, session.set_system = lambda: sent.append("RESET"), lambda text: sent.append(f"SYSTEM {text!r}")
+    session.statistics, session.system = lambda: "STATISTICS", None
+    session.ask = lambda text, show: sent.append(text) or turn
+    return sent, run_lines(session, monkeypatch, capsys, *lines).err
+
+
+@pytest.mark.parametrize(
+    "line, message, hints",
+    [
+        ("/no_think what is 2+2", "/no_think what is 2+2", 1),
+        ("  /think", "  /think", 1),
+        ("/", "/", 1),
+        ("/hlep", "/hlep", 1),
+        ("/RESET", "/RESET", 1),
+        ("/exit! she said", "/exit! she said", 1),
+        ("/systemctl status", "/systemctl status", 1),
+        ("/etc/hosts is a file", "/etc/hosts is a file", 0),
+        ("//exit", "/exit", 0),
+        (" //reset the router", " /reset the router", 0),
+        ("///", "//", 0),
+        ("//etc/hosts", "/etc/hosts", 0),
+        ("what is //?", "what is //?", 0),
+        ("/reset", "RESET", 0),
+        ("/system\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'", 0),
+    ],
+)
+def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message, hints):
+    sent, err = sent_lines(monkeypatch, capsys, line)
+    assert sent == [message]
+    assert err.count(f"({line.split()[0]} is not a command, so it is sent; /help lists the commands)") == hints
+
+
+def test_the_hint_about_commands_is_shown_once(monkeypatch, capsys):
+    sent, err = sent_lines(monkeypatch, capsys, "/no_think a", "/no_think b", "/stats", "/c", "/quit", "/d")
+    assert sent == ["/no_think a", "/no_think b", "/c"] and "STATISTICS" in err
+    assert err.count("is not a command") == 1 and "/no_think is not a command" in err
+
+
+def test_a_line_of_input_ends_at_a_newline(monkeypatch, capsys):
+    line = "one\rtwo\u2028three\u0085four\x0cfive\x1c"
+    assert sent_lines(monkeypatch, capsys, line + "\r", "six")[0] == [line, "six"]
 
 
 def test_a_full_context(tiny_model, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 import evaluate
 from cli import UserError
+from drafts.loading import read_lookup_text
 from evaluate import Window, interval, scores, windows
 from load import load_model
+from quantize import calibration_text
 
 
 @given(n=st.integers(2, 300), length=st.integers(2, 90), data=st.data())
@@ -92,6 +95,35 @@ def test_interval_of_independent_numbers_and_of_repeated_ones():
 
 
 # ---------------------------------------------------------------- the command
+
+
+class Characters:
+    """A tokenizer whose ids are the characters."""
+
+    vocabulary = "all"
+
+    def encode(self, text, add_bos=True):
+        return list(map(ord, text))
+
+
+CONFIG = SimpleNamespace(max_seq_length=1, vocab_size=1 << 21)
+READERS = {
+    "evaluate.py --text": lambda path: evaluate.read_ids(path, Characters(), None),
+    "--draft lookup": lambda path: read_lookup_text(path, SimpleNamespace(tokenizer=Characters(), config=CONFIG)),
+    # Of a text of 32 characters, this takes each of them as a sequence.
+    "quantize.py": lambda path: sum(calibration_text(SimpleNamespace(config=CONFIG), Characters(), path), []),
+}
+TEXTS = ["one\r\ntwo\r\n", "one\rtwo\n\r", "a\u2028b\x85c\x0cd\x1ce", "\r\n\n \ttabs\r\n\n"]
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_files_are_read_as_they_are(tmp_path, read, text):
+    """Line ends are not translated. A byte order mark is not a part of the text."""
+    text = text.rjust(32, "x")
+    for mark in ("", "\ufeff"):
+        (tmp_path / "text").write_bytes((mark + text).encode())
+        assert read(tmp_path / "text") == list(map(ord, text))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The main program as a user runs it: what it prints, what it counts, and what it refuses."""
 
+import io
 import json
 import re
 import shutil
@@ -208,6 +209,77 @@ def test_every_kind_of_prompt(default_checkpoint, tmp_path):
     assert program.read_prompts(marked, checkpoint, None) == [tokenizer.encode("with a mark")]
     nothing = parse_arguments([])
     assert program.read_prompts(nothing, checkpoint, None) == [tokenizer.encode("Hello, my name is")]
+
+
+LINE_ENDS = "a\u2028b\u2029c\x85d\x0ce\x0bf\x1cg\rh"  # what str.splitlines takes for ends of lines
+
+
+@pytest.mark.parametrize(
+    "data, prompts",
+    [
+        (f"{LINE_ENDS}\nnext\n", [LINE_ENDS, "next"]),
+        ("one\r\ntwo\r\n\r\nthree", ["one", "two", "three"]),
+        ("one\r\r\ntwo\r", ["one\r", "two\r"]),
+        ("\n\n one \n \n", [" one ", " "]),
+        ("\ufeffone\n\ufefftwo", ["one", "\ufefftwo"]),
+        (f"{LINE_ENDS}", [LINE_ENDS]),
+    ],
+    ids=["other ends", "Windows", "carriage returns", "spaces", "byte order mark", "no newline"],
+)
+def test_the_lines_of_a_prompt_file(tmp_path, data, prompts):
+    """A line ends at a newline, and nowhere else. The carriage return of a Windows file belongs to the newline."""
+    (tmp_path / "p.txt").write_bytes(data.encode())
+    args = parse_arguments(["--prompt_file", str(tmp_path / "p.txt"), "--prompt", "first"])
+    assert program.read_texts(args) == ["first", *prompts]
+
+
+def standard_input(monkeypatch, data: bytes, is_terminal=False):
+    stream = io.TextIOWrapper(io.BytesIO(data))
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdin", stream)
+
+
+@pytest.mark.parametrize(
+    "data, prompt",
+    [
+        ("one\ntwo", "one\ntwo"),
+        ("one\n\ntwo\n\n", "one\n\ntwo\n"),
+        ("one\r\ntwo\r\n", "one\r\ntwo"),
+        (f"{LINE_ENDS}\r", f"{LINE_ENDS}\r"),
+        ("\ufeff def f():\n\treturn 1\x00\n", " def f():\n\treturn 1\x00"),
+        ("-", "-"),
+        ("word " * 50_000, "word " * 50_000),
+    ],
+    ids=["no newline", "newlines", "Windows", "other ends", "byte order mark", "a dash", "250 kB"],
+)
+def test_a_prompt_from_standard_input(monkeypatch, data, prompt):
+    """It is one prompt, as it is, but without one newline at its end, which `echo` and editors write."""
+    standard_input(monkeypatch, data.encode())
+    args = parse_arguments(["--prompt", "first", "--prompt", "-", "--prompt=last"])
+    assert program.read_texts(args) == ["first", prompt, "last"]
+
+
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        (b"", "--prompt - is empty"),
+        (b"\r\n", "--prompt - is empty"),
+        (b"caf\xe9\n", "--prompt - cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+    ],
+)
+def test_standard_input_without_a_text_is_one_line(monkeypatch, data, why):
+    standard_input(monkeypatch, data)
+    with pytest.raises(UserError, match=why):
+        program.read_texts(parse_arguments(["--prompt", "-"]))
+
+
+def test_standard_input_is_read_once_and_announced_at_a_terminal(monkeypatch, capsys):
+    for args in (["--prompt", "-", "--prompt", "-"], ["--prompt", "-", "--interactive"]):
+        with pytest.raises(UserError, match="--prompt - reads all of standard input: give it once"):
+            parse_arguments(args)
+    standard_input(monkeypatch, b"typed\n", is_terminal=True)
+    assert program.read_texts(parse_arguments(["--prompt", "-"])) == ["typed"]
+    assert capsys.readouterr().err == "--prompt -: type the text, and end it with Ctrl-D on a line of its own\n"
 
 
 @pytest.mark.parametrize("length", [None, 100])

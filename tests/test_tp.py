@@ -455,6 +455,23 @@ def test_a_conversation(default_checkpoint):
 
 
 @pytest.mark.full
+def test_a_prompt_from_standard_input(default_checkpoint):
+    """Rank 0 reads it, and the other ranks take no part of it."""
+    args = ["--prompt", "-", "--prompt", "One", "--checkpoint_path", default_checkpoint, "--dtype", "float32", "--json"]
+    args += ["--temperature", "0", "--max_new_tokens", "8"]
+    text = "The first line.\nThe second\u2028line, " * 99 + "\n"
+    command = [sys.executable, str(ROOT / "generate.py"), *args]
+    alone = subprocess.run(command, input=text, capture_output=True, text=True)
+    process = torchrun(3, *args, stdin=subprocess.PIPE, **PIPES)
+    out, err = process.communicate(text, timeout=2 * LAUNCH_S)
+    assert process.returncode == 0, err
+    assert json.loads(out)["samples"] == json.loads(alone.stdout)["samples"]
+    assert json.loads(out)["samples"][0]["prompt_tokens"] > 500
+    code, _, err = finish(torchrun(3, *args, stdin=subprocess.DEVNULL, **PIPES))
+    assert code != 0 and ours(err) == ["generate.py: error: --prompt - is empty"]
+
+
+@pytest.mark.full
 def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
     """The peak is the rank's part plus one tensor (the mapped pages of the largest, the embedding)."""
     script = """if True:

@@ -24,12 +24,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +64,7 @@ FUSED_OPERATIONS |= {"attention"}
 MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale", "query_scale_beta")
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
+SILENT_TRIES = 10  # attempts to get the lock of the build, 0.1 s apart, before a line says what is waited for
 
 # ---------------------------------------------------------------- install
 
@@ -349,7 +353,7 @@ INSTEAD = "PyTorch's own operations run instead, which decode several times more
 def processor_flags() -> frozenset[str]:
     """What /proc/cpuinfo says that the processor can do. Empty where there is no such file."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return frozenset()
     return frozenset(next((line for line in lines if line.startswith("flags")), ":").partition(":")[2].split())
@@ -391,7 +395,7 @@ def try_to_load(kernels: str) -> bool:
     try:
         library = str(build(compiler, chosen))
         torch.ops.load_library(library)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError) as error:
         why = str(error).strip().splitlines()[-1]
         print_status(f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can): {why}; {INSTEAD}")
         return False
@@ -430,26 +434,43 @@ def allow_amx() -> bool:
     return torch.ops.fastpath.allow_amx(works)
 
 
-def run_compiler(command: list[str]):
-    done = subprocess.run(command, capture_output=True, text=True)
+def run_compiler(command: list[str]) -> str:
+    """Run the compiler and return what it printed. RuntimeError, with its first error, if it fails.
+
+    Its messages are asked for in English. They may quote names and source code in any encoding.
+    """
+    english = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, env=english, encoding="utf-8", errors="replace")
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or ["the compiler failed"]
         raise RuntimeError(errors[0])
+    return done.stdout
+
+
+def wait_for_lock(lock: TextIO):
+    """Lock a file against other processes that build the kernels. If this takes long, say so. The lock of a process
+    that is killed is free at once."""
+    import fcntl  # not on Windows
+
+    for _ in range(SILENT_TRIES):
+        with suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.1)
+    with Stopwatch("waiting for another process that builds the CPU kernels"):
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def build(compiler: str, instructions: InstructionSet) -> Path:
     """Compile the C++ files to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
-    import fcntl  # not on Windows
-
     flags = [*FLAGS, *instructions.flags]
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = run_compiler([compiler, "--version"])
     processor = sorted(processor_flags())  # -march=native depends on it
     paths = sorted([*SOURCES.glob("[!.]*.h"), *SOURCES.glob("[!.]*.cpp")])  # without the hidden files of editors
-    sources = [path.read_text() for path in paths if path.is_file()]
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
     key = repr((sources, compiler, version, flags, torch.__version__, processor))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
@@ -466,7 +487,7 @@ def build(compiler: str, instructions: InstructionSet) -> Path:
     with lock:
         if path.exists():
             return path
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock)
         if not path.exists():
             with (
                 Stopwatch("building the CPU kernels", "some 20 seconds, once"),

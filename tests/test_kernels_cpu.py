@@ -7,9 +7,12 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -779,20 +782,122 @@ def test_processes_that_start_together_build_once(tmp_path):
     assert out.startswith("True\n") and not printed_lines(err), "the next start builds nothing"
 
 
+def fake_compiler(path: Path, *lines: bytes) -> str:
+    """A compiler that runs these lines of shell, and otherwise writes an empty file. Returns its path."""
+    write = b'while [ "$1" != -o ] && [ $# -gt 1 ]; do shift; done; [ "$1" != -o ] || echo > "$2"'
+    path.write_bytes(b"\n".join([b"#!/bin/sh", *lines, write, b""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "lines, why",
+    [
+        ([b"printf 'caf\\351.cpp:7: error: stray \\377\\n' >&2; exit 1"], "caf\ufffd.cpp:7: error: stray \ufffd"),
+        ([b"[ $1 = --version ] && exit", b"printf '\\200\\nx: error: \\344\\n' >&2; exit 1"], "x: error: \ufffd"),
+        ([b"[ $LC_ALL = C ] && echo 'an error' >&2 || printf 'ein Fehler: \\374' >&2; exit 1"], "an error"),
+        ([b"printf '\\376\\377' >&2; exit 1"], "the compiler failed"),
+        ([b"printf 'clang\\240version'"], None),
+    ],
+    ids=["its version", "an object", "a translated message", "no error", "it works"],
+)
+def test_what_a_compiler_prints_may_be_no_utf8(tmp_path, monkeypatch, capsys, lines, why):
+    """The references run, and one line says why, if it fails; if not, its output does not matter."""
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "compiler", *lines))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
+    if why is None:
+        assert kernels_cpu.build(os.environ["CXX"], kernels_cpu.AVX2).read_text() == "\n"
+        return
+    assert kernels_cpu.try_to_load.__wrapped__("auto") is False
+    [line] = capsys.readouterr().err.splitlines()[-1:]
+    assert f"(GCC 11 or clang 14 can): {why}; PyTorch's own operations run instead" in line
+
+
+def test_a_cache_in_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    assert kernels_cpu.build(fake_compiler(folder / "g\udcff++"), kernels_cpu.AVX2).exists()
+
+
+HOLD = """if True:
+    import fcntl, sys
+    lock = open(sys.argv[1], "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.readline()
+    open(sys.argv[2], "w").write("from the other process")"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsys, killed):
+    """It takes the library of the other process, or builds it after the other one was killed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels_cpu, "SILENT_TRIES", 2)
+    compiler = fake_compiler(tmp_path / "compiler")
+    path = kernels_cpu.build(compiler, kernels_cpu.AVX2)
+    path.unlink()
+    assert "waiting" not in capsys.readouterr().err, "nobody else builds"
+    command = [sys.executable, "-c", HOLD, str(path.parent / "kernels.lock"), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+
+        class Watch(kernels_cpu.Stopwatch):
+            def __enter__(self):
+                super().__enter__()
+                if self.what.startswith("waiting"):  # what it waits for ends now
+                    other.kill() if killed else other.stdin.close()
+
+        monkeypatch.setattr(kernels_cpu, "Stopwatch", Watch)
+        assert kernels_cpu.build(compiler, kernels_cpu.AVX2) == path
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "waiting for another process that builds the CPU kernels ..."
+    assert any(line.startswith("building the CPU kernels") for line in lines) == killed
+    assert path.read_text() == ("\n" if killed else "from the other process")
+
+
+@pytest.mark.full
+def test_a_builder_that_is_killed_while_another_process_waits(tmp_path):
+    """Its compiler lives on, but does not hold the lock."""
+    library = kernels_cpu.build(os.environ.get("CXX") or "g++", kernels_cpu.LOADED[0])
+    compiler = tmp_path / "compiler"
+    hang = f'[ "$1" = --version ] || [ -e {tmp_path}/go ] || {{ echo $$ >> {tmp_path}/hung; exec sleep 300; }}'
+    compiler.write_text(SLOW_COPY.format(library).replace("#!/bin/sh\n", f"#!/bin/sh\n{hang}\n"))
+    compiler.chmod(0o755)
+    hung, sources = tmp_path / "hung", len(list(kernels_cpu.SOURCES.glob("*.cpp")))
+    hung.touch()
+    first = second = start(tmp_path, CXX=str(compiler))
+    try:
+        while hung.read_text().count("\n") < sources:
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = start(tmp_path, CXX=str(compiler))
+        line = next(line for line in second.stderr if "the CPU kernels for" not in line)
+        assert line == "waiting for another process that builds the CPU kernels ...\n"
+        (tmp_path / "go").touch()
+        first.kill()
+        out, err = second.communicate(timeout=300)
+        assert out.startswith("True\n") and "building the CPU kernels: " in err
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+        for pid in map(int, hung.read_text().split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     """The library is built in a temporary folder that belongs to the user, and never in somebody else's folder."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -o ] && [ $# -gt 1 ]; do shift; done\n[ "$1" != -o ] || echo > "$2"\n'
-    )
-    compiler.chmod(0o755)
+    compiler = fake_compiler(tmp_path / "compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
     monkeypatch.setattr(kernels_cpu.tempfile, "tempdir", str(tmp_path))
-    first, again = (kernels_cpu.build(str(compiler), kernels_cpu.AVX2) for _ in range(2))
+    first, again = (kernels_cpu.build(compiler, kernels_cpu.AVX2) for _ in range(2))
     assert first == again and first.parent == tmp_path / f"fastpath-{os.getuid()}" and first.exists()
     first.parent.chmod(0o777)
     with pytest.raises(OSError, match="lets others write"):
-        kernels_cpu.build(str(compiler), kernels_cpu.AVX2)
+        kernels_cpu.build(compiler, kernels_cpu.AVX2)
 
 
 @pytest.mark.slow

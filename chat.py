@@ -198,7 +198,8 @@ def chat(session: Session, first: Iterable[str] = ()):
         print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing, and history with the arrow keys
-    first, has_hinted = list(first), False
+    first = list(first)
+    has_hinted = False
     while True:
         try:
             if first:

@@ -49,8 +49,6 @@ class SamplingParams:
             kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
             if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
                 raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
-        if self.top_p == 0:
-            raise ValueError("top_p must be above 0")
         if self.min_p == 1:
             raise ValueError("min_p must be below 1")
         if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):

@@ -10,7 +10,7 @@ import json
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.fields import ApiError, FieldReader, encode_json
+from server.fields import ApiError, FieldReader, encode_json, read_stop_strings
 from server.messages import Update
 
 # ---------------------------------------------------------------- errors
@@ -33,7 +33,7 @@ def error_body(error: ApiError) -> dict:
 def chat_body(fields: FieldReader) -> dict:
     """The body of /v1/chat/completions that asks for the same, without a limit of new tokens."""
     body = {name: fields.unread.pop(name, None) for name in ("model", "temperature", "top_p", "top_k", "stream")}
-    body["stop"] = fields.read("stop_sequences", list)
+    body["stop"] = list(read_stop_strings(fields, "stop_sequences"))
     body["messages"] = read_messages(fields)
     body["tools"] = [translate_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.read("tools", list, []))]
     body |= translate_tool_choice(fields.read("tool_choice", dict, {}))
@@ -42,47 +42,78 @@ def chat_body(fields: FieldReader) -> dict:
         raise ApiError("thinking.type must be enabled, disabled or adaptive", param="thinking")
     if thinking in ("enabled", "disabled"):
         body["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
-    format = fields.read("output_config", dict, {}).get("format")
-    if format is not None:
-        schema = format.get("schema") if isinstance(format, dict) and format.get("type") == "json_schema" else None
-        if not isinstance(schema, dict):
-            raise ApiError("output_config.format must have the type json_schema and a schema", param="output_config")
-        described = {"name": "format", "schema": schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": described}
-    if fields.read("mcp_servers", list):
-        raise ApiError("mcp_servers is not supported", param="mcp_servers")
+    config = fields.read("output_config", dict, {})
+    body["reasoning_effort"] = FieldReader(config).read("effort", str)
+    older = translate_format(fields.unread.pop("output_format", None), "output_format")  # the name that it had first
+    body["response_format"] = translate_format(config.get("format"), "output_config.format") or older
+    for name in ("mcp_servers", "container", "thread"):
+        if fields.unread.pop(name, None):
+            raise ApiError(f"{name} is not supported", param=name)
     fields.read("metadata", dict)
     fields.check_unread()
     return body
 
 
+def translate_format(format, name: str) -> dict | None:
+    """The field response_format."""
+    if format is None:
+        return None
+    schema = format.get("schema") if isinstance(format, dict) and format.get("type") == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise ApiError(f"{name} must have the type json_schema and a schema", param=name.partition(".")[0])
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema, "strict": True}}
+
+
+ROLES = ("user", "assistant", "system")
+
+
 def read_messages(fields: FieldReader) -> list[dict]:
-    """The messages for OpenAI's chat, with the field `system` as the first one."""
+    """The messages for OpenAI's chat. The first one is the field `system` and the system messages at the beginning."""
     system, given = fields.read("system", (str, list)), fields.read("messages", list)
     if not given:
         raise ApiError("messages must be a list with at least one message", param="messages")
+    instructions = read_texts(system, "system") if system else []
     translated = []
-    if system:
-        translated.append({"role": "system", "content": "\n".join(read_texts(system, "system"))})
     for i, message in enumerate(given):
         name = f"messages[{i}]"
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant"):
-            raise ApiError(f"{name} must be an object with a role, user or assistant", param=f"{name}.role")
-        translated += translate_message(role, message.get("content"), f"{name}.content")
+        if role not in ROLES:
+            raise ApiError(f"{name} must be an object with a role, one of {', '.join(ROLES)}", param=f"{name}.role")
+        if role == "system" and not translated:
+            instructions += read_texts(message.get("content"), f"{name}.content")
+        else:
+            translated += translate_message(role, message.get("content"), f"{name}.content")
+    if instructions and is_header(instructions[0]):
+        del instructions[0]
+    if instructions:
+        translated.insert(0, {"role": "system", "content": "\n".join(instructions)})
     return translated
 
 
-def read_texts(content, name: str) -> list[str]:
-    """The texts of a content, which is a string or a list of text blocks."""
-    return [block["text"] for block in read_blocks(content, name, {"text": str})]
+def is_header(text: str) -> bool:
+    """Whether a text is a header line by which an agent describes itself to Anthropic. It has another value in each
+    turn, so the cached prefix of the conversation would end before it."""
+    line = text.strip()
+    return line.startswith("x-anthropic-") and "\n" not in line
 
 
+def read_texts(content, name: str, role: str = "system") -> list[str]:
+    """The texts of a content, which is a string or a list of blocks. role: a key of BLOCKS whose blocks are texts."""
+    blocks = read_blocks(content, name, BLOCKS[role])
+    return [block_text(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
+
+
+READABLE = {"document": dict, "search_result": list}
 BLOCKS = {  # of each role: the types of blocks, and the type of the field that is read
-    "user": {"text": str, "tool_result": str},
+    "system": {"text": str},
+    "user": {"text": str, "tool_result": str} | READABLE,
+    "tool": {"text": str, "tool_reference": str} | READABLE,
     "assistant": {"text": str, "thinking": str, "redacted_thinking": str, "tool_use": dict},
 }
-KEYS = {"tool_result": "tool_use_id", "redacted_thinking": "data", "tool_use": "input"}  # else the type is the field
+# The field that is read, where its name is not the type.
+KEYS = {"tool_result": "tool_use_id", "redacted_thinking": "data", "tool_use": "input", "document": "source"}
+KEYS |= {"search_result": "content", "tool_reference": "tool_name"}
+TYPE_NAMES = {str: "a string", dict: "an object", list: "a list"}
 
 
 def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
@@ -99,9 +130,28 @@ def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
             raise ApiError(rule, param=name)
         key = KEYS.get(kind, kind)
         if not isinstance(block.get(key), types[kind]):
-            article = "a string" if types[kind] is str else "an object"
-            raise ApiError(f"{name}[{i}].{key} must be {article}", param=name)
+            raise ApiError(f"{name}[{i}].{key} must be {TYPE_NAMES[types[kind]]}", param=name)
     return blocks
+
+
+def block_text(block: dict, name: str) -> str:
+    """The text of a block of type text or tool_reference, or of one in READABLE."""
+    kind = block["type"]
+    if kind in ("text", "tool_reference"):
+        return block[KEYS.get(kind, kind)]
+    if isinstance(block.get("citations"), dict) and block["citations"].get("enabled"):
+        raise ApiError(f"{name}.citations is not supported", param=name)
+    if kind == "search_result":
+        texts = read_texts(block["content"], f"{name}.content")
+        before = [block.get("title"), block.get("source")]
+    else:
+        source, before = block["source"], [block.get("title"), block.get("context")]
+        kind = source.get("type")
+        if kind not in ("text", "content"):
+            rule = f"{name}.source must have the type text or content, {str(kind)[:64]!r} is not supported"
+            raise ApiError(rule, param=name)
+        texts = read_texts(source.get("data" if kind == "text" else "content"), f"{name}.source")
+    return "\n".join([*(text for text in before if isinstance(text, str) and text), *texts])
 
 
 def translate_message(role: str, content, name: str) -> list[dict]:
@@ -113,19 +163,18 @@ def translate_message(role: str, content, name: str) -> list[dict]:
     for i, block in enumerate(read_blocks(content, name, BLOCKS[role])):
         kind = block["type"]
         if kind == "tool_result":
-            texts_of_result = read_texts(block.get("content") or "", f"{name}[{i}].content")
-            result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": "\n".join(texts_of_result)}
-            results.append(result)
+            result = "\n".join(read_texts(block.get("content") or "", f"{name}[{i}].content", "tool"))
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block["input"]}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "text":
-            texts.append(block["text"])
         elif kind == "thinking":
             thoughts += block["thinking"]
+        elif kind != "redacted_thinking":
+            texts.append(block_text(block, f"{name}[{i}]"))
     if results and not texts:
         return results
-    message = {"role": role, "content": "\n".join(texts) if role == "user" else "".join(texts)}
+    message = {"role": role, "content": "".join(texts) if role == "assistant" else "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = thoughts
     if calls:

@@ -155,8 +155,8 @@ class ServedModel:
     # ------------------------------------------------------------ requests for completions
 
     def check_model_name(self, fields: FieldReader):
-        name = fields.read("model", str, self.name)
-        if name != self.name:
+        name = fields.read("model", str)
+        if name and name != self.name:  # no name, or an empty one, is that of the model
             raise ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
@@ -196,10 +196,10 @@ class ServedModel:
             self.grammars.check(grammar, constraint.param, constraint.kind)
         choices = []
         for ids, text in prompts:
-            self.check_length(ids, max_tokens, "prompt", 0)
+            new = self.check_length(ids, max_tokens, "prompt", 0)
             text = self.tokenizer.decode(ids) if echo and text is None else text
             for own_params in with_next_seeds(params, n):
-                request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
+                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs)
                 request.prompt_logprobs = logprobs if echo else None
                 text_request = TextRequest(next(self.request_ids), request, stop, grammar=grammar)
                 text_request.can_time_out = not choices

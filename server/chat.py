@@ -7,6 +7,7 @@ tools. The sampling parameters and the other fields of a request are read in api
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from checkpoint import TokenizerFiles
@@ -20,13 +21,18 @@ from server.tools import (
     ToolGrammar,
     find_thinking_marks,
     find_tool_format,
+    json_text,
     place_tools,
     special_tokens,
 )
 from tokenizer import ChatTemplate, Tokenizer
 
 MAX_TOOLS = 128
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by a part's type
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the names that servers and templates have for thoughts
+MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+ASSISTANT_KEYS = {"refusal", "function_call", *THOUGHTS}
 NO_TOOLS = "the model's chat template knows no tools, or writes calls in a way that is not supported"
 
 
@@ -34,14 +40,15 @@ NO_TOOLS = "the model's chat template knows no tools, or writes calls in a way t
 class ToolChoice:
     """The tools of a request, and what the model may do with them."""
 
-    tools: list[Tool] = field(default_factory=list)
-    described: list[dict] = field(default_factory=list)  # the same, as the template gets them
+    tools: list[Tool] = field(default_factory=list)  # that the model may call
+    described: list[dict] = field(default_factory=list)  # all of the request, as the template gets them
     required: bool = False  # the answer must be calls
     several: bool = True  # it may have more than one call
 
     @property
     def has_grammar(self) -> bool:
-        return bool(self.tools) and (self.required or any(tool.strict for tool in self.tools))
+        is_restricted = len(self.tools) < len(self.described)
+        return bool(self.tools) and (self.required or is_restricted or any(tool.strict for tool in self.tools))
 
 
 @dataclass
@@ -71,13 +78,15 @@ class ChatModel:
                 print_status(f"chat completions are not available: {error}")
         if self.template is not None and tokenizer.vocabulary is not None:
             self.tool_format, self.thinking = find_tool_format(self.tool_template), find_thinking_marks(self.template)
+        sources = [template.source for template in (self.template, self.tool_template) if template is not None]
+        self.template_words = set(re.findall(r"\w+", "\n".join(sources)))
         self.special_tokens = special_tokens(tokenizer) if tokenizer.vocabulary is not None else {}
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
         """Read the fields of a request that are about the conversation."""
         messages = fields.unread.pop("messages", None)
         tools = self.read_tools(fields)
-        variables = fields.read("chat_template_kwargs", dict, {})
+        variables = fields.read("chat_template_kwargs", dict, {}) | self.read_thinking(fields)
         add_prompt = fields.read("add_generation_prompt", bool)
         continues = fields.read("continue_final_message", bool, False)
         if self.template is None:
@@ -98,13 +107,30 @@ class ChatModel:
             raise ApiError("add_generation_prompt is not supported, except with true", param="add_generation_prompt")
         return self.render(checked, tools, variables, continues)
 
+    def read_thinking(self, fields: FieldReader) -> dict:
+        """The template's variables for OpenAI's reasoning_effort, as llama-server translates it, and for Qwen's
+        enable_thinking."""
+        effort, enabled = fields.read("reasoning_effort", str), fields.read("enable_thinking", bool)
+        variables = {} if enabled is None else {"enable_thinking": enabled}
+        if effort == "none":
+            variables["enable_thinking"] = False
+        elif effort is not None:
+            variables["reasoning_effort"] = effort
+        for name in variables:
+            if name not in self.template_words:
+                text = f"a request sets {name}, which is ignored: the model's chat template does not know it"
+                fields.log_once(f"template: {name}", text)
+        return variables
+
     def render(self, messages: list[dict], tools: ToolChoice, variables: dict, continues: bool) -> Conversation:
         """The conversation of checked messages. continues: the answer continues the last message."""
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
-        template = self.tool_template if tools.tools else self.template
-        format, described = self.tool_format, None
+        format, template = self.tool_format, self.template
+        if tools.tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            template = self.tool_template
+        described = None if template.source == self.template.source else []  # a template for tools alone needs a list
         if tools.tools:
             messages, places = place_tools(messages, tools.described, format.tools_in)
             described = places.pop("tools", None)
@@ -180,31 +206,47 @@ class ChatModel:
         arguments as an object). ApiError if it is malformed or has more than text."""
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ApiError(f"{name} must be an object with a role, one of {', '.join(ROLES)}", param=f"{name}.role")
-        role, content = message["role"], message.get("content")
+        role = message["role"]
+        if role == "function":  # the result of a function_call, as OpenAI's API had them before tools
+            check_string(message.get("name"), f"{name}.name")
+            message, role = message | {"tool_call_id": old_call_id(message)}, "tool"
         if role == "tool" and self.template is not None and self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.role")
+        checked = {"role": "system" if role == "developer" else role} | self.further_keys(message, name)
         if message.get("function_call"):
-            raise ApiError(f"{name}.function_call is not supported, use tool_calls", param=f"{name}.function_call")
-        checked = {"role": "system" if role == "developer" else role}
-        if message.get("tool_calls") not in (None, []):
-            checked["tool_calls"] = self.check_calls(message, f"{name}.tool_calls")
+            call = {"id": old_call_id(message["function_call"]), "function": message["function_call"]}
+            checked["tool_calls"] = self.check_calls([call], role, f"{name}.function_call")
+        elif message.get("tool_calls") not in (None, []):
+            checked["tool_calls"] = self.check_calls(message["tool_calls"], role, f"{name}.tool_calls")
+        content = message.get("content")
+        if role == "assistant":
+            content, thoughts = read_answer(message, name)
+            checked |= dict.fromkeys(THOUGHTS, thoughts) if thoughts else {}
+        elif role == "tool":
             content = "" if content is None else content
+            checked["tool_call_id"] = check_string(message.get("tool_call_id"), f"{name}.tool_call_id")
         checked["content"] = check_content(content, f"{name}.content")
-        reasoning = message.get("reasoning_content")
-        if role == "assistant" and reasoning not in (None, ""):
-            checked["reasoning_content"] = check_content(reasoning, f"{name}.reasoning_content")
-        if role == "tool":
-            call_id = message.get("tool_call_id")
-            if not isinstance(call_id, str):
-                raise ApiError(f"{name}.tool_call_id must be a string", param=f"{name}.tool_call_id")
-            checked["tool_call_id"] = call_id
+        if message.get("name") is not None:
+            checked["name"] = check_string(message["name"], f"{name}.name")
         return checked
 
-    def check_calls(self, message: dict, name: str) -> list[tuple[str, str, dict]]:
+    def further_keys(self, message: dict, name: str) -> dict:
+        """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's functions. The
+        others are ignored, and logged once."""
+        known = MESSAGE_KEYS | ASSISTANT_KEYS if message["role"] == "assistant" else MESSAGE_KEYS
+        further = {key: value for key, value in message.items() if key not in known and value is not None}
+        for key in ("audio", "images"):
+            if further.get(key):
+                raise ApiError(f"{name}.{key} is not supported", param=f"{name}.{key}")
+        for key in further.keys() - self.template_words:
+            text = f"a message has the field {key[:60]!r}, which is ignored: the chat template does not know it"
+            FieldReader.log_once(f"message: {key}", text)
+        return {key: value for key, value in further.items() if key in self.template_words}
+
+    def check_calls(self, calls, role: str, name: str) -> list[tuple[str, str, dict | str]]:
         if self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=name)
-        calls = message["tool_calls"]
-        if message["role"] != "assistant" or not isinstance(calls, list):
+        if role != "assistant" or not isinstance(calls, list):
             raise ApiError(f"{name} must be a list, in a message of the assistant", param=name)
         return [check_call(call, f"{name}[{i}]") for i, call in enumerate(calls)]
 
@@ -217,14 +259,10 @@ class ChatModel:
         if calls is None:
             return message
         if format.in_content:
-            texts = [(name, json.dumps(arguments, ensure_ascii=False)) for _, name, arguments in calls]
-            written = format.write(texts)
+            written = format.write([(name, json_text(arguments)) for _, name, arguments in calls])
             del message["tool_calls"]
             return message | {"content": f"{message['content']}\n{written}" if message["content"] else written}
-        functions = [
-            {"name": name, "arguments": json.dumps(one, ensure_ascii=False) if format.text_arguments else one}
-            for _, name, one in calls
-        ]
+        functions = [{"name": name, "arguments": format.arguments_for_template(one)} for _, name, one in calls]
         message["tool_calls"] = [
             {"id": self.id_for_template(call[0]), "type": "function", "function": function}
             for call, function in zip(calls, functions)
@@ -251,58 +289,92 @@ class ChatModel:
         names = [tool.name for tool in tools]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ApiError(f"tools has {repeated[0]!r} twice", param="tools")
-        wanted = read_tool_choice(choice, names)
+        allowed, required = read_tool_choice(choice, names)
         if not tools or choice == "none":
             return ToolChoice()
         if self.template is not None and self.tool_format is None:
             raise ApiError(f"tools: {NO_TOOLS}", param="tools")
         described = [describe_tool(tool) for tool in given]
-        if wanted is not None:
-            tools = [tool for tool in tools if tool.name == wanted]
-        required = choice == "required" or wanted is not None
-        return ToolChoice(tools, described, required, several and wanted is None)
+        tools = [tool for tool in tools if tool.name in allowed]
+        asks_for_one = isinstance(choice, dict) and choice["type"] == "function"
+        return ToolChoice(tools, described, required, several and not asks_for_one)
+
+
+def read_answer(message: dict, name: str) -> tuple:
+    """The content and the thoughts of an assistant's message. Thoughts may be parts of the content, too."""
+    content = "" if message.get("content") is None else message["content"]
+    parts = content if isinstance(content, list) else []
+    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
+    if thoughts:
+        content = [part for part in parts if part not in thoughts]
+    if isinstance(message.get("refusal"), str):
+        content = check_content(content, f"{name}.content") + message["refusal"]
+    for key in THOUGHTS:
+        if message.get(key) not in (None, ""):
+            return content, check_content(message[key], f"{name}.{key}")
+    return content, "".join(check_content(part.get("thinking"), f"{name}.content") for part in thoughts)
 
 
 def check_content(content, name: str) -> str:
     """The text of a message; ApiError if it has more than text."""
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        types = [part.get("type") if isinstance(part, dict) else None for part in content]
-        if not all(kind == "text" and isinstance(text, str) for kind, text in zip(types, texts)):
-            raise ApiError(f"{name}: only parts of type text are supported", param=name)
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise ApiError(f"{name} must be a string or a list of text parts", param=name)
-    return content
+        content = "".join(part_text(part, i, name) for i, part in enumerate(content))
+    return check_string(content, name, "a string or a list of text parts")
 
 
-def check_call(call, name: str) -> tuple[str, str, dict]:
+def part_text(part, i: int, name: str) -> str:
+    """The text of part i of the content `name`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in PART_TEXTS:
+        came = "this has no type" if kind is None else f"this has the type {str(kind)[:64]!r}"
+        raise ApiError(f"{name}[{i}]: only parts of type text are supported, {came}", param=name)
+    text = part.get(PART_TEXTS[kind])
+    if not isinstance(text, str):
+        raise ApiError(f"{name}[{i}].{PART_TEXTS[kind]} must be a string", param=name)
+    return text
+
+
+def check_string(value, name: str, rule: str = "a string") -> str:
+    if not isinstance(value, str):
+        raise ApiError(f"{name} must be {rule}", param=name)
+    return value
+
+
+def old_call_id(call) -> str:
+    """An id for a function_call or its result, which have none: of two with the same name, either may be meant."""
+    return f"call_{call.get('name')}" if isinstance(call, dict) else ""
+
+
+def check_call(call, name: str) -> tuple[str, str, dict | str]:
     """(id, function's name, arguments) of a call in a message."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(call.get("id"), str):
         raise ApiError(f"{name} must be an object with an id and a function", param=name)
     check_name(function.get("name"), f"{name}.function.name")
-    arguments = function.get("arguments")
-    try:
-        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        param = f"{name}.function.arguments"
-        raise ApiError(f"{param} must be the JSON text of an object", param=param)
-    return call["id"], function["name"], parsed
+    return call["id"], function["name"], read_arguments(function.get("arguments"))
+
+
+def read_arguments(arguments) -> dict | str:
+    """The arguments of a call: an object, or their text if they are none, as after an answer that was cut off."""
+    parsed = arguments
+    if isinstance(arguments, str) and arguments:
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+    if parsed is None or parsed == "":
+        return {}
+    return parsed if isinstance(parsed, dict) else json_text(arguments)
 
 
 def check_name(value, name: str):
     if not isinstance(value, str) or not re.fullmatch(NAME_PATTERN, value):
-        raise ApiError(f"{name} must have 1 to 64 letters, digits, _ and -", param=name)
+        raise ApiError(f"{name} must have 1 to 128 letters, digits, _ and -", param=name)
 
 
 def name_results(messages: list[dict]) -> list[dict]:
     """Messages with the function's name in each result, for templates that write it."""
     names = {call_id: name for message in messages for call_id, name, _ in message.get("tool_calls", ())}
     return [
-        message | {"name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
+        {"name": names[message["tool_call_id"]]} | message if message.get("tool_call_id") in names else message
         for message in messages
     ]
 
@@ -329,19 +401,31 @@ def describe_tool(tool: dict) -> dict:
     return {"type": "function", "function": defaults | function}
 
 
-def read_tool_choice(choice, names: list[str]) -> str | None:
-    """The name of the tool that the model has to call; None if the choice is none, auto or required."""
+def read_tool_choice(choice, names: list[str]) -> tuple[list[str], bool]:
+    """The names of the tools that the model may call, and whether it has to call one."""
     if choice is None or choice in ("none", "auto"):
-        return None
+        return names, False
     if not names:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name is None:
-        rule = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        return names, True
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    tools, mode = None, None
+    if kind == "function":
+        tools, mode = [choice], "required"
+    elif kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
+        tools, mode = choice["allowed_tools"].get("tools"), choice["allowed_tools"].get("mode")
+    if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
+        rule = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
+        rule += ' or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
         raise ApiError(f"tool_choice must be {rule}", param="tool_choice")
-    if name not in names:
-        raise ApiError(f"tool_choice: there is no tool {str(name)[:64]!r}", param="tool_choice")
-    return name
+    allowed = [tool_name(tool) for tool in tools]
+    if unknown := [name for name in allowed if name not in names]:
+        raise ApiError(f"tool_choice: there is no tool {str(unknown[0])[:64]!r}", param="tool_choice")
+    return allowed, mode == "required"
+
+
+def tool_name(tool):
+    """What a tool of tool_choice has as its name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None

@@ -3,8 +3,9 @@
 Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
 a whole answer; GrammarChecker, which refuses grammars that the engine could not use; the process that tries them.
 
-Sources: response_format is OpenAI's; structured_outputs, and before it guided_json, guided_regex and guided_choice, are
-vLLM's.
+Sources: response_format is OpenAI's, with llama-server's schema beside the type json_object; structured_outputs, and
+before it guided_json, guided_regex and guided_choice, are vLLM's; json_schema is llama-server's, regex SGLang's, and
+format Ollama's.
 """
 
 import hashlib
@@ -58,6 +59,7 @@ def read_constraint(fields: FieldReader) -> Constraint | None:
     for kind in known:
         field = f"guided_{kind}"
         found.append(make_constraint(kind, fields.unread.pop(field, None), field))
+    found += [read_other_spelling(fields, field) for field in ("json_schema", "regex", "format")]
     given = [constraint for constraint in found if constraint is not None]
     if len(given) > 1:
         params = [constraint.param for constraint in given]
@@ -67,13 +69,19 @@ def read_constraint(fields: FieldReader) -> Constraint | None:
 
 def read_response_format(value: dict | None) -> Constraint | None:
     param = "response_format"
-    kind = None if value is None else value.get("type")
-    if value is None or kind == "text":
+    if value is None:
+        return None
+    kind = value.get("type")
+    details = {"text": None, "json_object": "schema", "json_schema": "json_schema"}  # the other key of each type
+    if not isinstance(kind, str) or kind not in details:
+        raise ApiError(f"{param}.type must be text, json_object or json_schema", param=param)
+    for key, detail in value.items():
+        if key not in ("type", details[kind]) and detail is not None:
+            raise ApiError(f"{param}.{key[:64]} is not supported if the type is {kind}", param=param)
+    if kind == "text":
         return None
     if kind == "json_object":
-        return schema_constraint({"type": "object"}, param)
-    if kind != "json_schema":
-        raise ApiError(f"{param}.type must be text, json_object or json_schema", param=param)
+        return make_constraint("json", object_if_empty(value.get("schema")), param)
     described = value.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict | bool):
@@ -82,6 +90,23 @@ def read_response_format(value: dict | None) -> Constraint | None:
     if not isinstance(strict, bool | None):
         raise ApiError(f"{param}.json_schema.strict must be true or false", param=param)
     return schema_constraint(schema, param, lenient=not strict)
+
+
+def read_other_spelling(fields: FieldReader, field: str) -> Constraint | None:
+    """The constraint in json_schema, regex or format. An empty text is none."""
+    value = fields.unread.pop(field, None)
+    if value is None or value == "":
+        return None
+    if field == "regex":
+        return make_constraint("regex", value, field)
+    if field == "format" and value == "json":
+        value = {}
+    return make_constraint("json", object_if_empty(value), field)
+
+
+def object_if_empty(schema):
+    """What llama-server takes an empty schema for: any object."""
+    return {"type": "object"} if schema is None or schema == {} else schema
 
 
 def make_constraint(kind: str, value, param: str) -> Constraint | None:

@@ -14,7 +14,7 @@ MAX_BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20
 MAX_N = 8
 MAX_BIASES = 300
-MAX_STOPS, MAX_STOP_LENGTH = 4, 1000
+MAX_STOPS, MAX_STOP_LENGTH = 128, 1000
 MAX_STOP_IDS = 128
 
 # ---------------------------------------------------------------- errors
@@ -41,20 +41,35 @@ def encode_json(value) -> bytes:
 # ---------------------------------------------------------------- the fields of a request
 
 TYPE_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
-TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list"}
+TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list", (dict, list): "an object or a list"}
 
-# Fields that are not supported, each with the values that change nothing. These are accepted, and so is null.
+# Fields that would change the answer and are not supported, each with the values that change nothing. These are
+# accepted, and so is null. The names are those of several APIs, because clients send to one what another one knows.
 NEUTRAL_VALUES = {
-    "echo": [False], "suffix": [""],
-    "tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
-    "functions": [[]], "function_call": ["none", "auto"],
-    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
-    "use_beam_search": [False], "length_penalty": [1], "typical_p": [1], "min_tokens": [0], "bad_words": [[]],
+    # OpenAI
+    "echo": [False], "suffix": [""], "tools": [[]], "tool_choice": ["none", "auto"],
+    "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
+    "modalities": [["text"]], "audio": [], "moderation": [], "web_search_options": [], "verbosity": ["medium"],
+    # vLLM and SGLang
+    "use_beam_search": [False], "length_penalty": [1], "min_tokens": [0], "bad_words": [[]], "allowed_token_ids": [],
     "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],
-    "prompt_logprobs": [], "truncate_prompt_tokens": [], "logits_processors": [[]],
-    "guided_grammar": [], "grammar": [], "structural_tag": [],
+    "prompt_logprobs": [], "truncate_prompt_tokens": [], "logits_processors": [[]], "prompt_embeds": [],
+    "include_reasoning": [True], "separate_reasoning": [True], "thinking_token_budget": [],
+    "guided_grammar": [""], "guided_whitespace_pattern": [], "structural_tag": [], "ebnf": [""],
+    "stop_regex": [[], ""], "no_stop_trim": [False],
     "chat_template": [], "chat_template_kwargs": [{}], "documents": [[]],
     "add_generation_prompt": [True], "continue_final_message": [False],
+    # llama.cpp
+    "grammar": [""], "grammar_lazy": [False], "samplers": [[]], "typical_p": [1], "typ_p": [1], "top_n_sigma": [-1, 0],
+    "dynatemp_range": [0], "mirostat": [0], "xtc_probability": [0], "dry_multiplier": [0], "adaptive_target": [-1],
+    "n_indent": [0], "min_keep": [0], "n_probs": [0], "n_cmpl": [1], "lora": [[]],
+    "t_max_predict_ms": [-1, 0], "parse_tool_calls": [True], "reasoning_format": ["auto", "deepseek"],
+    "thinking_forced_open": [False], "reasoning_budget_tokens": [-1], "thinking_budget_tokens": [-1],
+    "image_data": [[]],
+    # Ollama, and others
+    "options": [{}], "template": [""], "raw": [False], "images": [[]], "system": [""], "think": [],
+    "thinking": [], "reasoning": [{}], "thinking_budget": [], "tfs_z": [1], "tfs": [1], "top_a": [0],
+    "response_schema": [], "safe_prompt": [False],
 }  # fmt: skip
 
 
@@ -97,14 +112,22 @@ class FieldReader:
     def check_unread(self):
         """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and logged once."""
         for name, value in self.unread.items():
-            if name in NEUTRAL_VALUES:
-                neutral = NEUTRAL_VALUES[name]
-                is_neutral = any(value == one and type(value) is type(one) for one in neutral)  # 1 is not true
-                if value is not None and not is_neutral:
-                    raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
-            elif name not in self.logged and len(self.logged) < 100:
-                self.logged.add(name)
-                print_status(f"a request has the unknown field {name[:60]!r}, which is ignored")
+            if name not in NEUTRAL_VALUES:
+                self.log_once(name, f"a request has the unknown field {name[:60]!r}, which is ignored")
+            elif value is not None and not is_neutral(name, value):
+                raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
+
+    @classmethod
+    def log_once(cls, name: str, text: str):
+        """Say that a field is ignored, the first time that its name comes."""
+        if name not in cls.logged and len(cls.logged) < 100:
+            cls.logged.add(name)
+            print_status(text)
+
+
+def is_neutral(name: str, value) -> bool:
+    """Whether the value of an unsupported field changes nothing. 1.0 is 1, but true is not."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL_VALUES[name])
 
 
 def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
@@ -115,8 +138,17 @@ def read_token_ids(value, param: str, rule: str = "a list of token ids (integers
 
 
 def read_max_tokens(fields: FieldReader, default: int | None, low: int) -> int | None:
-    max_tokens = fields.read("max_tokens", int, default, low)
-    return fields.read("max_completion_tokens", int, max_tokens, low)  # OpenAI's newer name for it
+    """The most new tokens; None, or -1 in the request, stands for as many as fit into the context."""
+    max_tokens = default
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):  # OpenAI's newer name for it, and llama.cpp's
+        value = fields.read(name, int)
+        if value == -1:
+            max_tokens = None
+        elif value is not None:
+            if value < low:
+                raise ApiError(f"{name} must be at least {low}, or -1 for as many as fit", param=name)
+            max_tokens = value
+    return max_tokens
 
 
 def read_n(fields: FieldReader) -> int:
@@ -130,8 +162,12 @@ def read_n(fields: FieldReader) -> int:
 
 
 def read_logit_bias(fields: FieldReader, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """(token id, what is added to its logit) of each token in the field."""
-    biases = fields.read("logit_bias", dict, {})
+    """(token id, what is added to its logit) of each token in the field: an object, or llama.cpp's list of pairs."""
+    biases = fields.read("logit_bias", (dict, list), {})
+    if isinstance(biases, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in biases):
+            raise ApiError("logit_bias must be an object, or a list of pairs [token id, bias]", param="logit_bias")
+        biases = {str(token): bias for token, bias in biases}
     if len(biases) > MAX_BIASES:
         text = f"logit_bias has {len(biases)} tokens, at most {MAX_BIASES} are allowed"
         raise ApiError(text, param="logit_bias")
@@ -149,22 +185,30 @@ def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams
     defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     defaults |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
     values = {name: fields.read(name, (int, float), default) for name, default in defaults.items()}
-    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, None)
-    seed = secrets.randbits(62) if seed is None else seed
+    repeat_penalty = fields.read("repeat_penalty", (int, float))  # llama.cpp's name for it
+    if repeat_penalty is not None:
+        values["repetition_penalty"] = repeat_penalty
+    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, -1)
+    seed = secrets.randbits(62) if seed == -1 else seed
     values["logit_bias"] = read_logit_bias(fields, vocab_size)
     try:
-        return SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
+        params = SamplingParams(**values, top_k=0 if top_k == -1 else top_k, seed=seed)
     except ValueError as error:
         raise ApiError(str(error), param=str(error).split()[0]) from None
+    if fields.read("repeat_last_n", int, -1) != -1 and params.penalizes:  # llama.cpp's
+        text = "repeat_last_n is not supported, except with -1: penalties apply to all tokens"
+        raise ApiError(text, param="repeat_last_n")
+    return params
 
 
-def read_stop_strings(fields: FieldReader) -> tuple[str, ...]:
-    stop = fields.read("stop", (str, list), [])
+def read_stop_strings(fields: FieldReader, name: str = "stop") -> tuple[str, ...]:
+    """The stop strings in a field. Empty ones are ignored, as by llama-server."""
+    stop = fields.read(name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
-        rule = f"a string or a list of up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LENGTH} characters"
-        raise ApiError(f"stop must be {rule}", param="stop")
-    return tuple(stop)
+    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and len(s) <= MAX_STOP_LENGTH for s in stop):
+        rule = f"a string or a list of up to {MAX_STOPS} strings, each of up to {MAX_STOP_LENGTH} characters"
+        raise ApiError(f"{name} must be {rule}", param=name)
+    return tuple(s for s in stop if s)
 
 
 def read_stop_ids(fields: FieldReader, eos_ids: frozenset[int]) -> frozenset[int]:

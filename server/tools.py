@@ -23,7 +23,7 @@ from cli import UserError
 from grammar import schema_rule
 from tokenizer import ChatTemplate, Tokenizer
 
-NAME_PATTERN = "[a-zA-Z0-9_-]{1,64}"  # of a function, as OpenAI allows it
+NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # of a function, as Anthropic allows it; OpenAI has a limit of 64
 ID_PATTERN = "[a-zA-Z0-9]{9}"  # of a call, in the formats that write ids (Mistral's)
 PROBE_ID = "aB3dE5gH7"  # stands for the id of a call in the texts of a ToolFormat
 
@@ -53,6 +53,7 @@ class ToolFormat:
     more_openers: tuple[str, ...] = ()  # marks before a call that the model may write, but the template does not
     null_content: bool = False  # the content of a message with calls must be null
     text_arguments: bool = False  # arguments are JSON text, instead of objects
+    writes_text: bool = True  # the template also writes arguments that are any text
     in_content: bool = False  # the template does not know calls, so they are written into the content of messages
     tools_in: str = "tools"  # the template's variable for tools; "system": they are JSON text in the system message
 
@@ -88,10 +89,22 @@ class ToolFormat:
         """All texts that a model may write around names and arguments."""
         return "\n".join([self.begin, self.prefix, self.middle, self.suffix, self.end, *self.more_openers])
 
+    def arguments_for_template(self, arguments: dict | str) -> dict | str:
+        """The arguments of a call in a message, as the template expects them. A text, which is no JSON object, is the
+        only argument of a template that would fail or write nothing."""
+        if isinstance(arguments, dict):
+            return json_text(arguments) if self.text_arguments else arguments
+        return arguments if self.writes_text else {"arguments": arguments}
+
     def write(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, given as (name, arguments as JSON text)."""
         texts = [self.prefix + name + self.middle + arguments + self.suffix for name, arguments in calls]
         return self.begin + (self.between or "\n").join(texts) + self.end
+
+
+def json_text(arguments) -> str:
+    """Arguments as JSON. A text stays as it is."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 HERMES = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n", in_content=True)
@@ -125,9 +138,11 @@ def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
     else:
         return None
     for null_content, text_arguments in product((False, True), repeat=2):
-        found = probe_format(Probe(template, place, null_content, text_arguments))
+        probe = Probe(template, place, null_content, text_arguments)
+        found = probe_format(probe)
         if found is not None:
-            return replace(found, tools_in=place, null_content=null_content, text_arguments=text_arguments)
+            found = replace(found, tools_in=place, null_content=null_content, text_arguments=text_arguments)
+            return replace(found, writes_text=PROBE_CONTENT in probe.render_calls([PROBE_CONTENT]))
     without_calls = Probe(template, place, False, False).render(1)
     if without_calls and PROBE_NAMES[0] not in without_calls:
         for mark, known in KNOWN_FORMATS.items():
@@ -167,16 +182,18 @@ class Probe:
 
     def render(self, n: int) -> str:
         """A conversation that ends with n calls, or with a plain answer for n = 0."""
-        answer = {"role": "assistant", "content": PROBE_CONTENT}
-        if n:
-            calls = [self.call(name) for name in PROBE_NAMES[:n]]
-            answer |= {"content": None if self.null_content else "", "tool_calls": calls}
-        return try_to_render(self.template, [QUESTION, answer], self.place)
+        if not n:
+            answer = {"role": "assistant", "content": PROBE_CONTENT}
+            return try_to_render(self.template, [QUESTION, answer], self.place)
+        arguments = [{"probe_key": name} for name in PROBE_NAMES[:n]]
+        return self.render_calls([json.dumps(one) if self.text_arguments else one for one in arguments])
 
-    def call(self, name: str) -> dict:
-        arguments = {"probe_key": name}
-        function = {"name": name, "arguments": json.dumps(arguments) if self.text_arguments else arguments}
-        return {"id": PROBE_ID, "type": "function", "function": function}
+    def render_calls(self, arguments: list) -> str:
+        """A conversation that ends with calls with these arguments."""
+        functions = [{"name": name, "arguments": one} for name, one in zip(PROBE_NAMES, arguments)]
+        calls = [{"id": PROBE_ID, "type": "function", "function": function} for function in functions]
+        answer = {"role": "assistant", "content": None if self.null_content else "", "tool_calls": calls}
+        return try_to_render(self.template, [QUESTION, answer], self.place)
 
 
 def probe_format(probe: Probe) -> ToolFormat | None:

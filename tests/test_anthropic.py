@@ -201,7 +201,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
     "fields, why",
     [
         ({"messages": None}, "messages must be a list with at least one message"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0] must be an object with a role, user or"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0] must be an object with a role, one of user,"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
         (
             {"messages": [{"role": "user", "content": [text_block("x"), IMAGE]}]},
@@ -233,7 +233,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"temperature": -1}, "temperature"),
-        ({"stop_sequences": ["x"] * 5}, "stop must be a string or a list of up to 4 strings"),
+        ({"stop_sequences": ["x"] * 129}, "stop_sequences must be a string or a list of up to 128 strings"),
     ],
 )
 def test_requests_that_are_refused(client, fields, why):

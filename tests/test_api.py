@@ -16,7 +16,7 @@ from engine import Request
 from server import constraints
 from server.api import CompletionRequest, ServedModel
 from server.constraints import GrammarChecker
-from server.fields import ApiError, encode_json, parse_object
+from server.fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
 from server.responses import ResponseBuilder
@@ -41,7 +41,7 @@ BOTH = [  # (fields, the one that is refused)
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
@@ -52,14 +52,16 @@ BOTH = [  # (fields, the one that is refused)
     ({"presence_penalty": [1]}, "presence_penalty"),
     ({"seed": 2**63}, "seed"),
     ({"seed": 0.5}, "seed"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens"),
+    ({"n_predict": -2}, "n_predict"),
+    ({"n_predict": CONTEXT}, "max_tokens"),
     ({"max_tokens": 1.0}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 2**63}, "max_tokens"),
     ({"max_completion_tokens": "1"}, "max_completion_tokens"),
     ({"max_tokens": CONTEXT}, "max_tokens"),
-    ({"stop": ["a"] * 5}, "stop"),
-    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 129}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop": [None]}, "stop"),
     ({"stop": "x" * 1001}, "stop"),
@@ -78,6 +80,10 @@ BOTH = [  # (fields, the one that is refused)
     ({"best_of": 3}, "best_of"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": [[5]]}, "logit_bias"),
+    ({"logit_bias": [["a", 1]]}, "logit_bias"),
+    ({"logit_bias": [[700, 1]]}, "logit_bias"),
+    ({"logit_bias": [[5, False]]}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
@@ -93,7 +99,18 @@ BOTH = [  # (fields, the one that is refused)
 DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
 SCHEMAS = [  # fields about the form of an answer
     ({"response_format": "json"}, "response_format"), ({"response_format": {}}, "response_format"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
+    *(({"response_format": {"type": kind}}, "response_format") for kind in ("xml", "regex", "grammar", ["text"])),
+    ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "strict": True}}, "response_format"),
+    ({"json_schema": [1]}, "json_schema"), ({"json_schema": "{"}, "json_schema"), ({"format": "xml"}, "format"),
+    ({"format": 5}, "format"), ({"regex": ["a"]}, "regex"), ({"regex": "(a"}, "regex"),
+    ({"json_schema": {}, "regex": "a"}, "regex"), ({"guided_json": {}, "format": "json"}, "format"),
+    ({"ebnf": "root ::= 'a'"}, "ebnf"), ({"grammar": "root ::= 'a'"}, "grammar"),
+    ({"grammar": {"type": "json", "value": {}}}, "grammar"), ({"structural_tag": {}}, "structural_tag"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
@@ -132,6 +149,14 @@ CHATS = [
     ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
     (say("x", role="tool", tool_call_id="a"), "messages[0].role"),
+    (say("x", role="function", name="f"), "messages[0].role"), (say("x", name=5), "messages[0].name"),
+    (say("x", audio={"id": "a"}), "messages[0].audio"), (say("x", images=["data"]), "messages[0].images"),
+    (say([{"type": "text", "text": "x"}, {"type": "refusal"}]), "messages[0].content"),
+    (say(None, role="system"), "messages[0].content"), (say(5, role="assistant"), "messages[0].content"),
+    (say([{"type": "thinking", "thinking": "x"}]), "messages[0].content"),
+    (say([{"type": "thinking", "thinking": 5}], role="assistant"), "messages[0].content"),
+    (say("x", role="assistant", thinking={"type": "enabled"}), "messages[0].thinking"),
+    ({"reasoning_effort": 5}, "reasoning_effort"), ({"enable_thinking": "no"}, "enable_thinking"),
     (say("x", role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
     (say("x", role="assistant", reasoning_content=False), "messages[0].reasoning_content"),
     (say("x", role="assistant", tool_calls={}), "messages[0].tool_calls"),
@@ -176,6 +201,69 @@ def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsy
     assert one.params.temperature == two.params.temperature == 1 and one.params.top_k == 0
     assert one.params.seed != two.params.seed and one.logprobs is None
     assert sorted(line.split("'")[1] for line in capsys.readouterr().err.splitlines()) == ["metadata", "store", "user"]
+
+
+# Fields that have a meaning for other servers and none here: refused, unless the value is neutral.
+READ_FIELDS = {"echo", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+READ_FIELDS |= {"add_generation_prompt", "continue_final_message"}
+
+
+@pytest.mark.parametrize("name", sorted(set(NEUTRAL_VALUES) - READ_FIELDS))
+def test_fields_that_would_change_the_answer_are_refused_by_name(model, name):
+    for parse, body in ((model.parse_completion, {"prompt": [5, 6]}), (model.parse_chat, {"messages": MESSAGES})):
+        for value in NEUTRAL_VALUES[name]:
+            parse(body | {name: value})
+        for value in (7, 0.5, "other", ["other"], {"other": 1}):
+            with pytest.raises(ApiError, match=f"^{name} is not supported") as caught:
+                parse(body | {name: value})
+            assert caught.value.param == name
+
+
+def test_numbers_are_neutral_however_they_are_written_but_true_is_none(model):
+    fields = {"typical_p": 1.0, "length_penalty": 1.0, "mirostat": 0.0, "dry_multiplier": 0, "min_tokens": 0.0}
+    model.parse_chat({"messages": MESSAGES} | fields)
+    for name in fields:
+        with pytest.raises(ApiError, match=name):
+            model.parse_chat({"messages": MESSAGES, name: bool(fields[name])})
+
+
+def test_fields_under_the_names_of_other_servers(model):
+    """And values that others serve: top_p of 0, empty stop strings, many of them, no limit, no name of the model."""
+
+    def both(**fields):
+        completion = model.parse_completion({"prompt": [5, 6]} | fields).choices[0].text_request
+        chat = model.parse_chat({"messages": MESSAGES} | fields).choices[0].text_request
+        return completion, chat
+
+    for fields, name, expected in (
+        ({"top_p": 0}, "top_p", 0),
+        ({"top_p": 0.0, "temperature": 0}, "top_p", 0),
+        ({"repeat_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"repeat_penalty": 1.5, "repeat_last_n": -1}, "repetition_penalty", 1.5),
+        ({"repeat_penalty": 1.0, "repeat_last_n": 64}, "repetition_penalty", 1),
+        ({"logit_bias": [[7, -100], [5, 1.5]]}, "logit_bias", ((5, 1.5), (7, -100))),
+    ):
+        assert [getattr(one.request.params, name) for one in both(**fields)] == [expected] * 2
+    for stop, expected in (
+        ([""], ()), ("", ()), (["", "a", ""], ("a",)), (list("abcdefg"), tuple("abcdefg")), (["x"] * 128, ("x",) * 128),
+    ):  # fmt: skip
+        assert [one.stop for one in both(stop=stop)] == [expected] * 2
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        for one in both(**{name: -1}):
+            assert one.request.max_new_tokens == CONTEXT - len(one.request.prompt)
+        assert [one.request.max_new_tokens for one in both(**{name: 7})] == [7, 7]
+    seeds = {one.request.params.seed for _ in range(2) for one in both(seed=-1, model="")}
+    assert len(seeds) == 4, "as without a seed"
+    for fields in ({"repeat_penalty": 1.1}, {"presence_penalty": 0.1}):
+        with pytest.raises(ApiError, match="penalties apply to all tokens") as caught:
+            both(**fields, repeat_last_n=64)
+        assert caught.value.param == "repeat_last_n"
+
+
+def test_the_context_bounds_each_prompt_without_a_limit(model):
+    completion = model.parse_completion({"prompt": [[5] * 100, [6], [7] * CONTEXT], "max_tokens": -1})
+    lengths = [choice.request.max_new_tokens for choice in completion.choices]
+    assert lengths == [CONTEXT - 100, CONTEXT - 1, 0]
 
 
 def test_a_context_that_is_exactly_full(model):
@@ -252,6 +340,15 @@ def named(schema, **more):
         ({"guided_json": POINT}, ['{"x": 1}'], ["{}"]),
         ({"guided_regex": "(?i)ab"}, ["Ab"], ["b"]),
         ({"guided_choice": ["a\nb"]}, ["a\nb"], ["a"]),
+        ({"response_format": {"type": "json_object", "schema": POINT}}, ['{"x": 1}'], ["{}"]),
+        ({"response_format": {"type": "json_object", "schema": {}}}, ["{}"], ["[]"]),
+        ({"response_format": {"type": "json_object", "schema": None}}, ["{}"], ["[]"]),
+        ({"json_schema": POINT}, ['{"x": 1}'], ["{}"]),
+        ({"json_schema": json.dumps(POINT)}, ['{"x": 1}'], ["{}"]),
+        ({"json_schema": {}}, ["{}"], ["[]"]),
+        ({"format": "json"}, ["{}"], ["[]"]),
+        ({"format": POINT, "json_schema": None}, ['{"x": 1}'], ["{}"]),
+        ({"regex": "a+b", "format": "", "grammar": "", "ebnf": ""}, ["aab"], ["b"]),
     ],
 )
 def test_the_form_of_an_answer(model, fields, fits, others):
@@ -264,6 +361,142 @@ def test_the_form_of_an_answer(model, fields, fits, others):
         ids = model.tokenizer.encode(text, add_bos=False)
         is_accepted = all(grammar.matcher.try_consume_tokens([i]) for i in ids) and grammar.matcher.is_accepting()
         assert is_accepted == (text in fits), text
+
+
+# ---------------------------------------------------------------- messages
+
+# Writes everything that it gets of a message.
+TEMPLATE = """
+{%- if reasoning_effort is defined %}effort {{ reasoning_effort }}{{ '\\n' }}{% endif %}
+{%- if enable_thinking is defined %}thinking {{ enable_thinking }}{{ '\\n' }}{% endif %}
+{%- for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}
+{%- for m in messages %}[{{ m.role }}{{ ' ' + m.name if m.name }}] {{ '(' + m.THOUGHTS + ')' if m.THOUGHTS }}
+    {{- m.content }}{{ m.functions }}
+    {%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>
+    {%- endfor %}{{ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{{ ' ' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def shown(checkpoints):
+    """shown(messages, thoughts, **fields) -> the prompt by the template, whose name for thoughts is `thoughts`."""
+    models = {}
+
+    def prompt(messages, thoughts="reasoning_content", **fields):
+        if thoughts not in models:
+            files = read_tokenizer_files(checkpoints[None])
+            files.template = TEMPLATE.replace("THOUGHTS", thoughts)
+            models[thoughts] = ServedModel(read_config(checkpoints[None]), files, "tiny", CONTEXT)
+        reader = FieldReader({"messages": messages} | fields)
+        text = models[thoughts].chat.read_conversation(reader).text
+        reader.check_unread()
+        return text
+
+    return prompt
+
+
+HI, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "again"}
+
+
+@pytest.mark.parametrize(
+    "message, text",
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": []}, ""),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "Well. ", "refusal": "No."}, "Well. No."),
+        ({"content": "x", "refusal": None, "audio": None, "function_call": None, "tool_calls": None}, "x"),
+        ({"content": [{"type": "output_text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}, "xy"),
+        ({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "x"}]}, "(Hm.)x"),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}]}, "(Hm.)"),
+        ({"content": "x", "reasoning": "", "reasoning_content": "Hm."}, "(Hm.)x"),
+        ({"content": "x", "reasoning": [{"type": "text", "text": "Hm."}]}, "(Hm.)x"),
+        ({"content": "x", "reasoning": "Hm.", "reasoning_content": None}, "(Hm.)x"),
+        ({"content": "x", "functions": "f()"}, "xf()"),
+    ],
+)
+def test_what_an_assistants_message_may_have(shown, message, text):
+    prompt = shown([HI, {"role": "assistant"} | message, AGAIN])
+    assert prompt == f"[user] Hi\n[assistant] {text}\n[user] again\n[assistant] "
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("known", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_have_three_names(shown, sent, known):
+    """In messages, and in templates."""
+    prompt = shown([HI, {"role": "assistant", "content": "x", sent: "Hm."}, AGAIN], known)
+    assert prompt == "[user] Hi\n[assistant] (Hm.)x\n[user] again\n[assistant] "
+
+
+def test_names_of_messages(shown):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    written = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    messages = [
+        {"role": "developer", "content": "Be brief.", "name": "boss"},
+        HI | {"name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": "Bob"},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+        {"role": "tool", "tool_call_id": "a", "content": "1", "name": "g"},
+    ]
+    prompt = shown(messages)
+    assert (
+        prompt
+        == f"[system boss] Be brief.\n[user Ann] Hi\n[assistant Bob] {written}\n[tool f] \n[tool g] 1\n[assistant] "
+    )
+    older = [
+        HI,
+        {"role": "assistant", "content": None, "function_call": call["function"]},
+        {"role": "function", "name": "f", "content": "1"},
+    ]
+    assert shown(older) == f"[user] Hi\n[assistant] {written}\n[tool f] 1\n[assistant] "
+    for message, param in (
+        ({"role": "function", "content": "1"}, "messages[0].name"),
+        ({"role": "assistant", "function_call": {"name": 5}}, "messages[0].function_call[0].function.name"),
+        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call[0]"),
+        ({"role": "user", "content": "x", "function_call": call}, "messages[0].function_call"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            shown([message])
+        assert caught.value.param == param
+
+
+def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, capsys, monkeypatch):
+    monkeypatch.setattr(FieldReader, "logged", set())
+    message = HI | {
+        "weight": 1,
+        "cache_control": {"type": "ephemeral"},
+        "functions": "f()",
+        "reasoning": "x",
+        "id": None,
+    }
+    for _ in range(2):
+        assert shown([message]) == "[user] Hif()\n[assistant] "
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split("'")[1] for line in lines) == ["cache_control", "reasoning", "weight"]
+    assert all("the chat template does not know it" in line for line in lines)
+
+
+def test_fields_about_thinking_are_the_templates_variables(shown, model, capsys, monkeypatch):
+    monkeypatch.setattr(FieldReader, "logged", set())
+    for fields, text in (
+        ({"reasoning_effort": "low"}, "effort low\n"),
+        ({"reasoning_effort": "none"}, "thinking False\n"),
+        ({"enable_thinking": True, "reasoning_effort": None}, "thinking True\n"),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            "effort high\nthinking False\n",
+        ),
+    ):
+        assert shown([HI], **fields) == f"{text}[user] Hi\n[assistant] "
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        model.parse_chat({"messages": MESSAGES, "reasoning_effort": "low"})
+    assert "sets reasoning_effort, which is ignored: the model's chat template does not" in capsys.readouterr().err
 
 
 def test_what_a_strict_schema_may_not_have(model):

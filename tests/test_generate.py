@@ -293,7 +293,7 @@ def test_cache_length(tiny_model, length):
 @pytest.mark.parametrize(
     "args, why",
     [
-        (["--top_p", "0"], "--top_p must be above 0"),
+        (["--top_p", "-0.1"], "--top_p must be a number from 0 to 1: -0.1"),
         (["--top_p", "nan"], "--top_p must be a number from 0 to 1: nan"),
         (["--top_k", "-1"], "--top_k must be an integer from 0 to 2147483648: -1"),
         (["--top_k", "9" * 20], "--top_k must be an integer from 0"),

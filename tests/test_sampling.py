@@ -89,7 +89,7 @@ def oracle(logits, params, counts):
         order = order[: params.top_k]
     total, before, kept = sum(weight[i] for i in order), 0.0, []
     for i in order:
-        if before < params.top_p * total:
+        if before < params.top_p * total or not kept:
             kept.append(i)
         before += weight[i]
     kept = {i for i in kept if weight[i] >= params.min_p}
@@ -108,6 +108,7 @@ PARAMS = [
     dict(top_k=9, top_p=0.8, min_p=0.05, temperature=0.6),
     dict(top_k=10_000),
     dict(top_p=1e-6),
+    dict(top_p=0.0),  # the likeliest token alone
     dict(repetition_penalty=1.7, top_k=7),
     dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
     dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
@@ -549,7 +550,7 @@ def test_biases_that_are_refused(bias):
         dict(temperature=math.inf),
         dict(top_k=-1),
         dict(top_k=2.0),
-        dict(top_p=0.0),
+        dict(top_p=-0.1),
         dict(top_p=1.1),
         dict(min_p=1.0),
         dict(min_p=-0.1),

@@ -658,8 +658,6 @@ def test_calls_and_results_in_the_history(served, name):
     for calls, param in (
         (5, ""), ([{"id": "a"}], "[0]"), ([call | {"id": 5}], "[0]"), ([call | {"function": 5}], "[0]"),
         ([call | {"function": called | {"name": 'a"\n'}}], "[0].function.name"),
-        *(([call | {"function": called | {"arguments": text}}], "[0].function.arguments")
-          for text in ("{", "[]", "[" * 10**5, 5)),
     ):  # fmt: skip
         body = REQUEST | {"messages": [QUESTION, messages[1] | {"tool_calls": calls}, messages[2]]}
         assert refused(model, body) == f"messages[1].tool_calls{param}"
@@ -667,6 +665,121 @@ def test_calls_and_results_in_the_history(served, name):
     assert refused(model, REQUEST | {"messages": [*messages[:2], messages[2] | {"tool_call_id": 5}]}) == (
         "messages[2].tool_call_id"
     )
+
+
+NO_JSON = [
+    '{"path": "a.py", "content": "import', "[]", "C:\\Users", '{"a": "x\ny"}', "{'a': 1}", '{"a": 1}{"b": 2}', "{", "12",
+    '"{}"', "true", "[" * 10**4, "</tool_call>",
+]  # fmt: skip
+
+
+def with_arguments(*given) -> list[dict]:
+    """A conversation with a call for each of these arguments, one after the other."""
+    messages = [QUESTION]
+    for i, arguments in enumerate(given):
+        call = {"id": f"call_{i}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{i}", "content": "It fails."})
+    return messages
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
+    """As the text itself, or as a string of JSON where the template writes arguments as JSON."""
+    model = served(name)
+    for arguments in NO_JSON:
+        text = model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text
+        assert arguments in text or json.dumps(arguments, ensure_ascii=False) in text, arguments
+        assert "It fails." in text
+    for arguments, written in (([], "[]"), ([1, "ä"], '[1, "ä"]'), (5, "5"), (False, "false")):
+        text = model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text
+        assert written in text or json.dumps(written, ensure_ascii=False) in text, arguments
+    empty = model.chat.read_conversation(FieldReader({"messages": with_arguments({})})).text
+    for arguments in (None, "", "null", "{}"):
+        assert model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text == empty
+
+
+WALKING = """{% for t in tools or [] %}{{ t.function.name }}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}{% set arguments = c.function.arguments %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ '{' }}
+{%- for key, value in WALK %}{{ ', ' if not loop.first }}"{{ key }}": {{ value | tojson }}{% endfor %}{{ '}}' }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+WALKS = ["arguments.items()", "arguments | items", "arguments | dictsort"]
+WALKS += ["(arguments.items() if arguments is mapping else [])"]  # writes nothing for a text
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_template_that_walks_through_arguments_gets_the_text_as_one(served, walk):
+    model = served(WALKING.replace("WALK", walk))
+    assert model.chat.tool_format is not None and not model.chat.tool_format.writes_text
+    for arguments in NO_JSON:
+        text = model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text
+        assert f'"arguments": {{"arguments": {json.dumps(arguments, ensure_ascii=False)}}}' in text
+    text = model.chat.read_conversation(FieldReader({"messages": with_arguments('{"a": 1, "b": "x"}', "", "{")})).text
+    assert '"arguments": {"a": 1, "b": "x"}' in text and '"arguments": {}' in text
+
+
+def test_a_template_that_walks_through_some_arguments_only_refuses_a_text(served):
+    """Llama 3.1's does so with the calls of its built-in tools."""
+    body = {"messages": with_arguments("{"), "chat_template_kwargs": {"builtin_tools": ["f"]}}
+    with pytest.raises(ApiError, match="the chat template fails") as caught:
+        served("llama-3.1").parse_chat(body)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def named_tool(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named_tool(name) for name in names]}}
+
+
+def test_allowed_tools(served, compiler):
+    """The model sees all tools, so that its prompt stays the same, but may only call those that are allowed."""
+    model = served("qwen2.5")
+    plain = model.parse_chat(REQUEST).choices[0].text_request
+    calls = {
+        name: f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": 1}}}}\n</tool_call>'
+        for name in ("f", "get_weather")
+    }
+    for mode, names, text_fits in (
+        ("auto", ["f"], True),
+        ("required", ["f"], False),
+        ("required", ["f", "get_weather"], False),
+    ):
+        completion = model.parse_chat(REQUEST | {"tool_choice": allowed(mode, *names)})
+        message = completion.choices[0].text_request
+        assert message.request.prompt == plain.request.prompt
+        for name, call in calls.items():
+            assert fits(model, compiler, message.grammar, call) == (name in names)
+            both = f"{call}\n{call}"
+            assert fits(model, compiler, message.grammar, both) == (name in names)
+        assert fits(model, compiler, message.grammar, "Hello") == text_fits
+    body = {"tool_choice": allowed("auto", "f")}
+    assert answered(model, body, list(calls["f"]))["finish_reason"] == "tool_calls"
+    assert answered(model, body, list(calls["get_weather"]))["message"]["content"] == calls["get_weather"]
+    all_of_them = model.parse_chat(REQUEST | {"tool_choice": allowed("auto", "f", "get_weather")})
+    assert all_of_them.choices[0].text_request.grammar is None
+    for choice in (
+        allowed("auto"), allowed("none", "f"), allowed("auto", "g"), {"type": "allowed_tools"},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": {"f": 1}}},
+        {"type": "allowed_tools", "allowed_tools": ["f"]}, {"type": "custom", "custom": {"name": "f"}},
+    ):  # fmt: skip
+        assert refused(model, REQUEST | {"tool_choice": choice}) == "tool_choice"
+
+
+def test_names_of_128_characters(served, compiler):
+    for name in ("qwen2.5", "mistral-args", "llama-3.1", "deepseek"):
+        model, long = served(name), "n" * 128
+        body = {"tools": [function(long, POINT)], "tool_choice": "required"}
+        text = rendered_answer(model, "", [(long, {"x": 1})])
+        choice = answered(model, body, list(text))
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == long
+        assert fits(model, compiler, model.parse_chat(REQUEST | body).choices[0].text_request.grammar, text)
 
 
 def refused(model: ServedModel, body: dict) -> str:
@@ -685,7 +798,7 @@ DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
     [
         ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": "f"}]}, "tools[0]"),
-        *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "a\nb", "", "x" * 65, "é", 5)),
+        *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "a\nb", "", "x" * 129, "é", 5)),
         ({"tools": [function("f", ["x"])]}, "tools[0].parameters"),
         ({"tools": [function("f", {"type": "string"})]}, "tools[0].parameters"),
         ({"tools": [function("f", description=5)]}, "tools[0]"), ({"tools": [function("f", strict=1)]}, "tools[0]"),

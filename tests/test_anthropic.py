@@ -163,6 +163,109 @@ def test_prompts_of_short_requests(model):
     assert text == "thinking False\n[user] Hello\n[assistant] "
 
 
+def document(source: dict, **more) -> dict:
+    return {"type": "document", "source": source} | more
+
+
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "a\nb"}
+CONTENT = {"type": "content", "content": [text_block("c"), text_block("d")]}
+FOUND = {"type": "search_result", "title": "T", "source": "http://x", "content": [text_block("e")]}
+REFERENCE = {"type": "tool_reference", "tool_name": "weather"}
+
+
+@pytest.mark.parametrize(
+    "block, text",
+    [
+        (document(PLAIN), "a\nb"),
+        (document(PLAIN, title="T", context="Of 1900.", citations={"enabled": False}), "T\nOf 1900.\na\nb"),
+        (document(PLAIN, title=None, context=None, citations=None, cache_control={"type": "ephemeral"}), "a\nb"),
+        (document(CONTENT), "c\nd"),
+        (document(CONTENT | {"content": "x"}, title="T"), "T\nx"),
+        (FOUND, "T\nhttp://x\ne"),
+    ],
+)
+def test_documents_are_text(model, block, text):
+    """In a message, and in the result of a tool."""
+    message = {"role": "user", "content": [block, text_block("hi")]}
+    assert prompt_of(model, [message]) == f"[user] {text}\nhi\n[assistant] "
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [block, REFERENCE]}
+    assert prompt_of(model, [QUESTION, {"role": "user", "content": [result]}]) == (
+        f"[user] Hello\n[tool] {text}\nweather\n[assistant] "
+    )
+    body = {"messages": [message]}
+    assert count_tokens(model, body) == {"input_tokens": len(parse_message(model, body).choices[0].request.prompt)}
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    "system, messages, text",
+    [
+        ("Be brief.", [SYSTEM, QUESTION], "[system] Be brief.\nBe kind.\n[user] Hello"),
+        (None, [SYSTEM, QUESTION], "[system] Be kind.\n[user] Hello"),
+        ("", [SYSTEM, SYSTEM, QUESTION], "[system] Be kind.\nBe kind.\n[user] Hello"),
+        ("Be brief.", [QUESTION, SYSTEM], "[system] Be brief.\n[user] Hello\n[system] Be kind."),
+        ([], [QUESTION, {"role": "system", "content": [text_block("a"), text_block("b")]}, QUESTION],
+         "[user] Hello\n[system] a\nb\n[user] Hello"),
+        (None, [SYSTEM], "[system] Be kind."),
+    ],
+)  # fmt: skip
+def test_system_messages_stand_where_they_are(model, system, messages, text):
+    """At the beginning they are one with the field `system`."""
+    assert prompt_of(model, messages, system=system) == f"{text}\n[assistant] "
+
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=a5145;"
+
+
+@pytest.mark.parametrize(
+    "system, messages, text",
+    [
+        ([text_block(HEADER), text_block("Be brief.")], [], "[system] Be brief.\n"),
+        ([text_block(f"{HEADER}\n") | {"cache_control": {}}, text_block("a"), text_block("b")], [], "[system] a\nb\n"),
+        ([text_block(" x-anthropic-other: 1"), text_block("a")], [SYSTEM], "[system] a\nBe kind.\n"),
+        (HEADER, [], ""),
+        ([text_block(HEADER)], [SYSTEM], "[system] Be kind.\n"),
+        (None, [SYSTEM | {"content": HEADER}, SYSTEM], "[system] Be kind.\n"),
+        # Others stay: a later block, a text of several lines, another beginning.
+        ([text_block("a"), text_block(HEADER)], [], f"[system] a\n{HEADER}\n"),
+        ([text_block(HEADER), text_block(HEADER)], [], f"[system] {HEADER}\n"),
+        ([text_block(f"{HEADER}\nBe brief.")], [], f"[system] {HEADER}\nBe brief.\n"),
+        ("the x-anthropic-header", [], "[system] the x-anthropic-header\n"),
+        ("anthropic-x: 1", [], "[system] anthropic-x: 1\n"),
+    ],
+)
+def test_a_header_line_of_an_agent_is_not_part_of_the_prompt(model, system, messages, text):
+    messages = [*messages, QUESTION]
+    assert prompt_of(model, messages, system=system) == f"{text}[user] Hello\n[assistant] "
+    body = {"messages": messages, "system": system}
+    assert count_tokens(model, body) == {"input_tokens": len(parse_message(model, body).choices[0].request.prompt)}
+
+
+def test_names_of_128_characters(model):
+    long = TOOL | {"name": "n" * 128}
+    use = {"type": "tool_use", "id": "a", "name": "n" * 128, "input": {}}
+    messages = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [RESULT]}]
+    assert ("n" * 128) in prompt_of(model, messages, tools=[long], tool_choice={"type": "any"})
+    with pytest.raises(ApiError, match="must have 1 to 128 letters"):
+        prompt_of(model, messages, tools=[TOOL | {"name": "n" * 129}])
+
+
+def test_fields_that_an_agent_sends(model):
+    """Those of the published types that do not change the answer, or not for a model here."""
+    fields = {
+        "model": "", "stop_sequences": ["", *"abcdefgh"], "service_tier": "auto", "inference_geo": "eu",
+        "cache_control": {"type": "ephemeral"}, "betas": ["a-1"], "metadata": {"user_id": "x"}, "container": None,
+        "speed": "fast",
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "mcp_servers": [],
+        "output_config": {"effort": "low", "format": None}, "thinking": {"type": "adaptive", "display": "omitted"},
+    }  # fmt: skip
+    (choice,) = parse_message(model, {"messages": [QUESTION]} | fields).choices
+    assert choice.text_request.stop == tuple("abcdefgh") and choice.text_request.grammar is None
+    assert chat_body(FieldReader({"messages": [QUESTION]} | fields))["reasoning_effort"] == "low"
+
+
 def test_sampling_parameters_and_limits(model):
     body = {"messages": [QUESTION], "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"]}
     (choice,) = parse_message(model, body | {"max_tokens": 5}).choices
@@ -191,6 +294,8 @@ def test_a_schema_for_the_answer(model):
     body = chat_body(FieldReader({"messages": [QUESTION], "output_config": config}))
     described = {"name": "format", "schema": SCHEMA, "strict": True}
     assert body["response_format"] == {"type": "json_schema", "json_schema": described}
+    older = chat_body(FieldReader({"messages": [QUESTION], "output_format": config["format"]}))
+    assert older["response_format"] == body["response_format"]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -230,7 +335,34 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format must have"),
+        ({"output_config": {"effort": 5}}, "effort must be a string"),
+        ({"output_format": {"type": "json"}}, "output_format must have"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"container": "c"}, "container is not supported"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
+        *(
+            ({"messages": [{"role": "user", "content": [text_block("x"), block]}]}, f"messages[0].content[1]{why}")
+            for block, why in (
+                (
+                    document({"type": "base64", "media_type": "application/pdf", "data": ""}),
+                    ".source must have the type",
+                ),
+                (document({"type": "url", "url": "http://x"}), ".source must have the type text or content, 'url' is"),
+                (document({"type": ["text"]}), ".source must have the type"),
+                (document("x"), ".source must be an object"),
+                (document({"type": "text"}), ".source must be a string or a list of blocks"),
+                (document(CONTENT | {"content": [IMAGE]}), ".source[0]: a block of type 'image' is not supported"),
+                (document(PLAIN, citations={"enabled": True}), ".citations is not supported"),
+                (FOUND | {"content": "x"}, ".content must be a list"),
+                (REFERENCE, ": a block of type 'tool_reference' is not supported here"),
+                (
+                    {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}},
+                    ": a block of type 'server",
+                ),
+            )
+        ),
+        ({"messages": [QUESTION, SYSTEM | {"content": [IMAGE]}]}, "messages[1].content[0]: a block of type 'image'"),
+        ({"messages": [SYSTEM | {"content": None}]}, "messages[0].content must be a string or a list of blocks"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": ["x"] * 129}, "stop_sequences must be a string or a list of up to 128 strings"),

@@ -126,11 +126,12 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def check_answer(status: int, answer: bytes):
-    """It is a good one, or OpenAI's error object, and not the server's fault."""
-    assert status < 500 and b"server_error" not in answer, (status, answer)
+    """It is a good one, or OpenAI's or Anthropic's error object, and not the server's fault."""
+    assert status < 500 and b"server_error" not in answer and b"api_error" not in answer, (status, answer)
     if status >= 400:
         error = json.loads(answer)["error"]
-        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert error["type"] == "invalid_request_error" or (error.keys(), status) == ({"message", "type"}, 404)
+        assert error.keys() in ({"message", "type", "param", "code"}, {"message", "type"})
         assert 0 < len(error["message"]) <= 500
 
 
@@ -140,10 +141,29 @@ SAMPLED = {"temperature": "0.5", "top_p": "0.9", "top_k": "5", "min_p": "0.1", "
 SAMPLED |= {"repetition_penalty": "1.1", "frequency_penalty": "0.1", "presence_penalty": "0.1", "stream": "true"}
 COMMON = SAMPLED | {"model": '"tiny"', "max_tokens": "2", "max_completion_tokens": "2", "stop_token_ids": "[7]"}
 COMMON |= {"ignore_eos": "true", "stream_options": '{"include_usage": true, "continuous_usage_stats": true}'}
+COMMON |= {"n_predict": "2", "repeat_penalty": "1.1", "repeat_last_n": "-1", "logit_bias": "[[7, 1.5]]"}
+COMMON |= {"response_format": '{"type": "json_object", "schema": {}}', "json_schema": "{}", "format": '"json"'}
+COMMON |= {"regex": '"a+"'}
+CHAT = COMMON | {"messages": '[{"role": "user", "content": "Why?"}]', "logprobs": "true", "top_logprobs": "2"}
+CHAT |= {"reasoning_effort": '"low"', "enable_thinking": "true", "tool_choice": '{"type": "allowed_tools"}'}
+BLOCK = '{"type": "document", "title": "T", "source": {"type": "text", "data": "x"}}'
 FIELDS = {  # of each path that reads a body: its fields, as JSON
     "/v1/completions": COMMON | {"prompt": '"once"', "logprobs": "2", "echo": "true"},
-    "/v1/chat/completions": COMMON
-    | {"messages": '[{"role": "user", "content": "Why?"}]', "logprobs": "true", "top_logprobs": "2"},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": {
+        "messages": f'[{{"role": "system", "content": "x"}}, {{"role": "user", "content": [{BLOCK}]}}]',
+        "max_tokens": "2",
+        "model": '""',
+        "system": '"x-anthropic-a: 1"',
+        "stop_sequences": '["a", ""]',
+        "temperature": "0.5",
+        "stream": "true",
+        "thinking": '{"type": "enabled"}',
+        "output_config": '{"effort": "low"}',
+        "output_format": '{"type": "json_schema", "schema": {}}',
+        "container": "null",
+        "tool_choice": '{"type": "auto"}',
+    },
     "/tokenize": {"prompt": '"once"', "add_special_tokens": "true", "return_token_strs": "true", "model": '"tiny"'},
     "/detokenize": {"tokens": "[5, 6]", "model": '"tiny"'},
 }
@@ -157,6 +177,14 @@ STRANGE += ["[" * 900 + "]" * 900, "[" * 9000 + "]" * 9000, '{"a":' * 400 + "1" 
 STRANGE += [json.dumps(["ab"] * 200), json.dumps([5] * (LENGTH + 1)), json.dumps([[5]] * 129), "'x'", "", "01", "+1"]
 STRANGE += ['[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]', '"\t"', "1,", "}"]
 STRANGE += ['[{"role": ["user"], "content": {}}]', '[{"role": "user", "content": "\\ud83d"}]', '{"role": "user"}']
+STRANGE += [
+    '[{"role": "assistant", "content": [{"type": "thinking", "thinking": {}}]}]',
+    '{"type": "text", "schema": 1}',
+]
+STRANGE += ['[{"role": "function", "name": "f", "content": null}]', '[{"role": "assistant", "function_call": [1]}]']
+STRANGE += ['[{"role": "user", "content": "x", "": 1, "\\ud800": [], "role2": {}}]', '{"type": [], "format": {}}']
+STRANGE += ['[{"role": "user", "content": [{"type": "document", "source": {"type": "content", "content": [1]}}]}]']
+STRANGE += ['{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [[]]}}', '[[7, 1], ["a", 2]]']
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 NESTED = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)

@@ -668,8 +668,8 @@ def test_calls_and_results_in_the_history(served, name):
 
 
 NO_JSON = [
-    '{"path": "a.py", "content": "import', "[]", "C:\\Users", '{"a": "x\ny"}', "{'a': 1}", '{"a": 1}{"b": 2}', "{", "12",
-    '"{}"', "true", "[" * 10**4, "</tool_call>",
+    '{"path": "a.py", "content": "import', "[]", "C:\\Users", '{"a": "x\ny"}', "{'a': 1}", '{"a": 1}{"b": 2}', "{",
+    "12", '"{}"', "true", "[" * 10**4, "</tool_call>",
 ]  # fmt: skip
 
 

@@ -290,11 +290,12 @@ class Answer:
         new = settings["max_gen_toks"]
         if not 1 <= new < model.max_length:
             raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {model.max_length - 1}")
+        top_p = settings.get("top_p")
         try:
             params = SamplingParams(
                 temperature=float(settings.get("temperature") or 0.0),
                 top_k=int(settings.get("top_k") or 0),
-                top_p=float(settings.get("top_p") or 1.0),
+                top_p=1.0 if top_p is None else float(top_p),
                 seed=seed,
             )
         except ValueError as error:

@@ -80,6 +80,8 @@ class ChatModel:
             self.tool_format, self.thinking = find_tool_format(self.tool_template), find_thinking_marks(self.template)
         sources = [template.source for template in (self.template, self.tool_template) if template is not None]
         self.template_words = set(re.findall(r"\w+", "\n".join(sources)))
+        if not self.template_words.isdisjoint(THOUGHTS):
+            self.template_words |= set(THOUGHTS)  # messages for the template have them under each name
         self.special_tokens = special_tokens(tokenizer) if tokenizer.vocabulary is not None else {}
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
@@ -231,14 +233,15 @@ class ChatModel:
         return checked
 
     def further_keys(self, message: dict, name: str) -> dict:
-        """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's functions. The
-        others are ignored, and logged once."""
+        """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's functions. What it
+        does not know is ignored, and logged once."""
         known = MESSAGE_KEYS | ASSISTANT_KEYS if message["role"] == "assistant" else MESSAGE_KEYS
         further = {key: value for key, value in message.items() if key not in known and value is not None}
         for key in ("audio", "images"):
             if further.get(key):
                 raise ApiError(f"{name}.{key} is not supported", param=f"{name}.{key}")
-        for key in further.keys() - self.template_words:
+        optional = {key for key in ("name", *THOUGHTS) if message.get(key)}
+        for key in (further.keys() | optional) - self.template_words:
             text = f"a message has the field {key[:60]!r}, which is ignored: the chat template does not know it"
             FieldReader.log_once(f"message: {key}", text)
         return {key: value for key, value in further.items() if key in self.template_words}
@@ -304,15 +307,19 @@ def read_answer(message: dict, name: str) -> tuple:
     """The content and the thoughts of an assistant's message. Thoughts may be parts of the content, too."""
     content = "" if message.get("content") is None else message["content"]
     parts = content if isinstance(content, list) else []
-    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
+    thoughts = [part for part in parts if is_thought(part)]
     if thoughts:
-        content = [part for part in parts if part not in thoughts]
+        content = [part for part in parts if not is_thought(part)]
     if isinstance(message.get("refusal"), str):
         content = check_content(content, f"{name}.content") + message["refusal"]
     for key in THOUGHTS:
         if message.get(key) not in (None, ""):
             return content, check_content(message[key], f"{name}.{key}")
     return content, "".join(check_content(part.get("thinking"), f"{name}.content") for part in thoughts)
+
+
+def is_thought(part) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking"
 
 
 def check_content(content, name: str) -> str:
@@ -341,7 +348,7 @@ def check_string(value, name: str, rule: str = "a string") -> str:
 
 
 def old_call_id(call) -> str:
-    """An id for a function_call or its result, which have none: of two with the same name, either may be meant."""
+    """The id of a function_call and of its result. They have none in the API, but the same name."""
     return f"call_{call.get('name')}" if isinstance(call, dict) else ""
 
 

@@ -465,20 +465,18 @@ def test_names_of_messages(shown):
         assert caught.value.param == param
 
 
-def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, capsys, monkeypatch):
+def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, model, capsys, monkeypatch):
     monkeypatch.setattr(FieldReader, "logged", set())
-    message = HI | {
-        "weight": 1,
-        "cache_control": {"type": "ephemeral"},
-        "functions": "f()",
-        "reasoning": "x",
-        "id": None,
-    }
+    message = HI | {"weight": 1, "cache_control": {}, "functions": "f()", "prefix": True, "id": None}
     for _ in range(2):
         assert shown([message]) == "[user] Hif()\n[assistant] "
     lines = capsys.readouterr().err.splitlines()
-    assert sorted(line.split("'")[1] for line in lines) == ["cache_control", "reasoning", "weight"]
+    assert sorted(line.split("'")[1] for line in lines) == ["cache_control", "prefix", "weight"]
     assert all("the chat template does not know it" in line for line in lines)
+    answer = {"role": "assistant", "name": "Bob", "content": "x", "thinking": "Hm.", "reasoning": ""}
+    model.parse_chat({"messages": [HI, answer, AGAIN]})
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split("'")[1] for line in lines) == ["name", "thinking"]
 
 
 def test_fields_about_thinking_are_the_templates_variables(shown, model, capsys, monkeypatch):

@@ -82,6 +82,8 @@ def test_sampled_answers_can_be_repeated(both):
     requests = instances("generate_until", [("same", settings)] * 3)
     once = both[0].generate_until(requests)
     assert once == both[0].generate_until(requests) and len(set(once)) == 3
+    likeliest = both[0].generate_until(instances("generate_until", [("same", settings | {"top_p": 0.0})] * 3))
+    assert len(set(likeliest)) == 1
 
 
 def test_more_tokens_than_the_context_holds(both):

@@ -206,9 +206,14 @@ def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsy
 # Fields that have a meaning for other servers and none here: refused, unless the value is neutral.
 READ_FIELDS = {"echo", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 READ_FIELDS |= {"add_generation_prompt", "continue_final_message"}
+REFUSED_FIELDS = """
+    functions audio moderation web_search_options verbosity grammar ebnf guided_grammar structural_tag samplers typ_p
+    mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma n_probs lora reasoning_format parse_tool_calls
+    thinking_budget_tokens allowed_token_ids stop_regex options template raw images system think thinking reasoning
+""".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("name", sorted(set(NEUTRAL_VALUES) - READ_FIELDS))
+@pytest.mark.parametrize("name", sorted({*REFUSED_FIELDS, *NEUTRAL_VALUES} - READ_FIELDS))
 def test_fields_that_would_change_the_answer_are_refused_by_name(model, name):
     for parse, body in ((model.parse_completion, {"prompt": [5, 6]}), (model.parse_chat, {"messages": MESSAGES})):
         for value in NEUTRAL_VALUES[name]:

@@ -146,6 +146,8 @@ class ChatModel:
             )
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
+        except RecursionError:
+            raise ApiError("messages: the arguments of a call are nested too deeply", param="messages") from None
         is_continued = continues and last["content"].strip() != ""
         begins_inside, thinking_is_over = self.thoughts_before(last["content"] if is_continued else None, text)
         syntax = AnswerSyntax(
@@ -204,8 +206,8 @@ class ChatModel:
     # ------------------------------------------------------------ messages
 
     def check_message(self, message, name: str) -> dict:
-        """A message with its role and its text; for an assistant's also its thoughts and its calls, as (id, name,
-        arguments as an object). ApiError if it is malformed or has more than text."""
+        """A message with its role, its text and what else the template knows; for an assistant's also its thoughts and
+        its calls, as (id, name, arguments). ApiError if it is malformed, or has more than text."""
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ApiError(f"{name} must be an object with a role, one of {', '.join(ROLES)}", param=f"{name}.role")
         role = message["role"]
@@ -246,7 +248,7 @@ class ChatModel:
             FieldReader.log_once(f"message: {key}", text)
         return {key: value for key, value in further.items() if key in self.template_words}
 
-    def check_calls(self, calls, role: str, name: str) -> list[tuple[str, str, dict | str]]:
+    def check_calls(self, calls, role: str, name: str) -> list[tuple]:
         if self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=name)
         if role != "assistant" or not isinstance(calls, list):
@@ -352,7 +354,7 @@ def old_call_id(call) -> str:
     return f"call_{call.get('name')}" if isinstance(call, dict) else ""
 
 
-def check_call(call, name: str) -> tuple[str, str, dict | str]:
+def check_call(call, name: str) -> tuple:
     """(id, function's name, arguments) of a call in a message."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(call.get("id"), str):
@@ -361,15 +363,15 @@ def check_call(call, name: str) -> tuple[str, str, dict | str]:
     return call["id"], function["name"], read_arguments(function.get("arguments"))
 
 
-def read_arguments(arguments) -> dict | str:
-    """The arguments of a call: an object, or their text if they are none, as after an answer that was cut off."""
+def read_arguments(arguments):
+    """The arguments of a call: an object; or what the message has instead, such as the text of a call that was cut."""
     parsed = arguments
     if isinstance(arguments, str) and arguments:
         with suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
     if parsed is None or parsed == "":
         return {}
-    return parsed if isinstance(parsed, dict) else json_text(arguments)
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def check_name(value, name: str):

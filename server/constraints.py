@@ -118,8 +118,9 @@ def make_constraint(kind: str, value, param: str) -> Constraint | None:
             schema = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             schema = None
-        if not isinstance(schema, dict | bool):
-            raise ApiError(f"{param} must have a JSON schema, as an object or as JSON text", param=param)
+        is_wrapped = isinstance(schema, dict) and isinstance(schema.get("schema"), dict)  # as in OpenAI's json_schema
+        if is_wrapped or not isinstance(schema, dict | bool):
+            raise ApiError(f"{param} must have a JSON schema itself, as an object or as JSON text", param=param)
         return schema_constraint(schema, param, lenient=True)
     if kind == "regex":
         if not isinstance(value, str) or not value:

@@ -115,7 +115,8 @@ class FieldReader:
             if name not in NEUTRAL_VALUES:
                 self.log_once(name, f"a request has the unknown field {name[:60]!r}, which is ignored")
             elif value is not None and not is_neutral(name, value):
-                raise ApiError(f"{name} is not supported, except with a value that changes nothing", param=name)
+                accepted = " or ".join(json.dumps(one) for one in [None, *NEUTRAL_VALUES[name]])
+                raise ApiError(f"{name} is not supported, except with {accepted}, which changes nothing", param=name)
 
     @classmethod
     def log_once(cls, name: str, text: str):
@@ -188,7 +189,7 @@ def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams
     repeat_penalty = fields.read("repeat_penalty", (int, float))  # llama.cpp's name for it
     if repeat_penalty is not None:
         values["repetition_penalty"] = repeat_penalty
-    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, -1)
+    top_k, seed = fields.read("top_k", int, 0), fields.read("seed", int, -1)  # -1: a random one, as elsewhere
     seed = secrets.randbits(62) if seed == -1 else seed
     values["logit_bias"] = read_logit_bias(fields, vocab_size)
     try:
@@ -202,7 +203,7 @@ def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams
 
 
 def read_stop_strings(fields: FieldReader, name: str = "stop") -> tuple[str, ...]:
-    """The stop strings in a field. Empty ones are ignored, as by llama-server."""
+    """The stop strings in a field. Empty ones are ignored."""
     stop = fields.read(name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MAX_STOPS or not all(isinstance(s, str) and len(s) <= MAX_STOP_LENGTH for s in stop):

@@ -89,12 +89,13 @@ class ToolFormat:
         """All texts that a model may write around names and arguments."""
         return "\n".join([self.begin, self.prefix, self.middle, self.suffix, self.end, *self.more_openers])
 
-    def arguments_for_template(self, arguments: dict | str) -> dict | str:
-        """The arguments of a call in a message, as the template expects them. A text, which is no JSON object, is the
-        only argument of a template that would fail or write nothing."""
-        if isinstance(arguments, dict):
-            return json_text(arguments) if self.text_arguments else arguments
-        return arguments if self.writes_text else {"arguments": arguments}
+    def arguments_for_template(self, arguments) -> dict | str:
+        """The arguments of a call in a message, as the template expects them. If they are no object, they are text, or
+        one argument with this text if the template would fail or write nothing."""
+        if isinstance(arguments, dict) and not self.text_arguments:
+            return arguments
+        text = json_text(arguments)
+        return text if self.writes_text else {"arguments": text}
 
     def write(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, given as (name, arguments as JSON text)."""

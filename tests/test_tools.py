@@ -5,6 +5,7 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from checkpoint import read_config, read_tokenizer_files
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
-from server.fields import ApiError, FieldReader
+from server.fields import ApiError, FieldReader, parse_object
 from server.messages import Update
 from server.responses import ResponseBuilder
 from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
@@ -697,6 +698,20 @@ def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
     empty = model.chat.read_conversation(FieldReader({"messages": with_arguments({})})).text
     for arguments in (None, "", "null", "{}"):
         assert model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text == empty
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "smollm3", "deepseek"])
+def test_arguments_that_are_nested_as_deeply_as_python_reads_them(served, name):
+    """Writing them again needs more of the stack than reading them: they are refused rather than the server's fault."""
+    question = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "a", '
+    for depth in range(900, 1000, 3):
+        for given in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            body = (
+                question
+                + f'"function": {{"name": "f", "arguments": {given}}}}}]}}, {{"role": "user", "content": ""}}]}}'
+            )
+            with suppress(ApiError):
+                served(name).chat.read_conversation(FieldReader(parse_object(body.encode())))
 
 
 WALKING = """{% for t in tools or [] %}{{ t.function.name }}{% endfor %}

@@ -703,13 +703,13 @@ def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm3", "deepseek"])
 def test_arguments_that_are_nested_as_deeply_as_python_reads_them(served, name):
     """Writing them again needs more of the stack than reading them: they are refused rather than the server's fault."""
-    question = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "a", '
-    for depth in range(900, 1000, 3):
-        for given in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
-            body = (
-                question
-                + f'"function": {{"name": "f", "arguments": {given}}}}}]}}, {{"role": "user", "content": ""}}]}}'
-            )
+    before = (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "a", "function": '
+    )
+    after = '}]}, {"role": "user", "content": "x"}]}'
+    for depth in range(900, 1000):
+        for arguments in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            body = f'{before}{{"name": "f", "arguments": {arguments}}}{after}'
             with suppress(ApiError):
                 served(name).chat.read_conversation(FieldReader(parse_object(body.encode())))
 

@@ -5,7 +5,6 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +16,13 @@ from servers import CONTEXT
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+import server.chat
+import server.tools
 from checkpoint import read_config, read_tokenizer_files
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
-from server.fields import ApiError, FieldReader, parse_object
+from server.fields import ApiError, FieldReader
 from server.messages import Update
 from server.responses import ResponseBuilder
 from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
@@ -700,18 +701,17 @@ def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
         assert model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text == empty
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "smollm3", "deepseek"])
-def test_arguments_that_are_nested_as_deeply_as_python_reads_them(served, name):
-    """Writing them again needs more of the stack than reading them: they are refused rather than the server's fault."""
-    before = (
-        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "a", "function": '
-    )
-    after = '}]}, {"role": "user", "content": "x"}]}'
-    for depth in range(900, 1000):
-        for arguments in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
-            body = f'{before}{{"name": "f", "arguments": {arguments}}}{after}'
-            with suppress(ApiError):
-                served(name).chat.read_conversation(FieldReader(parse_object(body.encode())))
+@pytest.mark.parametrize("name, module", [("smollm3", server.chat), ("deepseek", server.tools)])
+def test_arguments_that_are_nested_too_deeply_to_be_written(served, name, module, monkeypatch):
+    """Python may read a body that it cannot write again where less of the stack is left."""
+
+    def fail(arguments):
+        raise RecursionError
+
+    monkeypatch.setattr(module, "json_text", fail)
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        served(name).chat.read_conversation(FieldReader({"messages": with_arguments("{}")}))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 WALKING = """{% for t in tools or [] %}{{ t.function.name }}{% endfor %}

@@ -30,6 +30,7 @@ from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, po
 from engine import Engine
 from grammar import GrammarThread
 from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from server.answers import AnswerParser
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import choose_cache_length, compile_while_serving, load_engine, warm_up
 from tokenizer import TextStream, Tokenizer, answer_end_ids
@@ -194,22 +195,35 @@ def http_process(settings: Settings, listener: socket.socket):
 
 
 class AnswerText:
-    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the updates."""
+    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the updates.
+
+    A chat's stop strings end the content of its answer, so its text is parsed to find them. The HTTP process gets the
+    whole text, and parses it again to show it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, text_request: TextRequest):
         self.request_id, self.can_time_out = text_request.request_id, text_request.can_time_out
         self.request = text_request.request  # the engine's
         self.request.on_token = self.add_token
         context = self.request.prompt if text_request.continues_prompt else ()
-        self.stream = TextStream(tokenizer, context, text_request.stop, text_request.shown_ids)
+        stop, self.parser = text_request.stop, None
+        if stop and text_request.syntax is not None:
+            self.parser, stop = AnswerParser(text_request.syntax, stop), ()
+        self.stream = TextStream(tokenizer, context, stop, text_request.shown_ids)
+        self.stops = self.stream.stops if self.parser is None else self.parser.stops
         self.offsets: list[int] = []  # in the text, where each token begins
         self.unsent_text, self.sent_chars = "", 0
         self.sent_tokens, self.sent_logprobs = 0, 0
 
     def add_token(self, token: int) -> bool:
-        self.offsets.append(self.sent_chars + len(self.unsent_text) + len(self.stream.held))
-        self.unsent_text += self.stream.add(() if token in self.request.stop_ids else (token,))
-        return self.stream.stopped
+        self.offsets.append(self.sent_chars + len(self.unsent_text) + len(self.stream.stops.held))
+        self.add_text(self.stream.add(() if token in self.request.stop_ids else (token,)))
+        return self.stops.stopped
+
+    def add_text(self, text: str):
+        self.unsent_text += text
+        if self.parser is not None:
+            self.parser.add(text)
 
     def has_update(self) -> bool:
         return self.sent_tokens < len(self.request.new_tokens) or self.request.finish_reason is not None
@@ -224,14 +238,17 @@ class AnswerText:
         """What is new since the last update."""
         request, reason = self.request, self.request.finish_reason
         if reason is not None:
-            self.unsent_text += self.stream.add((), last=True)
-            reason = "stop" if self.stream.stopped and reason == "length" else reason
+            self.add_text(self.stream.add((), last=True))
+            if self.parser is not None:
+                self.parser.end()
+            reason = "stop" if self.stops.stopped and reason == "length" else reason
         text, self.unsent_text = self.unsent_text, ""
         self.sent_chars += len(text)
         # Log-probabilities are sent with the text of their tokens: a stop string may yet cut off what is held back.
         start, end = self.sent_logprobs, len(self.offsets)
-        if reason is None or self.stream.stopped:
-            end = max(start, bisect_left(self.offsets, self.sent_chars))
+        if reason is None or self.stops.stopped:
+            decided = self.sent_chars if self.parser is None else self.parser.decided
+            end = max(start, bisect_left(self.offsets, decided))
         scored = zip(request.new_tokens[start:end], request.token_logprobs[start:end], self.offsets[start:end])
         update = Update(
             self.request_id,
@@ -241,7 +258,7 @@ class AnswerText:
             logprobs=[(token, own, best, offset) for token, (own, best), offset in scored],
             prompt_logprobs=request.prompt_token_logprobs if self.sent_tokens == 0 else [],
             finish_reason=reason,
-            stop_string=self.stream.stop_string,
+            stop_string=self.stops.stop_string,
             error=request.error,
         )
         self.sent_tokens, self.sent_logprobs = len(request.new_tokens), end

@@ -1,7 +1,7 @@
 """Converts text to token ids and back, and conversations to text by the model's chat template.
 
-Read down: Tokenizer; TextStream, which decodes tokens one by one; ChatTemplate; the two kinds of vocabulary, which use
-the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
+Read down: Tokenizer; TextStream, which decodes tokens one by one, and StopSearch; ChatTemplate; the two kinds of
+vocabulary, which use the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
 
 A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
 token by token therefore gives the same text as decoding all tokens at once, and text is held back only while the last
@@ -93,36 +93,29 @@ class Tokenizer:
 class TextStream:
     """Decodes tokens one by one. The pieces that `add` returns, joined, are the text of all tokens.
 
-    With stop strings, the text ends before the first of them, exactly as if the whole text had been searched. Text that
-    may be the beginning of a stop string is held back. When one is found, `stopped` becomes True, `stop_string` is the
-    one, and `add` returns no more text.
+    With stop strings, the text ends before the first of them, as StopSearch finds it.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = (), shown_ids=()):
         """context: the ids before the first added one (leading spaces depend on them). context_text is their text.
         shown_ids: special tokens that count as text (others have none)."""
-        self.vocabulary, self.stop = tokenizer.vocabulary, tuple(stop)
+        self.vocabulary, self.stops = tokenizer.vocabulary, StopSearch(stop)
         self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
-        self.held, self.stopped = "", False
-        self.stop_string: str | None = None
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
         """The text that these ids complete, which may be empty. last=True: also the text that was held back."""
-        text = self._decode(ids, last)
-        if self.stopped or not self.stop:
-            return "" if self.stopped else text
-        self.held += text
-        stop_at = min((at for stop in self.stop if (at := self.held.find(stop)) >= 0), default=None)
-        hold_from = len(self.held) if last else start_of_partial(self.held, self.stop)
-        # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
-        self.stopped = stop_at is not None and stop_at <= hold_from
-        if self.stopped:
-            self.stop_string = next(stop for stop in self.stop if self.held.startswith(stop, stop_at))
-        out, self.held = self.held[: stop_at if self.stopped else hold_from], self.held[hold_from:]
-        return out
+        return self.stops.add(self._decode(ids, last), last)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stops.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        return self.stops.stop_string
 
     def _decode(self, ids: Iterable[int], last: bool) -> str:
         if self.vocabulary is None:
@@ -132,6 +125,42 @@ class TextStream:
             self.started = True
             data = data.removeprefix(b" ") if self.vocabulary.begins_with_space else data
         return self.decoder.decode(data, final=last)
+
+
+class StopSearch:
+    """Searches for stop strings in a text that comes in pieces.
+
+    The pieces that `add` returns, joined, are the text before the first stop string, exactly as if the whole text had
+    been searched. Text that may be the beginning of a stop string is held back. When one is found, `stop_string` is the
+    one (the shortest, if several begin there), and `add` returns no more text.
+    """
+
+    def __init__(self, strings: Iterable[str] = ()):
+        self.strings = tuple(strings)
+        self.held = ""  # text that was not returned; once a stop string is found, it begins with it
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
+
+    def add(self, text: str, last: bool = False) -> str:
+        """The text that is known to come before a stop string. last: nothing follows, so nothing is held back."""
+        if self.stopped:
+            return ""
+        if not self.strings:
+            return text
+
+        text = self.held + text
+        stop_at = min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)
+        end = len(text) if last else start_of_partial(text, self.strings)
+
+        # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
+        if stop_at is not None and stop_at <= end:
+            end = stop_at
+            self.stop_string = min((s for s in self.strings if text.startswith(s, stop_at)), key=len)
+        self.held = text[end:]
+        return text[:end]
 
 
 def start_of_partial(text: str, strings: Iterable[str]) -> int:

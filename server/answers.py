@@ -10,11 +10,11 @@ decides depends on the text alone, not on how the text was cut into pieces.
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
-from tokenizer import start_of_partial
+from tokenizer import StopSearch, start_of_partial
 
 # ---------------------------------------------------------------- events
 
@@ -45,6 +45,7 @@ class CallArguments:
 
 
 Event = Reasoning | Content | CallBegins | CallArguments
+Fits = Callable[[str, str], bool]  # (name, arguments) of a call
 
 # ---------------------------------------------------------------- the parser
 
@@ -61,7 +62,6 @@ class AnswerSyntax:
     # An answer that is one JSON object with a tool's name and arguments, or a code block with it, is a call, whatever
     # the model's format is. Small models do that.
     bare_calls: bool = True
-    fits: Callable[[str, str], bool] | None = None  # whether such a call, (name, arguments), fits; None: any does
 
 
 FENCE = re.compile(r"```(?:json)?\s*")
@@ -74,13 +74,20 @@ class AnswerParser:
 
     It is a state machine: `read` is the method for the current state. It takes what it can from `text`, sets `read` to
     the method for the next state, and returns False if it needs more text before it can go on.
+
+    The answer ends before the first stop string in its content. Thoughts, calls and white space that is dropped are not
+    searched, and neither is text across them.
     """
 
-    def __init__(self, syntax: AnswerSyntax):
+    def __init__(self, syntax: AnswerSyntax, stop: Iterable[str] = (), fits: Fits | None = None):
+        """fits: whether a call without marks fits the answer's grammar; None: any does."""
         self.syntax, self.format = syntax, syntax.tools
+        self.stops, self.fits = StopSearch(stop), fits
         self.text, self.ended = "", False  # text that was not read yet; whether it is the last
         self.events: list[Event] = []
-        self.calls = 0
+        self.calls = self.whole_calls = 0  # the latter have complete arguments
+        self.received = 0  # characters
+        self.content_end = 0  # how many of them come before the end of the latest content
         self.space, self.is_blank = "", True  # white space that is held back; whether no other text came before it
         self.held = ""  # marks that have been read, and are content if no call follows
         self.in_array = self.is_closed = False  # within an array of calls; after the mark that ends calls
@@ -96,6 +103,7 @@ class AnswerParser:
 
     def add(self, text: str) -> list[Event]:
         self.text += text
+        self.received += len(text)
         return self._read_all()
 
     def end(self) -> list[Event]:
@@ -105,9 +113,23 @@ class AnswerParser:
 
     def _read_all(self) -> list[Event]:
         self.events = []
-        while self.read():
+        while not self.stops.stopped and self.read():
             pass
+        if self.ended:
+            self._release_content()
         return self.events
+
+    @property
+    def decided(self) -> int:
+        """How many characters of the answer come before the stop string, or before text that may contain one."""
+        if self.stops.stopped:
+            return self.content_end - len(self.stops.held)
+        return self.received - len(self.text) - len(self.held) - len(self.space) - len(self.stops.held)
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether the answer has calls, none of which is cut off."""
+        return 0 < self.calls == self.whole_calls
 
     # ------------------------------------------------------------ thoughts and content
 
@@ -160,14 +182,14 @@ class AnswerParser:
 
     def _read_content(self) -> bool:
         before, mark = self._take_until(self.openers)
+        self.held = mark
         self._emit(Content, before)
         if mark:
-            self.held = mark
             self.in_array = self.is_closed = False
             self.read = self._read_name if self.format.keys is None else self._read_opening
         elif self.ended and self.space and not self.calls:
-            self.events.append(Content(self.space))
-            self.space = ""
+            space, self.space = self.space, ""
+            self._add_content(space)
         return bool(mark)
 
     def _take_until(self, marks: tuple[str, ...]) -> tuple[str, str]:
@@ -186,7 +208,21 @@ class AnswerParser:
             self.space = text
         elif text:
             self.is_blank = False
-            self.events.append(kind(text))
+            if kind is Content:
+                self._add_content(text)
+            else:
+                self.events.append(kind(text))
+
+    def _add_content(self, text: str):
+        """Add content, except what may be the beginning of a stop string."""
+        self.content_end = self.received - len(self.text) - len(self.held)
+        if text := self.stops.add(text):
+            self.events.append(Content(text))
+
+    def _release_content(self):
+        """Add the content that was held back: the content ends here, or is interrupted by a call."""
+        if text := self.stops.add("", last=True):
+            self.events.append(Content(text))
 
     def _begin_segment(self):
         self.space, self.is_blank = "", True
@@ -194,8 +230,8 @@ class AnswerParser:
     def _refuse(self, text: str) -> bool:
         """What looked like a call is content, up to the end of `text`, which has been taken."""
         self.read = self._read_content
-        self._emit(Content, self.held + text)
-        self.held = ""
+        text, self.held = self.held + text, ""
+        self._emit(Content, text)
         return True
 
     # ------------------------------------------------------------ calls
@@ -235,8 +271,7 @@ class AnswerParser:
         if call is None:
             return self._refuse(self._take(1 if self.is_bare else self.scanned))
         self.text = self.text[self.scanned :]
-        self._begin_call(call[0])
-        self.events.append(CallArguments(self.calls - 1, call[1]))
+        self._begin_call(*call)
         return self._end_call()
 
     def _take(self, n: int) -> str:
@@ -256,10 +291,9 @@ class AnswerParser:
             return False
         ends = is_complete and rest in (("", "```") if self.is_fenced else ("",))
         call = self._parse_call(self.text[: self.scanned]) if ends else None
-        if call is None or (self.syntax.fits is not None and not self.syntax.fits(*call)):
+        if call is None or (self.fits is not None and not self.fits(*call)):
             return self._refuse(self._take(1))
-        self._begin_call(call[0])
-        self.events.append(CallArguments(self.calls - 1, call[1]))
+        self._begin_call(*call)
         self.text, self.read = "", self._read_nothing
         return True
 
@@ -301,10 +335,18 @@ class AnswerParser:
         self.text = self.text[at:]
         return self._begin_call(name[1])
 
-    def _begin_call(self, name: str) -> bool:
+    def _begin_call(self, name: str, arguments: str = "") -> bool:
+        """arguments: the whole JSON text, if it is known already."""
+        self._release_content()
+        if self.stops.stopped:  # what was held back before the call has a stop string
+            return False
+
         self._begin_segment()
         self.held = ""
         self.events.append(CallBegins(self.calls, f"call_{secrets.token_hex(12)}", name))
+        if arguments:
+            self.events.append(CallArguments(self.calls, arguments))
+            self.whole_calls += 1
         self.calls += 1
         self.scanner, self.read = JsonScanner(0, self.closers), self._read_arguments
         return True
@@ -313,6 +355,8 @@ class AnswerParser:
         at, is_complete = self.scanner.scan(self.text, 0, self.ended)
         if at:
             self.events.append(CallArguments(self.calls - 1, self._take(at)))
+        if is_complete and self.scanner.depth <= 0:  # else a mark that ends calls has cut them off
+            self.whole_calls += 1
         if is_complete and self.format.keys is None:
             return self._end_call()
         if is_complete:

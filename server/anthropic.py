@@ -254,7 +254,7 @@ class MessageBuilder:
         content = content_blocks(choice.events(update))
         stop = stop_fields(choice, update)
         if stop["stop_reason"] == "tool_use" and not any(block["type"] == "tool_use" for block in content):
-            stop["stop_reason"] = "end_turn"
+            stop["stop_reason"] = "end_turn" if stop["stop_sequence"] is None else "stop_sequence"
         return self.message() | {"content": content} | stop
 
     def stream_update(self, choice: Choice, update: Update) -> bytes:
@@ -336,8 +336,7 @@ def finished_block(block: dict, text: str) -> dict:
 
 def stop_fields(choice: Choice, update: Update) -> dict:
     """Why the answer ended, after its last update was parsed."""
-    reason, stop = choice.finish_reason(update), update.stop_string
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    if reason == "stop" and stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": reasons[reason], "stop_sequence": None}
+    stop = choice.parser.stops.stop_string or update.stop_string
+    ended = "end_turn" if stop is None else "stop_sequence"
+    reasons = {"stop": ended, "length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons[choice.finish_reason(update)], "stop_sequence": stop}

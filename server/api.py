@@ -72,9 +72,13 @@ class Choice:
         return events + self.parser.end() if update.finish_reason is not None else events
 
     def finish_reason(self, update: Update) -> str | None:
-        """As the API shows it, after the update was parsed."""
-        has_calls = self.parser is not None and self.parser.calls > 0
-        return "tool_calls" if has_calls and update.finish_reason == "stop" else update.finish_reason
+        """As the API shows it, after the update was parsed. A call that was cut off is not "tool_calls"."""
+        reason, parser = update.finish_reason, self.parser
+        if reason is None or parser is None:
+            return reason
+        if parser.stops.stopped:  # the engine's process may not know: for it, a call without marks always fits
+            reason = "stop"
+        return "tool_calls" if reason == "stop" and parser.has_whole_calls else reason
 
 
 @dataclass
@@ -228,19 +232,20 @@ class ServedModel:
             is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
             self.grammars.check(grammar, param, kind)
-        syntax, choices = conversation.syntax, []
+        syntax, fits = conversation.syntax, None
         if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
             bare_calls = constraint is None and not choice.required
             fits = partial(self.call_fits, conversation, grammar)
-            syntax = replace(syntax, bare_calls=bare_calls, fits=fits)
+            syntax = replace(syntax, bare_calls=bare_calls)
         shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
+        choices = []
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
             text_request = TextRequest(
-                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids
+                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids, syntax=syntax
             )
             text_request.can_time_out = not choices
-            choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax)))
+            choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax, stop, fits)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
 
     def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from checkpoint import TokenizerFiles
 from config import Config
 from engine import Request
+from server.answers import AnswerSyntax
 
 
 @dataclass
@@ -32,13 +33,14 @@ class TextRequest:
 
     request_id: int
     request: Request  # without on_token and grammar, which the engine's process adds
-    stop: tuple[str, ...] = ()  # stop strings
+    stop: tuple[str, ...] = ()  # stop strings, which end the text, or the content of a chat's answer
     continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
     shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, such as the marks of tool calls
     # Whether it fails if it waits too long for a row. Only the first message of an HTTP request does: while that one
     # runs, the others may wait.
     can_time_out: bool = True
+    syntax: AnswerSyntax | None = None  # of a chat's answer; None: all text is content
 
 
 @dataclass
@@ -53,10 +55,11 @@ class Update:
     """What a step of the engine has added to a request."""
 
     request_id: int
-    text: str
+    text: str  # up to the stop string; in a chat it is not cut, because the HTTP process parses it, too
     completion_tokens: int  # all that were generated so far
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
     # (id, log-probability, [(id, log-probability), ...] of the likeliest ids, offset in the text) for each new token
+    # that is not part of a stop string, as soon as this is known
     logprobs: list[tuple] = field(default_factory=list)
     prompt_logprobs: list[tuple] = field(default_factory=list)  # without offsets; in the first update only
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None if more will follow

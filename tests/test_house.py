@@ -20,7 +20,7 @@ ORDER = """
     report engine load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
-    server.messages server.fields server.tools server.answers server.constraints server.chat server.api server.responses
+    server.tools server.answers server.messages server.fields server.constraints server.chat server.api server.responses
     server.anthropic server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905

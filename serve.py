@@ -240,7 +240,7 @@ class AnswerText:
         if reason is not None:
             self.add_text(self.stream.add((), last=True))
             if self.parser is not None:
-                self.parser.end()
+                self.parser.end(is_cut=reason == "length")
             reason = "stop" if self.stops.stopped and reason == "length" else reason
         text, self.unsent_text = self.unsent_text, ""
         self.sent_chars += len(text)

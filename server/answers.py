@@ -106,9 +106,13 @@ class AnswerParser:
         self.received += len(text)
         return self._read_all()
 
-    def end(self) -> list[Event]:
-        """The events of the text that was held back, after the last piece."""
+    def end(self, is_cut: bool = False) -> list[Event]:
+        """The events of the text that was held back, after the last piece. is_cut: the limit of tokens has ended the
+        answer, so a call that has only just begun is no content."""
         self.ended = True
+        before_call = (self._read_opening, self._read_name, self._read_object)
+        if is_cut and self.read in before_call and not self.is_bare:
+            self.text = self.held = ""
         return self._read_all()
 
     def _read_all(self) -> list[Event]:
@@ -186,6 +190,7 @@ class AnswerParser:
         self._emit(Content, before)
         if mark:
             self.in_array = self.is_closed = False
+            self.is_bare = self.is_fenced = False
             self.read = self._read_name if self.format.keys is None else self._read_opening
         elif self.ended and self.space and not self.calls:
             space, self.space = self.space, ""
@@ -381,7 +386,7 @@ class AnswerParser:
         closers = (*self.closers, "```") if self.is_fenced else self.closers
         if closer := next((mark for mark in closers if stripped.startswith(mark)), None):
             self.text, self.is_closed = stripped.removeprefix(closer), True
-        elif not self.ended and any(mark.startswith(stripped) for mark in closers):
+        elif any(mark.startswith(stripped) for mark in closers):
             return False
         elif self.in_array and stripped[0] in ",]":
             self.text, self.in_array = stripped[1:], stripped[0] == ","

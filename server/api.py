@@ -69,7 +69,9 @@ class Choice:
     def events(self, update: Update) -> list[Event]:
         """What an update adds to a chat's answer. Each update, or all of them combined, may be parsed once."""
         events = self.parser.add(update.text)
-        return events + self.parser.end() if update.finish_reason is not None else events
+        if update.finish_reason is not None:
+            events += self.parser.end(is_cut=update.finish_reason == "length")
+        return events
 
     def finish_reason(self, update: Update) -> str | None:
         """As the API shows it, after the update was parsed. A call that was cut off is not "tool_calls"."""

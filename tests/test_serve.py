@@ -176,6 +176,25 @@ def test_stop_strings(client, oracle, stream):
             assert answer.usage.completion_tokens < 60
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_of_chats(client, oracle, stream):
+    """test_stops.py has those of answers with thoughts and calls."""
+    whole = oracle.text(oracle.template.encode(MESSAGES), 60, context=False)
+    for at in (0, 11, len(whole) // 2):
+        stop = [whole[at : at + 3], "never in the text"]
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=60, temperature=0, stop=stop, stream=stream, logprobs=True
+        )
+        choices = [part.choices[0] for part in (answer if stream else [answer])]
+        text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+        assert text == whole[: whole.index(stop[0])] and choices[-1].finish_reason == "stop"
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        shown = b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace").lstrip(" ")
+        assert shown.startswith(text.lstrip(" ")) and (not text) == (not entries)
+        if not stream:
+            assert answer.usage.completion_tokens < 60
+
+
 def test_seeds(client, oracle):
     def draw(**how):
         answer = client.completions.create(model="tiny", prompt=prompt_ids(6), max_tokens=20, temperature=1.0, **how)

@@ -201,18 +201,23 @@ BESIDE = st.lists(TEXTS.filter(lambda text: not any(mark in text for mark in MAR
 
 def events_of(syntax: AnswerSyntax, pieces: list[str]) -> list:
     """The events of an answer that comes in pieces, without empty text, and with neighbours joined."""
-    parser, joined = AnswerParser(syntax), []
-    events = [event for piece in pieces for event in parser.add(piece)] + parser.end()
+    parser = AnswerParser(syntax)
+    return joined([event for piece in pieces for event in parser.add(piece)] + parser.end())
+
+
+def joined(events: list) -> list:
+    """Events as tuples, with neighbours of the same kind joined."""
+    found = []
     for event in events:
-        last = joined[-1] if joined else None
+        last = found[-1] if found else None
         if isinstance(event, CallBegins):
-            joined.append((CallBegins, event.index, event.name))
+            found.append((CallBegins, event.index, event.name))
         elif last is not None and last[:-1] == (type(event), getattr(event, "index", None)):
-            joined[-1] = (*last[:-1], last[-1] + event.text)
+            found[-1] = (*last[:-1], last[-1] + event.text)
         else:
-            joined.append((type(event), getattr(event, "index", None), event.text))
+            found.append((type(event), getattr(event, "index", None), event.text))
     assert all(event.text for event in events if not isinstance(event, CallBegins))
-    return joined
+    return found
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -325,6 +330,40 @@ def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside
     assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
     if not any(event[0] is CallBegins for event in events):
         assert without_marks("".join(event[-1] for event in events)) == without_marks(text)
+
+
+STOPS = [
+    ".", "\n", "<", "text", "ext", "xt<", "xt\n", "tool_call>", '"a"', "}", "]", ", ", "``", "\n\n", "f[", "</", 'x", ',
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
+    st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.lists(st.sampled_from(STOPS), max_size=3),
+)  # fmt: skip
+def test_stop_strings_end_the_content_of_any_answer(name, parts, places, inside, stop):
+    """The oracle searches each content of the whole answer. What is decided is not taken back."""
+    text = "".join(parts)
+    syntax = AnswerSyntax(("<think>", "</think>"), inside, FORMATS[name], frozenset(NAMES))
+    expected, at = [], None
+    for event in events_of(syntax, [text]):
+        at = min((event[-1].find(one) for one in stop if event[0] is Content and one in event[-1]), default=None)
+        expected.append(event if at is None else content(event[-1][:at]))
+        if at is not None:
+            break
+    for pieces in ([text], cut(text, places), list(text)):
+        parser, events, decided = AnswerParser(syntax, stop), [], [0]
+        for piece in pieces:
+            events += parser.add(piece)
+            decided.append(parser.decided)
+        events += parser.end()
+        assert joined(events) == [event for event in expected if event[-1] != ""]
+        assert decided == sorted(decided) and decided[-1] <= parser.decided <= len(text)
+        assert parser.stops.stopped == (at is not None)
+        if at is not None:
+            (shortest, *_) = sorted((one for one in stop if text.startswith(one, parser.decided)), key=len)
+            assert parser.stops.stop_string == shortest
 
 
 def without_marks(text: str) -> str:

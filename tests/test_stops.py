@@ -217,6 +217,7 @@ NO_JSON = CALL.replace('"x. y\\nz"', "x")
         # Several stop strings, at the first token, in the middle of characters, over several tokens, in white space.
         ("STOP it", ["STOP", "S it"], "stop", ("", "", [], "stop"), ("stop_sequence", "STOP")),
         ("xabcd", ["abcd", "abc", "abcde"], "stop", ("x", "", [], "stop"), ("stop_sequence", "abc")),
+        ("xabcd", ["bc", "abcd"], "stop", ("x", "", [], "stop"), ("stop_sequence", "abcd")),
         ("日本語。\U0001f469", ["本語", "\U0001f469"], "stop", ("日", "", [], "stop"), ("stop_sequence", "本語")),
         ("\n\n x", ["\n x"], "stop", ("\n", "", [], "stop"), ("stop_sequence", "\n x")),
         ("\n\n", ["\n"], "stop", ("", "", [], "stop"), ("stop_sequence", "\n")),

@@ -112,7 +112,7 @@ class AnswerParser:
         self.ended = True
         before_call = (self._read_opening, self._read_name, self._read_object)
         if is_cut and self.read in before_call and not self.is_bare:
-            self.text = self.held = ""
+            self.text = self.held = self.space = ""
         return self._read_all()
 
     def _read_all(self) -> list[Event]:

@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -123,15 +124,11 @@ def anthropic_whole(model, text: str, stop, reason: str, steps) -> tuple[list[tu
     return blocks, message["stop_reason"], message["stop_sequence"]
 
 
-class Body:
-    def __init__(self, text: str):
-        self.text = text
-
-
 def anthropic_streamed(model, text: str, stop, reason: str, steps) -> tuple[list[tuple], str, str | None]:
     completion, builder = anthropic_request(model, stop, stream=True)
     updates = answer_with(model, completion, text, reason, steps)
-    events = events_of(Body(b"".join(builder.stream_update(completion.choices[0], one) for one in updates).decode()))
+    stream = b"".join(builder.stream_update(completion.choices[0], update) for update in updates)
+    events = events_of(SimpleNamespace(text=stream.decode()))
     blocks, delta = [], None
     for event in events:
         if event["type"] == "content_block_start":
@@ -204,6 +201,7 @@ NO_JSON = CALL.replace('"x. y\\nz"', "x")
         (CALL[:-3], "</", "stop", ("", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
         (CALL[:-3], "</", "length", ("", "", [ARGUMENTS], "length"), ("max_tokens", None)),
         (f"So {CALL[:15]}", ["\n", "_"], "length", ("So ", "", [], "length"), ("max_tokens", None)),
+        (f"\n{CALL[:19]}", ["\n", "{"], "length", ("", "", [], "length"), ("max_tokens", None)),
         (f"So {CALL[:11]}", ["call", "_"], "length", ("So ", "", [], "length"), ("max_tokens", None)),
         (f"So {CALL[:15]}", ["\n", "_"], "stop", ("So <tool", "", [], "stop"), ("stop_sequence", "_")),
         # What looks like a call and is none is content.

@@ -28,8 +28,8 @@ class Tokenizer:
     """The tokenizer of a model: encode, decode, and the special ids bos_id (or None) and eos_ids.
 
     The settings of tokenizer_config.json hold what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token,
-    the tokens that a chat template may name (bos_token, eos_token ...), and for a tokenizer.model the special_tokens to
-    look for in text (token -> id) and whether spaces are handled the `legacy` way.
+    the tokens that a chat template may name (bos_token, eos_token ...), the added_tokens as a tokenizer.json has them,
+    if there is none or it has others, and for a tokenizer.model whether spaces are handled the `legacy` way.
     """
 
     def __init__(self, source: TokenizerFiles | Path):
@@ -52,7 +52,7 @@ class Tokenizer:
         self.vocabulary = None  # a model without a tokenizer takes token ids only
         try:
             if files.json is not None or files.library is not None:
-                self.vocabulary = JsonVocabulary(files.json, files.library)
+                self.vocabulary = JsonVocabulary(files.json, files.library, config.get("added_tokens") or ())
             elif files.model is not None:
                 self.vocabulary = SentencePieceVocabulary(files.model, config)
         except (KeyboardInterrupt, SystemExit):
@@ -348,11 +348,13 @@ def template_environment():
 class JsonVocabulary:
     """A tokenizer.json file, read with the `tokenizers` library."""
 
-    def __init__(self, data: bytes | None, library=None):
-        """data: the contents of the file; or library: the library's object."""
+    def __init__(self, data: bytes | None, library=None, added: Iterable[dict] = ()):
+        """data: the contents of the file; or library: the library's object. added: tokens that it lacks, or that have
+        other flags there."""
         from tokenizers import Tokenizer as Library
 
         self.library = library = library or Library.from_buffer(data)
+        library.add_tokens([make_added_token(token) for token in added])
         library.no_truncation()  # some files contain the length limits of the program that wrote them
         library.no_padding()
         self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
@@ -402,9 +404,9 @@ def byte_alphabet() -> dict[str, int]:
 class SentencePieceVocabulary:
     """A tokenizer.model file, read with the `sentencepiece` library.
 
-    The library does not look for special tokens in text, so the text is split at them first. The library also puts a
-    space before every text that it encodes. After a special token, only vocabularies that transformers calls `legacy`
-    have this space.
+    The library does not look for added tokens in text, such as the special ones, so the text is split at them first.
+    The library also puts a space before every text that it encodes. After an added token, only vocabularies that
+    transformers calls `legacy` have this space.
     """
 
     def __init__(self, data: bytes, config: dict):
@@ -412,36 +414,37 @@ class SentencePieceVocabulary:
 
         self.library = SentencePieceProcessor(model_proto=data)
         self.size = self.library.get_piece_size()
-        self.special = {self.library.id_to_piece(i): i for i in range(self.size) if self.library.is_control(i)}
-        self.special |= config.get("special_tokens") or {}
-        self.special_ids = set(self.special.values())
-        self.special_names = {i: text for text, i in self.special.items()}
+        control = {self.library.id_to_piece(i): i for i in range(self.size) if self.library.is_control(i)}
+        control |= config.get("special_tokens") or {}  # of checkpoints of earlier versions
+        added = {text: {"content": text, "id": i, "special": True} for text, i in control.items()}
+        added |= {token["content"]: token for token in config.get("added_tokens") or []}
+        self.added_names = {token["id"]: text for text, token in added.items()}
+        self.special_ids = {token["id"] for token in added.values() if token["special"]}
+        self.splitter = AddedTokenSplitter(list(added.values()))
         self.legacy = bool(config.get("legacy", True))
-        longest_first = sorted(self.special, key=len, reverse=True)
-        self.splitter = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
         self.newline_ids = self.library.encode("\n")  # with the space that the library puts before every text
         ids = self.library.encode("x")
         self.begins_with_space = self.library.id_to_piece(ids[0])[0] == "\u2581" and self.library.decode(ids) == "x"
 
     def encode(self, text: str) -> list[int]:
         ids = []
-        for i, part in enumerate(self.splitter.split(text) if self.splitter else [text]):
-            if i % 2:  # a special token
-                ids.append(self.special[part])
-            elif part:
+        for added_id, part in self.splitter.split(text):
+            if added_id is not None:
+                ids.append(added_id)
+            else:
                 ids += self.library.encode(part) if self.legacy or not ids else self._encode_inside(part)
         return ids
 
     def name(self, i: int) -> str:
-        return self.special_names.get(i) or (self.library.id_to_piece(i) if i < self.size else "")
+        return self.added_names.get(i) or (self.library.id_to_piece(i) if i < self.size else "")
 
     def tokens(self) -> list[str | None]:
         names = {i: self.library.id_to_piece(i) for i in range(self.size)}
-        names |= self.special_names
+        names |= self.added_names
         return [names.get(i) for i in range(max(names) + 1)]
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Ids of text after a special token, without a space before it.
+        """Ids of text after an added token, without a space before it.
 
         A newline is never part of a longer piece, so one can be put before the text and its ids removed again.
         """
@@ -449,7 +452,9 @@ class SentencePieceVocabulary:
 
     def token_bytes(self, i: int) -> bytes:
         """The bytes that a token adds to the text, unless it is the first token."""
-        if not 0 <= i < self.size or i in self.special_ids:
+        if i in self.added_names:
+            return b"" if i in self.special_ids else self.added_names[i].encode()
+        if not 0 <= i < self.size:
             return b""
         piece = self.library.id_to_piece(i)
         if self.library.is_byte(i):
@@ -457,3 +462,29 @@ class SentencePieceVocabulary:
         if self.library.is_unknown(i):
             return self.library.decode([i]).encode()
         return piece.replace("\u2581", " ").encode()
+
+
+class AddedTokenSplitter:
+    """Splits a text at added tokens as the `tokenizers` library does, which knows what their flags mean: `lstrip` and
+    `rstrip` tokens take the white space on their left and right, and a `single_word` token is not a part of a word."""
+
+    def __init__(self, tokens: list[dict]):
+        """tokens: their content, id and flags, as in the added_tokens of a tokenizer.json."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import models
+
+        self.library = Library(models.WordLevel({"": 0}, unk_token=""))  # text between two tokens is one unknown word
+        self.library.add_tokens([make_added_token(token) for token in tokens])
+        self.ids = {self.library.token_to_id(token["content"]): token["id"] for token in tokens if token["content"]}
+
+    def split(self, text: str) -> list[tuple[int | None, str]]:
+        """The parts of the text, each with the id of the added token that it is, or None."""
+        found = self.library.encode_batch([text], add_special_tokens=False)[0]
+        return [(self.ids.get(i), text[start:end]) for i, (start, end) in zip(found.ids, found.offsets)]
+
+
+def make_added_token(token: dict):
+    """The `tokenizers` library's object for an entry of the added_tokens of a tokenizer.json."""
+    from tokenizers import AddedToken
+
+    return AddedToken(**{name: value for name, value in token.items() if name != "id"})

@@ -283,10 +283,7 @@ class GgufFile:
             add_bos, files.model = True, sentencepiece_model(get)
         else:
             raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
-        tokens, kinds = get("tokens"), get("token_type", [])
-        bos = get("bos_token_id", None)
-        if kinds and (len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds)):
-            raise ValueError("token_type does not have a number for each token")
+        tokens, bos = get("tokens"), get("bos_token_id", None)
         eos_ids = end_tokens(get)
         files.settings = {
             "bos_token_id": bos,
@@ -294,28 +291,76 @@ class GgufFile:
             "add_bos_token": bool(get("add_bos_token", add_bos)) and bos is not None,
             "bos_token": None if bos is None else tokens[bos],
             "eos_token": tokens[eos_ids[0]] if eos_ids else None,
-            "special_tokens": {
-                token: i for i, token in enumerate(tokens) if kinds[i : i + 1] in ([CONTROL], [UNKNOWN])
-            },
-            "legacy": True,
         }
+        if kind == "llama":
+            files.settings |= {"added_tokens": added_tokens(get, self.is_phi3()), "legacy": True}
         templates = [self.value(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use")]
         files.template, files.tool_template = (text if isinstance(text, str) and text else None for text in templates)
         return files
+
+    def is_phi3(self) -> bool:
+        """Whether the tokenizer is that of Phi-3 if it is of the kind llama. (Phi-4 has another kind.)"""
+        name = str(self.value("general.name", "")).lower()
+        return self.architecture == "phi3" or "phi-3" in name or "phi3" in name
 
 
 def end_tokens(get) -> list[int]:
     """The ids of the tokens that end a text: those that the fields name, and special tokens that are known by name. (A
     file names one token only, such as Qwen2.5's <|im_end|>, although a text ends at <|endoftext|>.)"""
-    named = [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
-    special = [i for i, kind in enumerate(get("token_type", [])) if kind == CONTROL]
     tokens = get("tokens")
-    return list(dict.fromkeys([i for i in named if i is not None] + [i for i in special if tokens[i] in END_TOKENS]))
+    named = [i for i in named_ends(get) if i is not None]
+    known = [i for i, kind in enumerate(token_types(get)) if kind == CONTROL and tokens[i] in END_TOKENS]
+    ends = list(dict.fromkeys(named + known))
+    texts = {tokens[i] for i in ends}
+    if texts & {"<|return|>", "<|flush|>"} and texts & {"<|call|>", "<|calls|>"}:
+        return [i for i in ends if tokens[i] != "<|end|>"]  # it ends each of the several messages of an answer there
+    return ends
+
+
+def named_ends(get) -> list[int | None]:
+    """The ids of the tokens that the fields name as the ends of a text, a turn and a message."""
+    return [get(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
+
+
+def token_types(get) -> list[int]:
+    """The type of each token. Tokens that are known by their text to be marks are control tokens. Many files say that
+    they are user-defined or normal, which is why llama.cpp goes by the text, too."""
+    tokens = get("tokens")
+    types = list(get("token_type", None) or [NORMAL] * len(tokens))
+    if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
+        raise ValueError("token_type does not have a number for each token")
+    for i, token in enumerate(tokens):
+        if token in MARKS and (token != "</s>" or i in named_ends(get)):  # </s> is HTML in Gemma's vocabulary
+            types[i] = CONTROL
+    return types
+
+
+def added_tokens(get, is_phi3: bool) -> list[dict]:
+    """The tokens to look for in text before the rest is encoded by sentencepiece, as in a tokenizer.json. Those with
+    spaces are left to sentencepiece, which also finds them beside other spaces.
+
+    is_phi3: most of these tokens take the white space after them. A GGUF file cannot say so.
+    """
+    added = []
+    for i, (token, kind) in enumerate(zip(get("tokens"), token_types(get))):
+        if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and " " not in token):
+            rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+            flags = {"rstrip": rstrip, "normalized": False, "special": kind != USER_DEFINED}
+            added.append({"id": i, "content": token} | flags)
+    return added
 
 
 # Tokens that end a text or a turn, in the families that are known here and their relatives.
 END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn> <|end|> <|return|> <|call|>
-    </s> <eos> <EOT> <|eot|> <|end_of_role|>""".split()  # noqa: SIM905
+    <|calls|> <|flush|> </s> <eos> <EOT> _<EOT> [EOT] [EOS] <|eot|> <|end_of_role|> <end_of_utterance> <turn|>
+    <|tool_response> <｜end▁of▁sentence｜> [e~[""".split()  # noqa: SIM905
+# Tokens that mark the parts of a file, and the files of a repository, in prompts for infilling.
+INFILL_TOKENS = """<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+    <|file_sep|>""".split()  # noqa: SIM905
+MARKS = {*END_TOKENS, *INFILL_TOKENS}
 
 
 NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
@@ -363,8 +408,9 @@ def byte_level_bpe(path: Path, get):
     library.decoder = decoders.ByteLevel()
     if name == "qwen2":
         library.normalizer = normalizers.NFC()
-    kinds = list(zip(tokens, get("token_type", [])))
-    library.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == CONTROL])
+    kinds = list(zip(tokens, token_types(get)))
+    special = [token for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     return library, llama_style
 
@@ -392,7 +438,7 @@ def sentencepiece_model(get) -> bytes:
         return varint(number << 3 | 2) + varint(len(value)) + value
 
     tokens = get("tokens")
-    kinds, scores = get("token_type", [NORMAL] * len(tokens)), get("scores")
+    kinds, scores = token_types(get), get("scores")
     # llama.cpp's converter writes these with plain spaces, as in Gemma's tokens for several spaces.
     tokens = [token.replace(" ", "\u2581") if k == USER_DEFINED else token for token, k in zip(tokens, kinds)]
     pieces = b"".join(

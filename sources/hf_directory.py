@@ -152,6 +152,9 @@ def is_plain_tensor(value) -> bool:
 # ---------------------------------------------------------------- tokenizer
 
 
+ADDED_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # which text around a token counts as its own
+
+
 def hf_tokenizer_files(directory: Path) -> TokenizerFiles:
     """The tokenizer and the chat template of a Hugging Face directory."""
     settings = read_tokenizer_settings(directory)
@@ -179,15 +182,38 @@ def read_tokenizer_settings(directory: Path) -> dict:
     return read_optional(directory, "special_tokens_map.json") | read_optional(directory, "tokenizer_config.json")
 
 
+def token_names(settings: dict) -> dict[str, str | None]:
+    """The special tokens by what they are for ("bos_token" -> "<s>"). Some files have a dictionary with the content."""
+    values = {name: value for name, value in settings.items() if name.endswith("_token") and value not in (True, False)}
+    return {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+
+
+def added_tokens(directory: Path, settings: dict, library) -> list[dict]:
+    """The tokens that the files beside the vocabulary add to it, in the form of the added_tokens of a tokenizer.json.
+
+    As in transformers, the flags in tokenizer_config.json count if a tokenizer.json (library) has others. Older
+    checkpoints have a file of tokens without flags.
+    """
+    named, tokens = set(token_names(settings).values()), []
+    for i, entry in sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        token = {"id": int(i), "content": entry["content"]}
+        token |= {flag: entry[flag] for flag in ADDED_TOKEN_FLAGS if flag in entry}
+        token["special"] = bool(entry.get("special")) or entry["content"] in named
+        tokens.append(token)
+    known = {token["content"] for token in tokens}
+    for text, i in read_optional(directory, "added_tokens.json").items():
+        if text not in known and (library is None or library.token_to_id(text) is None):
+            tokens.append({"id": i, "content": text, "normalized": False, "special": True})
+    return tokens
+
+
 def hf_special_tokens(directory: Path, settings: dict) -> dict:
     """Our tokenizer_config.json, made from Hugging Face's, the vocabulary, and the model's config.json."""
     generation, config = read_optional(directory, "generation_config.json"), read_json(directory / "config.json")
-    ids = {entry["content"]: int(i) for i, entry in settings.get("added_tokens_decoder", {}).items()}
-    ids |= read_optional(directory, "added_tokens.json")
     library = open_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
-    # "bos_token" -> "<s>". Some files have a dictionary with the content instead.
-    values = {name: value for name, value in settings.items() if name.endswith("_token") and value not in (True, False)}
-    named = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    added = added_tokens(directory, settings, library)
+    ids = {token["content"]: token["id"] for token in added}
+    named = token_names(settings)
 
     def token_id(token):
         return library.token_to_id(token) if library and token and token not in ids else ids.get(token)
@@ -217,6 +243,6 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         **by_id,
         **named,
         "add_bos_token": add_bos,
-        "special_tokens": ids,
+        "added_tokens": added,
         "legacy": settings.get("legacy", True) is not False,
     }

@@ -354,10 +354,12 @@ class JsonVocabulary:
         from tokenizers import Tokenizer as Library
 
         self.library = library = library or Library.from_buffer(data)
-        library.add_tokens([make_added_token(token) for token in added])
         library.no_truncation()  # some files contain the length limits of the program that wrote them
         library.no_padding()
-        self.special_ids = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
+        before = library.get_added_tokens_decoder()
+        library.add_tokens([make_added_token(token) for token in added])
+        both = [*before.items(), *library.get_added_tokens_decoder().items()]
+        self.special_ids = {i for i, token in both if token.special}  # the library, too, hides a token that was special
         kinds = decoder_kinds(json.loads(library.decoder.__getstate__())) if library.decoder else set()
         self.byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         self.join = library.decoder.decode if library.decoder else " ".join

@@ -1,0 +1,346 @@
+"""Added tokens: which text around them they take, whether they are shown, which of them end an answer. The oracles are
+transformers, for directories with each kind of vocabulary, and llama.cpp for GGUF files.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from gguf_writer import bpe_fields, sentencepiece_fields, write_gguf
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from checkpoint import read_tokenizer_files
+from convert_hf_checkpoint import convert
+from sources.gguf_file import GgufFile, end_tokens
+from sources.hf_directory import hf_tokenizer_files
+from sources.hub import default_gguf
+from sources.opening import open_gguf
+from tokenizer import ChatTemplate, Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
+PHI3_MARKS = """<|endoftext|> <|assistant|> <|placeholder1|> <|placeholder2|> <|placeholder3|> <|placeholder4|>
+    <|system|> <|end|> <|placeholder5|> <|placeholder6|> <|user|>""".split()  # noqa: SIM905
+PHI3_TEMPLATE = (ROOT / "tests" / "data" / "templates" / "phi-3-mini.jinja").read_text(encoding="utf-8")
+CHAT = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "  two\nlines  \n"},
+]
+# White space and what looks like it: \x1c and U+200B are no white space to Unicode.
+SPACES = ["", "", " ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "\x85", "\u00a0", "\u2028", "\u3000", "\x1c", "\u200b"]
+WORDS = ["a", "word", "the", "swordfish", "word_", "wörd", "日本", "é", "_", "1", "."]
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def entry(content, **flags):
+    """An entry of added_tokens_decoder."""
+    return {"content": content} | dict.fromkeys(FLAGS, False) | {"special": True} | flags
+
+
+def phi3_decoder(first):
+    """As in Phi-3's tokenizer_config.json, but for the ids, which begin at `first`."""
+    decoder = {"0": entry("<unk>"), "1": entry("<s>"), "2": entry("</s>", rstrip=True, special=False)}
+    marks = [entry(mark, rstrip=mark != "<|endoftext|>") for mark in PHI3_MARKS]
+    return decoder | {str(first + i): mark for i, mark in enumerate(marks)}
+
+
+def random_texts(marks, n=40, seed=0, spaces=SPACES):
+    chance = random.Random(seed)
+
+    def text():
+        parts = [chance.choice([*marks, *marks, *WORDS]) + chance.choice(spaces) for _ in range(chance.randint(1, 9))]
+        return "".join(parts)
+
+    return ["x" + text() for _ in range(n)]
+
+
+def write_directory(folder, vocabulary, **settings):
+    """A Hugging Face directory with a vocabulary and a tokenizer_config.json, and nothing else of a model."""
+    folder.mkdir()
+    shutil.copy(vocabulary, folder)
+    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    names |= {"add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def our_tokenizers(folder, out):
+    """The tokenizer of a Hugging Face directory, and that of the checkpoint directory that it is converted to."""
+    files = hf_tokenizer_files(folder)
+    out.mkdir()
+    files.write(SimpleNamespace(path=out, add_json=lambda name, value: write_json(out / name, value)))
+    return Tokenizer(files), Tokenizer(out)
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+
+
+def begins_with_space(tokenizer, text):
+    """Whether a space follows an added token. There transformers 5 leaves out the space that sentencepiece adds."""
+    return any(i is None and part.startswith(" ") for i, part in tokenizer.vocabulary.splitter.split(text))
+
+
+# ---------------------------------------------------------------- Hugging Face directories
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_phi3s_marks_beside_a_tokenizer_model(sentencepiece_folder, tmp_path, legacy):
+    model = sentencepiece_folder / "tokenizer.model"
+    folder = write_directory(
+        tmp_path / "hf", model, added_tokens_decoder=phi3_decoder(600), legacy=legacy, chat_template=PHI3_TEMPLATE
+    )
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    for tokenizer in our_tokenizers(folder, tmp_path / "ours"):
+        template = ChatTemplate(hf_tokenizer_files(folder), tokenizer)
+        expected = oracle.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+        assert template.encode(CHAT) == expected
+        assert tokenizer.encode("<|user|>\n \n<|end|>\u3000<|assistant|>") == [610, 607, 601]
+        compared = 0
+        for text in random_texts([*PHI3_MARKS, "</s>"]):
+            if not (legacy and begins_with_space(tokenizer, text)):
+                ids = oracle(text).input_ids
+                assert tokenizer.encode(text) == ids, repr(text)
+                assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+                compared += 1
+        assert compared > 20
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_flags_equal_transformers(sentencepiece_folder, byte_level, tmp_path, kind, seed):
+    """The flags of tokenizer_config.json, for both kinds of vocabulary. Those of a tokenizer.json are others, and some
+    tokens are only in tokenizer_config.json."""
+    chance = random.Random(seed)
+    marks = chance.sample(["<|user|>", "<|x|>", "word", "foo", "<t>", "word foo", "_:", "<|us", "er|>"], 6)
+    first = 600 if kind == "tokenizer.model" else Library.from_file(str(byte_level / kind)).get_vocab_size()
+
+    def random_flags():
+        return {flag: chance.random() < 0.5 for flag in FLAGS}
+
+    decoder = {str(first + i): entry(mark, **random_flags()) for i, mark in enumerate(marks)}
+    vocabulary, names = sentencepiece_folder / kind, {"eos_token": "</s>"}
+    if kind == "tokenizer.json":
+        library, vocabulary = Library.from_file(str(byte_level / kind)), tmp_path / kind
+        library.add_tokens([AddedToken(mark, **random_flags()) for mark in marks[:3]])
+        library.save(str(vocabulary))
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+        names |= {"unk_token": None, "clean_up_tokenization_spaces": False}
+        decoder["1"] = entry("<|end|>", rstrip=True, special=False)
+    folder = write_directory(tmp_path / "hf", vocabulary, added_tokens_decoder=decoder, legacy=False, **names)
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    for tokenizer in our_tokenizers(folder, tmp_path / "ours"):
+        for text in random_texts([*marks, names["eos_token"]], seed=seed):
+            ids = oracle(text, add_special_tokens=False).input_ids
+            assert tokenizer.encode(text, add_bos=False) == ids, repr(text)
+            assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_of_older_files(sentencepiece_folder, byte_level, tmp_path):
+    """added_tokens.json has no flags. Neither do checkpoints that an earlier version wrote."""
+    for kind, source in (("tokenizer.model", sentencepiece_folder), ("tokenizer.json", byte_level)):
+        folder = write_directory(tmp_path / kind, source / kind, bos_token=None, eos_token=None, unk_token=None)
+        first = 600 if kind == "tokenizer.model" else Library.from_file(str(source / kind)).get_vocab_size()
+        write_json(folder / "added_tokens.json", {"<|user|>": first, "<|end|>": 1 if first != 600 else 601})
+        for tokenizer in our_tokenizers(folder, tmp_path / f"ours-{kind}"):
+            [user, *rest, end] = tokenizer.encode("<|user|>\na<|end|>", add_bos=False)
+            assert (user, end) == (first, 1 if first != 600 else 601)
+            assert tokenizer.decode([user, *rest, end]) == "\na"
+    settings = {"bos_token_id": 1, "eos_token_ids": [2], "special_tokens": {"<|user|>": 600, "<unk>": 0}}
+    write_json(tmp_path / "ours-tokenizer.model" / "tokenizer_config.json", settings)
+    old = Tokenizer(tmp_path / "ours-tokenizer.model")
+    assert old.encode("<|user|><unk></s>") == [600, 0, 2] and old.vocabulary.special_ids == {0, 1, 2, 600}
+
+
+# ---------------------------------------------------------------- GGUF files
+
+
+def spm_fields(sentencepiece_folder, marks: dict, **more):
+    """The fields of a file with a sentencepiece vocabulary of 600 tokens, and marks (text -> type) after them."""
+    import sentencepiece
+
+    model = str(sentencepiece_folder / "tokenizer.model")
+    fields = sentencepiece_fields(sentencepiece.SentencePieceProcessor(model_file=model))
+    fields["tokenizer.ggml.tokens"] += list(marks)
+    fields["tokenizer.ggml.token_type"] += list(marks.values())
+    fields["tokenizer.ggml.scores"] += [-1000.0] * len(marks)
+    return fields | more
+
+
+def tokenizer_of(model, fields, path):
+    write_gguf(path, model, fields)
+    return Tokenizer(open_gguf(path).tokenizer_files())
+
+
+@pytest.mark.parametrize(
+    "family, name, strips",
+    [
+        ("phi3-partial", None, True),
+        ("phi3-partial", "My model", True),
+        ("llama-mha", "Phi 3 mini", False),
+        ("llama-mha", "Some-Phi-3-mini-4k", True),
+        ("llama-mha", "phi3.Q4_0", True),
+    ],
+)
+def test_phi3s_marks_in_a_gguf_file(sentencepiece_folder, tiny, tmp_path, family, name, strips):
+    """A GGUF file cannot say that a token takes the white space after it. The oracle is transformers with the flags."""
+    types = dict.fromkeys(PHI3_MARKS, CONTROL)
+    fields = spm_fields(sentencepiece_folder, types, **{"tokenizer.chat_template": PHI3_TEMPLATE})
+    fields["tokenizer.ggml.token_type"][2] = USER_DEFINED  # as the converter writes </s>
+    fields |= {"tokenizer.ggml.eos_token_id": 600} | ({"general.name": name} if name else {})
+    tokenizer = tokenizer_of(tiny(family)[0], fields, tmp_path / "x.gguf")
+    decoder = phi3_decoder(600)
+    if not strips:
+        decoder = {i: token | {"rstrip": False} for i, token in decoder.items()}
+    model = sentencepiece_folder / "tokenizer.model"
+    folder = write_directory(
+        tmp_path / "hf", model, added_tokens_decoder=decoder, legacy=True, chat_template=PHI3_TEMPLATE
+    )
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
+    for ours in (tokenizer, Tokenizer(out)):
+        ids = oracle.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+        if strips:  # else a space follows a token
+            assert ChatTemplate(read_tokenizer_files(out), ours).encode(CHAT) == ids
+        compared = 0
+        for text in random_texts([*PHI3_MARKS, "</s>"]):
+            if not begins_with_space(ours, text):
+                ids = oracle(text).input_ids
+                assert ours.encode(text, add_bos=False) == ids, repr(text)
+                assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+                compared += 1
+        assert compared > (20 if strips else 10)
+        assert set(ours.eos_ids) == {600, 607}
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, UNUSED])
+@pytest.mark.parametrize("ends", [["<|im_end|>"], ["<|im_end|>", "<|endoftext|>"]])
+def test_turn_marks_of_the_wrong_type(default_tokenizer, kind, ends):
+    """In the default file: the ids are the same, the mark is not shown, and it ends an answer."""
+    opened = GgufFile(default_gguf())
+    types, tokens = list(opened.metadata["tokenizer.ggml.token_type"]), opened.metadata["tokenizer.ggml.tokens"]
+    for end in ends:
+        types[tokens.index(end)] = kind
+    opened.metadata |= {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 0}
+    files = opened.tokenizer_files()
+    tokenizer = Tokenizer(files)
+    assert set(tokenizer.eos_ids) == set(default_tokenizer.eos_ids) == {0, 2}
+    assert tokenizer.vocabulary.special_ids == default_tokenizer.vocabulary.special_ids
+    template = ChatTemplate(files, tokenizer)
+    assert template.encode(CHAT) == ChatTemplate(files, default_tokenizer).encode(CHAT)
+    assert template.end_ids() == {2} and tokenizer.decode([5, 2, 0]) == default_tokenizer.decode([5, 2, 0])
+
+
+MARKS = ["<end_of_turn>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<turn|>", "<eos>"]
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+@pytest.mark.parametrize("vocabulary", ["llama", "gpt2"])
+def test_the_type_of_an_end_of_a_turn_does_not_matter(
+    sentencepiece_folder, byte_level, tiny, tmp_path, vocabulary, kind
+):
+    def tokenizer(kind):
+        fields = spm_fields(sentencepiece_folder, dict.fromkeys(MARKS, kind))
+        if vocabulary == "gpt2":
+            fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+            fields["tokenizer.ggml.tokens"] += MARKS
+            fields["tokenizer.ggml.token_type"] += [kind] * len(MARKS)
+        return tokenizer_of(tiny("llama-mha")[0], fields, tmp_path / f"{kind}.gguf")
+
+    usual, other = tokenizer(CONTROL), tokenizer(kind)
+    for text in random_texts(MARKS):
+        ids = usual.encode(text)
+        assert other.encode(text) == ids and other.decode(ids) == usual.decode(ids)
+    assert other.eos_ids == usual.eos_ids and len(usual.eos_ids) == 1 + len(MARKS)
+    assert other.vocabulary.special_ids == usual.vocabulary.special_ids
+
+
+def test_tokens_of_other_types(sentencepiece_folder, byte_level, tiny, tmp_path):
+    """User-defined tokens are found and shown, unknown ones found and not shown, normal and unused ones are text."""
+    marks = {"<tool>": USER_DEFINED, "<|im_start|>": NORMAL, "<unused>": UNUSED}
+    bpe = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    bpe["tokenizer.ggml.tokens"] += [*marks, "<unk>"]
+    bpe["tokenizer.ggml.token_type"] += [*marks.values(), UNKNOWN]
+    for kind, fields in (("llama", spm_fields(sentencepiece_folder, marks)), ("gpt2", bpe)):
+        tokenizer = tokenizer_of(tiny("llama-mha")[0], fields, tmp_path / f"{kind}.gguf")
+        first = fields["tokenizer.ggml.tokens"].index("<tool>")
+        unknown = fields["tokenizer.ggml.tokens"].index("<unk>")
+        ids = tokenizer.encode("<tool><unk><|im_start|><unused>", add_bos=False)
+        assert ids[:2] == [first, unknown] and max(ids[2:]) < first
+        assert tokenizer.decode([first, unknown]) == "<tool>"
+
+
+def test_a_space_follows_a_user_defined_token_as_in_llama_cpp(sentencepiece_folder, tiny, tmp_path):
+    """It is put before every text after an added token, whatever its type. Without add_space_prefix there is none."""
+    for prefix in (True, False):
+        marks = {"<tool>": USER_DEFINED, "<|im_start|>": CONTROL}
+        fields = spm_fields(sentencepiece_folder, marks, **{"tokenizer.ggml.add_space_prefix": prefix})
+        tokenizer = tokenizer_of(tiny("llama-mha")[0], fields, tmp_path / "x.gguf")
+        tool, start = (tokenizer.encode(f"{mark}the", add_bos=False)[1:] for mark in marks)
+        assert tool == start == tokenizer.vocabulary.library.encode("the")
+
+
+@pytest.mark.parametrize(
+    "tokens, named, expected",
+    [
+        (["<|return|>", "<|call|>", "<|end|>", "a"], 0, "<|return|> <|call|>"),  # gpt-oss: an answer has many messages
+        (["<|return|>", "<|call|>", "<|end|>", "a"], 2, "<|return|> <|call|>"),
+        (["<|calls|>", "<|flush|>", "<|end|>", "a"], 3, "<|calls|> <|flush|> a"),
+        (["<|return|>", "<|end|>", "<|user|>"], 0, "<|return|> <|end|>"),
+        (["<|end|>", "<|endoftext|>", "<|fim_pad|>"], 1, "<|endoftext|> <|end|>"),
+        (["</s>", "<eos>", "<end_of_turn>", "a"], 1, "<eos> <end_of_turn>"),  # HTML in Gemma's vocabulary
+        (["<s>", "</s>", "a"], 1, "</s>"),
+        (["a", "b"], None, ""),
+    ],
+)
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, None])
+def test_texts_that_end_an_answer(tokens, named, expected, kind):
+    types = None if kind is None else [kind] * len(tokens)  # a file may lack them
+    fields = {"tokens": tokens, "token_type": types, "eos_token_id": named}
+    found = end_tokens(lambda name, *default: fields.get(name, *default))
+    assert sorted(tokens[i] for i in found) == sorted(expected.split())
+    assert not found or found[0] == named or tokens[named] == "<|end|>", "templates name the first one"
+
+
+LLAMA_CPP = os.environ.get("LLAMA_CPP_BIN")
+OTHER_MARKS = [
+    "<|im_start|>",
+    "<start_of_turn>",
+    "<tool>",
+    "<|fim_prefix|>",
+    "<reponame>",
+    "<|file_sep|>",
+    "[PAD]",
+    "<x>",
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not LLAMA_CPP, reason="needs LLAMA_CPP_BIN, the folder of llama.cpp's programs")
+@pytest.mark.parametrize("seed", range(12))
+def test_random_types_equal_llama_cpp(sentencepiece_folder, byte_level, tiny, tmp_path, seed):
+    """All texts at once, between tokens that take no white space. llama.cpp's tokens take ASCII's white space only."""
+    chance, path = random.Random(seed), tmp_path / "x.gguf"
+    marks = chance.sample([*MARKS[:2], *MARKS[3:5], *PHI3_MARKS[1:], *OTHER_MARKS], 12)
+    types = {"<|endoftext|>": CONTROL} | {mark: chance.choice([1, 3, 3, 4, 5]) for mark in marks}
+    fields = spm_fields(sentencepiece_folder, types) | {"general.name": "phi-3 mini" if seed % 3 == 0 else "x"}
+    fields["tokenizer.ggml.add_space_prefix"] = seed % 2 == 0
+    if seed % 3 == 2:
+        fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "smollm", bos_token_id=0)
+        types.pop("<|end|>", None)  # the vocabulary has it
+        fields["tokenizer.ggml.tokens"] += list(types)
+        fields["tokenizer.ggml.token_type"] += list(types.values())
+    tokenizer = tokenizer_of(tiny("phi3-window" if seed % 3 == 0 else "llama-mha")[0], fields, path)
+    text = "<|endoftext|>".join(random_texts(marks, spaces=[space for space in SPACES if space.isascii()]))
+    command = [f"{LLAMA_CPP}/llama-tokenize", "-m", path, "--ids", "--no-bos", "--no-escape", "--stdin"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True, check=True)
+    assert tokenizer.encode(text, add_bos=False) == json.loads(done.stdout)

@@ -309,7 +309,7 @@ def end_tokens(get) -> list[int]:
     file names one token only, such as Qwen2.5's <|im_end|>, although a text ends at <|endoftext|>.)"""
     tokens = get("tokens")
     named = [i for i in named_ends(get) if i is not None]
-    known = [i for i, kind in enumerate(token_types(get)) if kind == CONTROL and tokens[i] in END_TOKENS]
+    known = [i for i, kind in enumerate(token_types(get)) if kind in SPECIAL and tokens[i] in END_TOKENS]
     ends = list(dict.fromkeys(named + known))
     texts = {tokens[i] for i in ends}
     if texts & {"<|return|>", "<|flush|>"} and texts & {"<|call|>", "<|calls|>"}:
@@ -330,7 +330,8 @@ def token_types(get) -> list[int]:
     if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise ValueError("token_type does not have a number for each token")
     for i, token in enumerate(tokens):
-        if token in MARKS and (token != "</s>" or i in named_ends(get)):  # </s> is HTML in Gemma's vocabulary
+        is_html = token == "</s>" and i not in named_ends(get)  # as in Gemma's and Qwen's vocabularies
+        if token in MARKS and types[i] != UNKNOWN and not is_html:
             types[i] = CONTROL
     return types
 
@@ -343,7 +344,7 @@ def added_tokens(get, is_phi3: bool) -> list[dict]:
     """
     added = []
     for i, (token, kind) in enumerate(zip(get("tokens"), token_types(get))):
-        if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and " " not in token):
+        if kind in SPECIAL or (kind == USER_DEFINED and " " not in token):
             rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
             flags = {"rstrip": rstrip, "normalized": False, "special": kind != USER_DEFINED}
             added.append({"id": i, "content": token} | flags)
@@ -365,6 +366,7 @@ MARKS = {*END_TOKENS, *INFILL_TOKENS}
 
 NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
 CONTROL, USER_DEFINED = 3, 4
+SPECIAL = (CONTROL, UNKNOWN)  # found in text, and not shown
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -409,7 +411,7 @@ def byte_level_bpe(path: Path, get):
     if name == "qwen2":
         library.normalizer = normalizers.NFC()
     kinds = list(zip(tokens, token_types(get)))
-    special = [token for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    special = [token for token, kind in kinds if kind in SPECIAL]
     library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     return library, llama_style

@@ -279,6 +279,14 @@ def test_tokens_of_other_types(sentencepiece_folder, byte_level, tiny, tmp_path)
         assert tokenizer.decode([first, unknown]) == "<tool>"
 
 
+def test_an_end_of_text_that_is_the_unknown_token(sentencepiece_folder, tiny, tmp_path):
+    fields = spm_fields(sentencepiece_folder, {"<|im_end|>": USER_DEFINED})
+    fields["tokenizer.ggml.tokens"][0] = "<|endoftext|>"
+    tokenizer = tokenizer_of(tiny("llama-mha")[0], fields, tmp_path / "x.gguf")
+    assert tokenizer.encode("<|endoftext|><|im_end|>", add_bos=False) == [0, 600]
+    assert tokenizer.eos_ids == (2, 0, 600) and tokenizer.decode([0, 600]) == ""
+
+
 def test_a_space_follows_a_user_defined_token_as_in_llama_cpp(sentencepiece_folder, tiny, tmp_path):
     """It is put before every text after an added token, whatever its type. Without add_space_prefix there is none."""
     for prefix in (True, False):

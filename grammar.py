@@ -1,7 +1,8 @@
 """Grammars: the tokens that may come next, so that an answer fits a JSON schema, a regular expression or any grammar.
 
 Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; GrammarThread, which does so
-while the engine goes on; the sources of grammars. A grammar is written in the Lark dialect of llguidance, the library
+while the engine goes on; the sources of grammars; SchemaLoosener, for schemas that the library does not support as they
+are. A grammar is written in the Lark dialect of llguidance, the library
 that does the work (in requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
 allowed only if the text with it can still be completed. (Where just one text can follow, only the tokens into which the
 tokenizer would split it are allowed.) A request without a grammar does not need this file.
@@ -10,9 +11,13 @@ Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_sch
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
 from torch import Tensor
 
@@ -20,6 +25,7 @@ from cli import UserError, first_line, printable
 from config import Config
 from tokenizer import Tokenizer
 
+NO_TEXT = "no text fits it"
 TOO_COMPLEX = "the grammar became too complex"  # the beginning of the error of a request whose grammar failed
 MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
 # White space between the tokens of JSON: none, a space, or a line break and its indentation. Without a bound, a small
@@ -70,26 +76,33 @@ class GrammarTokenizer:
             raise UserError("JSON schemas and grammars need llguidance: pip install llguidance") from None
         if tokenizer.vocabulary is None:
             raise UserError(f"{tokenizer.path} has no tokenizer, which JSON schemas and grammars need")
-        if not (end_ids := sorted(end_ids)):
-            raise UserError(f"{tokenizer.path} has no end-of-text token, which JSON schemas and grammars need")
+        tokens = TokenBytes(tokenizer, vocab_size, end_ids)
+        if not tokens.end_ids:
+            named = ", ".join(map(str, sorted(end_ids))) or "none is named"
+            missing = f"no end-of-text token among its {len(tokens.tokens)} tokens ({named})"
+            raise UserError(f"{tokenizer.path} has {missing}, which JSON schemas and grammars need")
         self.llguidance = llguidance
-        wrapper = llguidance.TokenizerWrapper(TokenBytes(tokenizer, vocab_size, end_ids))
-        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=end_ids)
+        wrapper = llguidance.TokenizerWrapper(tokens)
+        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=tokens.end_ids)
         self.limits = llguidance.LLParserLimits(verbose_errors=False)  # messages without the whole grammar
 
     def compile(self, source: str) -> Grammar:
         """The grammar of a new answer; UserError if its source is invalid or too large. The library compiles without
         Python's lock, so this may run in a thread. Its bounds on time do not hold for all sources: a server first tries
         those of its clients in another process (server/constraints.py)."""
-        if len(source) > MAX_SOURCE_BYTES:
-            raise UserError(f"the grammar has {len(source)} bytes, at most {MAX_SOURCE_BYTES} are allowed")
+        check_size(source)
         matcher = self.llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some errors are found only now
         if matcher.is_error():
             error = printable(matcher.get_error())
-            raise UserError("no text fits it" if error.startswith("NoExtension") else error)
+            raise UserError(NO_TEXT if error.startswith("NoExtension") else error)
         return Grammar(matcher)
+
+
+def check_size(source: str):
+    if len(source) > MAX_SOURCE_BYTES:
+        raise UserError(f"the grammar has {len(source)} bytes, at most {MAX_SOURCE_BYTES} are allowed")
 
 
 class GrammarThread:
@@ -117,21 +130,42 @@ class GrammarThread:
 
 
 class TokenBytes:
-    """A tokenizer as llguidance expects it. The bytes of special tokens begin with 0xFF, so that only their names in
-    <angle brackets> match them, and no text does."""
+    """A tokenizer as llguidance expects it. The bytes of special tokens, and of those that end an answer, begin with
+    0xFF, so that only their names in <angle brackets> match them, and no text does."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: list[int]):
-        self.vocabulary, self.bos_token_id = tokenizer.vocabulary, tokenizer.bos_id
-        self.eos_token_id = end_ids[0] if end_ids else vocab_size - 1
-        self.special_token_ids = sorted(self.vocabulary.special_ids)
-        names, special = self.vocabulary.tokens()[:vocab_size], self.vocabulary.special_ids
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
+        """A checkpoint may have more tokens than its model has logits, and may name tokens that do not exist. Neither
+        is used."""
+        self.vocabulary = vocabulary = tokenizer.vocabulary
+        names = vocabulary.tokens()[:vocab_size]
+        names += [vocabulary.name(i) or None for i in range(len(names), vocab_size)]  # where ids have gaps
+        while names and names[-1] is None:
+            names.pop()
+        self.end_ids = sorted(i for i in set(end_ids) if 0 <= i < len(names) and names[i] is not None)
+        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < len(names))
+        no_text = {*self.special_token_ids, *self.end_ids}
         self.tokens = [
-            b"\xff" + (name or "").encode() if i in special else self.vocabulary.token_bytes(i)
+            b"\xff" + (name or "").encode() if i in no_text else vocabulary.token_bytes(i)
             for i, name in enumerate(names)
         ]
+        self.ids_of_bytes = {data: i for i, data in enumerate(self.tokens) if len(data) == 1}
+        self.eos_token_id = self.end_ids[0] if self.end_ids else vocab_size - 1
+        has_bos = tokenizer.bos_id is not None and tokenizer.bos_id < len(names)
+        self.bos_token_id = tokenizer.bos_id if has_bos else None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self.vocabulary.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        ids = self.vocabulary.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        if max(ids, default=0) < len(self.tokens):
+            return ids
+        return [known for i in ids for known in self.known_ids(i)]
+
+    def known_ids(self, i: int) -> list[int]:
+        """The token, or if the model has no logit for it, those of its single bytes."""
+        if i < len(self.tokens):
+            return [i]
+        data = self.vocabulary.token_bytes(i)
+        parts = [data[at : at + 1] for at in range(len(data))]
+        return [self.ids_of_bytes[part] for part in parts if part in self.ids_of_bytes]
 
 
 # ---------------------------------------------------------------- sources
@@ -162,12 +196,18 @@ def choice_source(texts: list[str]) -> str:
 
 
 def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
-    """A function that returns a new grammar, of the JSON schema in a file, for each answer."""
+    """A function that returns a new grammar, of the JSON schema in a file, for each answer. UserError if the library
+    does not support a place of it."""
     try:
-        source = schema_source(json.loads(path.read_text(encoding="utf-8")))
+        schema = json.loads(path.read_text(encoding="utf-8"))
+        source = schema_source(schema)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
     compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
+    schema, places, _ = loosen_schema(compiler, schema, strict=True)
+    for place, reason in places.items():
+        raise UserError(f"{path}: {place or 'the schema'}: {reason}")
+    source = schema_source(schema)
 
     def new() -> Grammar:
         try:
@@ -176,3 +216,366 @@ def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Itera
             raise UserError(f"{path}: {error}") from None
 
     return new
+
+
+# ---------------------------------------------------------------- schemas that the library does not support
+
+# The keywords whose values are schemas, as far as the library knows them.
+SUBSCHEMA = ("items", "additionalItems", "additionalProperties")  # one, or true or false
+SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+SUBSCHEMAS = {*SUBSCHEMA, *SUBSCHEMA_LISTS, *SUBSCHEMA_MAPS}
+ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "example",
+    "examples",
+    "$comment",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+}
+IDENTIFIERS = ("$schema", "$id", "id", "$anchor")
+# Keywords that the library may refuse in combination with others, the one first that is left out first.
+COMBINED = (
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "format",
+    "pattern",
+    "multipleOf",
+    "const",
+    "enum",
+)
+# The bounds of numbers: -1 where lower values allow more, and 1 where higher ones do.
+BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+EXACT = 2**53  # up to here a float, which is what the library makes of a number, holds all integers
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
+TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+BESIDE_REF = "what stands beside $ref"
+EDITS = (BESIDE_REF, "oneOf", "allOf", "anyOf", "$ref")  # the order in which parts that cannot be combined are left out
+NO_FLOAT = "llguidance computes with floats, which cannot hold this number exactly"
+NO_SCHEMA = "a schema must be an object, true or false"
+
+
+class LoosenedSchema(NamedTuple):
+    """A schema that every document fits which fits the given one, and where they differ."""
+
+    schema: dict | bool  # the given one if the library supports it, or just ignores what it does not support
+    places: dict[str, str]  # the path of what is not supported -> the reason
+    mistake: str = ""  # the path of a "type" that JSON Schema does not have
+
+
+def loosen_schema(compiler: GrammarTokenizer, schema: dict | bool, strict: bool) -> LoosenedSchema:
+    """A schema that the library supports, unless its parts are only too large or complex together.
+
+    strict: the library may not ignore anything either, so there is a place for each keyword that it does not support.
+    A schema that no document fits counts as supported. Trying its parts takes about 1 ms each; a hostile schema may
+    take minutes, or end the process.
+    """
+    loosener = SchemaLoosener(compiler, strict)
+    loosened = loosener.run(schema)
+    return LoosenedSchema(loosened if loosener.is_changed else schema, loosener.places, loosener.mistake)
+
+
+class SchemaLoosener:
+    """Finds the smallest parts of a schema that the library does not support, by trying them alone, and leaves them out
+    or replaces them. Only what is in the place of a schema is looked at, not what is in `enum` or `default`."""
+
+    def __init__(self, compiler: GrammarTokenizer, strict: bool):
+        self.compiler, self.strict = compiler, strict
+        self.tried: dict[str, str] = {}  # schema, as JSON -> why the library does not support it
+        self.draft: dict[str, str] = {}  # the schema's own "$schema", on which the known keywords depend
+        self.places: dict[str, str] = {}
+        self.mistake = ""
+        self.is_changed = False  # whether a place is one that the library does not just ignore
+
+    def run(self, schema: dict | bool) -> dict | bool:
+        check_size(schema_source(schema))
+        if isinstance(schema, dict) and not self.refusal({"$schema": schema.get("$schema", "")}):
+            self.draft = {"$schema": schema.get("$schema", "")}
+        is_supported = not self.refusal(schema)
+        if is_supported and all(
+            is_exact(key, node[key], node.get("type")) for node, _ in subschemas(schema) for key in node
+        ):
+            return schema
+        loosened = self.loosen(schema, "")
+        if is_supported or not isinstance(loosened, dict):
+            return loosened
+        self.loosen_references(loosened)
+        loosened = self.loosen_combinations(loosened)
+        self.is_changed = self.is_changed or bool(self.refusal(schema, lenient=True))  # as for an infinite default
+        return loosened
+
+    def refusal(self, schema: dict | bool, lenient: bool = False) -> str:
+        """Why the library does not support a schema; no text if it does."""
+        source = f"start: {schema_rule(schema, lenient)}"
+        if source not in self.tried:
+            try:
+                self.compiler.compile(source)
+                self.tried[source] = ""
+            except UserError as error:
+                is_unsatisfiable = "Unsatisfiable schema: " in str(error) or NO_TEXT in str(error)
+                self.tried[source] = "" if is_unsatisfiable else schema_reason(str(error))
+        return self.tried[source]
+
+    def add(self, path: str, reason: str, is_ignored: bool = False):
+        """Add a place. is_ignored: the library itself ignores it if it may."""
+        self.places.setdefault(path.lstrip("."), reason)
+        self.is_changed = self.is_changed or not is_ignored
+
+    # ------------------------------------------------------------ keywords
+
+    def loosen(self, schema, path: str) -> dict | bool:
+        """A copy of a schema in which all keywords are supported alone, and next to those that do not contain schemas.
+        It has no annotations."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            self.add(path, NO_SCHEMA)
+            return True
+        kept: dict = {}
+        for key, value in schema.items():
+            place = join_path(path, key)
+            if key in SUBSCHEMA_MAPS and isinstance(value, dict):
+                kept[key] = {name: self.loosen(one, join_path(place, name)) for name, one in value.items()}
+            elif key in SUBSCHEMA_LISTS and isinstance(value, list):
+                kept[key] = [self.loosen(one, f"{place}[{i}]") for i, one in enumerate(value)]
+            elif key in SUBSCHEMA and isinstance(value, dict | bool):
+                kept[key] = self.loosen(value, place)
+            elif key == "$ref" and isinstance(value, str):
+                kept[key] = value
+            elif key not in ANNOTATIONS:
+                self.loosen_keyword(kept, schema, key, place)
+        self.loosen_patterns(kept, path)
+        self.loosen_neighbours(kept, path)
+        return kept
+
+    def loosen_keyword(self, kept: dict, schema: dict, key: str, place: str):
+        """Put a keyword into `kept`, or what can be kept of it."""
+        value, types = schema[key], {}
+        if key != "type" and "type" in schema and not self.refusal({"type": schema["type"]}):
+            types = {"type": schema["type"]}
+        alone = self.draft | types | {key: value}
+        reason = self.refusal(alone)
+        if not reason and not is_exact(key, value, types.get("type")):
+            reason, is_ignored = NO_FLOAT, False
+        elif not reason:
+            kept[key] = value
+            return
+        else:
+            is_ignored = not self.refusal(alone, lenient=True)
+        self.add(place, reason, is_ignored)
+        if key == "type":
+            self.mistake = self.mistake or place.lstrip(".")
+        looser = next((one for one in looser_values(key, value) if not self.refusal(alone | {key: one})), None)
+        if looser is not None:
+            kept[key] = looser
+        elif key in ("const", "enum") and not types:
+            members = [value] if key == "const" else value
+            if isinstance(members, list) and members:
+                kept["type"] = sorted({TYPE_NAMES.get(type(one), "null") for one in members})
+
+    def loosen_patterns(self, kept: dict, path: str):
+        """Leave out patterns of properties that the library does not support, alone or together. The properties that
+        they are about then count as additional ones."""
+        given = kept.get("patternProperties", {})
+        patterns: dict = {}
+        others = []
+        for pattern, schema in given.items():
+            together = {"patternProperties": dict.fromkeys([*patterns, pattern], True)}
+            reason = self.refusal(self.draft | {"type": "object"} | together)
+            if reason:
+                self.add(join_path(join_path(path, "patternProperties"), pattern), reason)
+                others.append(schema)
+            else:
+                patterns[pattern] = schema
+        if others:
+            kept["patternProperties"] = patterns
+            additional = kept.get("additionalProperties", True)
+            if additional is not True:
+                kept["additionalProperties"] = {"anyOf": others if additional is False else [additional, *others]}
+
+    def loosen_neighbours(self, kept: dict, path: str):
+        """Leave out keywords that the library does not support beside each other: one if that is enough."""
+        alone = self.draft | {
+            key: value for key, value in kept.items() if key not in (*SUBSCHEMAS, *IDENTIFIERS, "$ref")
+        }
+        for key in ("properties", "patternProperties"):
+            if key in kept:
+                alone[key] = dict.fromkeys(kept[key], True)
+        if kept.get("additionalProperties") is False:
+            alone["additionalProperties"] = False
+        reason = self.refusal(alone)
+        if not reason:
+            return
+        keys = [key for key in COMBINED if key in alone]
+        single = [key for key in keys if not self.refusal(edited(alone, key))]
+        for key in single[:1] or keys:
+            self.add(join_path(path, key), reason)
+            del kept[key], alone[key]
+            if not self.refusal(alone):
+                return
+
+    # ------------------------------------------------------------ references and combinations
+
+    def loosen_references(self, root: dict):
+        """Leave out the references to what is not there."""
+        nodes = [(schema, path) for schema, path in subschemas(root) if "$ref" in schema]
+        if not self.refusal(skeleton(root, {schema["$ref"] for schema, _ in nodes}), lenient=True):
+            return
+        for schema, path in nodes:
+            reference = schema["$ref"]
+            reason = self.refusal(skeleton(root, {reference}), lenient=True)
+            if not reason:
+                continue
+            self.add(join_path(path, "$ref"), reason)
+            schema["$ref"] = quote(reference, safe="#/%:?&=~@!$'()*+,;")  # a name may have spaces or <brackets>
+            if schema["$ref"] == reference or self.refusal(skeleton(root, {schema["$ref"]}), lenient=True):
+                del schema["$ref"]
+
+    def loosen_combinations(self, root: dict) -> dict:
+        """Leave out what the library supports, but not together: at first what stands beside references, which matters
+        where they form a circle, and then the rest. Each of the places is needed."""
+        lenient = not self.strict
+        reason = self.refusal(root, lenient)
+        if not reason:
+            return root
+        nodes = list(subschemas(root))
+        edits = [(path, key) for key in EDITS for schema, path in nodes if edited(schema, key) != schema]
+        chosen: list[tuple[str, str]] = []
+        for edit in edits:
+            chosen.append(edit)
+            if not self.refusal(with_edits(root, chosen), lenient):
+                break
+        for edit in chosen[:-1]:
+            fewer = [other for other in chosen if other != edit]
+            if not self.refusal(with_edits(root, fewer), lenient):
+                chosen = fewer
+        for path, key in chosen:
+            self.add(join_path(path, "$ref" if key == BESIDE_REF else key), reason)
+        return with_edits(root, chosen)
+
+
+def join_path(path: str, key: str) -> str:
+    """The path of a keyword or of a property, as JavaScript would write it."""
+    if re.fullmatch(r"[$\w-]{1,60}", key, re.ASCII):
+        return f"{path}.{key}"
+    return f"{path}[{json.dumps(key[:60])}]"
+
+
+def schema_reason(error: str) -> str:
+    """The reason in an error of the library, without where it stands in the grammar."""
+    text = error.partition("failed to compile JSON schema: ")[2] or error
+    text = re.split(r" \d+ \| ", text)[0]
+    is_pattern = text.startswith("regex parse error")
+    return text.rpartition(" error: ")[2] if is_pattern else text[:200]
+
+
+def is_exact(key: str, value, types=None) -> bool:
+    """Whether the library, for which all numbers are floats, allows exactly the numbers that a keyword does.
+    types: the value of "type" beside it."""
+    if key in ("const", "enum"):
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return all(is_exact(key, one) for one in members) and (type(value) is not int or is_float(value))
+    if key not in BOUNDS or type(value) not in (int, float) or abs(value) <= EXACT:
+        return True
+    names = types if isinstance(types, list) else [types]
+    is_integer = "integer" in names and "number" not in names
+    if key == "maximum" and value == 2**63 - 1:
+        return is_integer  # the library's largest integer
+    return abs(value) < 2**63 and is_float(value) and not (is_integer and key.startswith("exclusive"))
+
+
+def is_float(value: int | float) -> bool:
+    """Whether a number is the value of a float."""
+    return abs(value) <= EXACT or (abs(value) < 2**1023 and int(float(value)) == value)
+
+
+def looser_values(key: str, value) -> Iterator:
+    """Values of a keyword that allow as much as the given one, or a little more. The best one is the first."""
+    if key == "$schema" and isinstance(value, str):
+        for draft in DRAFTS:
+            if re.fullmatch(f"https?://json-schema.org/{draft}/schema[#/]*", value):
+                scheme = "https" if "/" in draft else "http"
+                yield f"{scheme}://json-schema.org/{draft}/schema"
+    elif key in BOUNDS and type(value) in (int, float):
+        more = BOUNDS[key]
+        if abs(value) < 2**63:
+            near = float(value)
+            is_tighter = near < value if more > 0 else near > value
+            yield int(math.nextafter(near, more * math.inf) if is_tighter else near)
+        if value * more < 0:
+            yield -more * EXACT
+    elif type(value) is float and value.is_integer():
+        yield int(value)
+
+
+def subschemas(schema, path: str = "") -> Iterator[tuple[dict, str]]:
+    """The schema and all schemas in it that are objects, with their paths."""
+    if not isinstance(schema, dict):
+        return
+    yield schema, path
+    for key, value in schema.items():
+        place = join_path(path, key)
+        if key in SUBSCHEMA_MAPS and isinstance(value, dict):
+            for name, one in value.items():
+                yield from subschemas(one, join_path(place, name))
+        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
+            for i, one in enumerate(value):
+                yield from subschemas(one, f"{place}[{i}]")
+        elif key in SUBSCHEMA:
+            yield from subschemas(value, place)
+
+
+def map_subschemas(schema, change: Callable, path: str = ""):
+    """A copy of a schema: what change(schema, path) returns, with copies of the schemas in it."""
+    if not isinstance(schema, dict):
+        return schema
+    copied = dict(change(schema, path))
+    for key, value in copied.items():
+        place = join_path(path, key)
+        if key in SUBSCHEMA_MAPS and isinstance(value, dict):
+            copied[key] = {name: map_subschemas(one, change, join_path(place, name)) for name, one in value.items()}
+        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
+            copied[key] = [map_subschemas(one, change, f"{place}[{i}]") for i, one in enumerate(value)]
+        elif key in SUBSCHEMA:
+            copied[key] = map_subschemas(value, change, place)
+    return copied
+
+
+def skeleton(root: dict, references: set[str]) -> dict:
+    """A schema without all keywords but those that contain schemas, and these references."""
+
+    def bare(schema: dict, path: str) -> dict:
+        kept = {key: value for key, value in schema.items() if key in (*SUBSCHEMAS, *IDENTIFIERS)}
+        return kept | ({"$ref": schema["$ref"]} if schema.get("$ref") in references else {})
+
+    return map_subschemas(root, bare)
+
+
+def edited(schema: dict, key: str) -> dict:
+    """The schema without what stands beside its reference, or without a keyword."""
+    if key == BESIDE_REF:
+        outside = ("$ref", "$defs", "definitions", *IDENTIFIERS)
+        return {name: value for name, value in schema.items() if name in outside or "$ref" not in schema}
+    rest = {name: value for name, value in schema.items() if name != key}
+    if key == "oneOf" and key in schema:
+        rest["allOf"] = [*schema.get("allOf", []), {"anyOf": schema["oneOf"]}]
+    return rest
+
+
+def with_edits(root: dict, edits: list[tuple[str, str]]) -> dict:
+    """A schema with the edits of some places, given as (path, key of `edited`)."""
+    keys: dict[str, list[str]] = {}
+    for path, key in edits:
+        keys.setdefault(path, []).append(key)
+
+    def change(schema: dict, path: str) -> dict:
+        for key in keys.get(path, ()):
+            schema = edited(schema, key)
+        return schema
+
+    return map_subschemas(root, change)

@@ -209,12 +209,32 @@ def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
     fixed values for it: the answer ends where the context does."""
     fields = FieldReader(body)
     max_tokens = fields.read("max_tokens", int, None, 1)
-    completion = model.parse_chat(chat_body(fields))
+    body = chat_body(fields)
+    try:
+        completion = model.parse_chat(body)
+    except ApiError as error:
+        raise with_own_names(error) from None
     request = completion.choices[0].request
     if max_tokens is not None:
         request.max_new_tokens = min(request.max_new_tokens, max_tokens)
     completion.id = "msg_" + completion.id.partition("-")[2]
     return completion
+
+
+# The paths of schemas in the translated request, and in Anthropic's.
+OWN_NAMES = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
+    "response_format": "output_config",
+}
+
+
+def with_own_names(error: ApiError) -> ApiError:
+    """An error of the translated request, with the names that the client has used."""
+    message = str(error)
+    for name, own in OWN_NAMES.items():
+        message = message.replace(name, own)
+    return ApiError(message, error.status, error.param, error.code, error.retry_after)
 
 
 def count_tokens(model: ServedModel, body: dict) -> dict:

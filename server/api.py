@@ -197,6 +197,7 @@ class ServedModel:
         if len(prompts) * n > MAX_PROMPTS:
             counts = f"{len(prompts)} prompts with n={n}"
             raise ApiError(f"{counts} are not supported, at most {MAX_PROMPTS} answers in all", param="n")
+        constraint = self.grammars.fit_constraint(constraint)
         grammar = None if constraint is None else AnswerRules(constraint).source({})
         if constraint is not None:
             self.grammars.check(grammar, constraint.param, constraint.kind)
@@ -228,8 +229,11 @@ class ServedModel:
         constraint = read_constraint(fields)
         fields.check_unread()
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
-        grammar = self.chat.answer_grammar(conversation, constraint)
         choice = conversation.tool_choice
+        constraint = self.grammars.fit_constraint(constraint)
+        if choice.tools and (choice.has_grammar or constraint is not None):
+            choice.tools = self.grammars.fit_tools(choice.tools)
+        grammar = self.chat.answer_grammar(conversation, constraint)
         if grammar is not None:
             is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)

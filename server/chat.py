@@ -400,7 +400,7 @@ def check_tool(tool, name: str) -> Tool:
         raise ApiError(f"{name}.function.parameters must be the JSON schema of an object", param=f"{name}.parameters")
     if not isinstance(function.get("description"), str | None) or not isinstance(strict, bool | None):
         raise ApiError(f"{name}.function: description must be a string, and strict true or false", param=name)
-    return Tool(function["name"], schema, bool(strict))
+    return Tool(function["name"], schema, bool(strict), f"{name}.function.parameters")
 
 
 def describe_tool(tool: dict) -> dict:

@@ -1,7 +1,8 @@
 """What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
 
 Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
-a whole answer; GrammarChecker, which refuses grammars that the engine could not use; the process that tries them.
+a whole answer; GrammarChecker, which loosens schemas that the library does not support, and refuses grammars that the
+engine could not use; the process that tries them.
 
 Sources: response_format is OpenAI's, with llama-server's schema beside the type json_object; structured_outputs, and
 before it guided_json, guided_regex and guided_choice, are vLLM's; json_schema is llama-server's, regex SGLang's, and
@@ -15,25 +16,48 @@ import resource
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
 
-from cli import UserError
-from grammar import GrammarTokenizer, choice_source, regex_source, schema_rule
+from cli import UserError, print_status
+from grammar import (
+    IDENTIFIERS,
+    GrammarTokenizer,
+    choice_source,
+    loosen_schema,
+    regex_source,
+    schema_reason,
+    schema_rule,
+)
 from server.fields import ApiError, FieldReader
-from server.tools import ToolGrammar, literal
+from server.tools import Tool, ToolGrammar, literal
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
 MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, so that it may delay other requests
+MAX_LOGGED = 100  # places of schemas that are loosened
+MAX_DEATHS = 3  # of the processes that try the schemas of a request
 MAX_TRIES = 4  # grammars that are tried at the same time
 TRY_WAIT_S = 10  # for a request to wait until its grammar can be tried
 TRY_CPU_S = 2  # for a grammar to compile; schemas of 10 KB take some ms
 TRY_TIME_S = 30  # the same, on a busy machine
 TRY_STACK_BYTES = 1 << 20  # less than the threads of the engine's process have, which compiles the grammar again
-REFUSED = 3  # the exit code of the process that has tried a grammar and sent the reason
+TOO_COMPLEX = "it is too complex to compile"
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class GivenSchema:
+    """A JSON schema of a request."""
+
+    schema: dict | bool
+    strict: bool  # else what the library does not support is left out
+    param: str  # the field of the request that has it
+    place: str  # its path in the request, for messages
+    kind: str = "the schema"  # for messages
+    is_optional: bool = False  # whether an answer may fit another schema instead, which must not be refused with it
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,7 @@ class Constraint:
     rule: str  # an expression of a Lark grammar
     param: str  # the field of the request that asks for it
     kind: str  # for messages
+    given: GivenSchema | None = None  # what the rule was made of
 
 
 def read_constraint(fields: FieldReader) -> Constraint | None:
@@ -89,7 +114,7 @@ def read_response_format(value: dict | None) -> Constraint | None:
     strict = described.get("strict")
     if not isinstance(strict, bool | None):
         raise ApiError(f"{param}.json_schema.strict must be true or false", param=param)
-    return schema_constraint(schema, param, lenient=not strict)
+    return schema_constraint(schema, param, lenient=not strict, place=f"{param}.json_schema.schema")
 
 
 def read_other_spelling(fields: FieldReader, field: str) -> Constraint | None:
@@ -142,9 +167,11 @@ def regex_rule(pattern: str, param: str) -> str:
     return json.loads(source)["grammars"][0]["lark_grammar"].removeprefix("start: ")
 
 
-def schema_constraint(schema: dict | bool, param: str, lenient: bool = False) -> Constraint:
+def schema_constraint(schema: dict | bool, param: str, lenient: bool = False, place: str = "") -> Constraint:
+    """place: the path of the schema in the request, if it is not that of the field."""
+    given = GivenSchema(schema, not lenient, param, place or param)
     try:
-        return Constraint(schema_rule(schema, lenient), param, "the schema")
+        return Constraint(schema_rule(schema, lenient), param, "the schema", given)
     except RecursionError:
         raise ApiError(f"{param}: the schema is nested too deeply", param=param) from None
 
@@ -182,36 +209,121 @@ class AnswerRules:
         return "\n".join([f"start: {answer}", *rules])
 
 
+class TriedSchema(NamedTuple):
+    """What was found out about a schema."""
+
+    schema: dict | bool | None  # what replaces it; None if nothing does
+    places: dict[str, str]  # what is not supported, by its path, and why
+    path: str = ""  # of what is wrong with the schema
+    error: str = ""  # why the schema is refused, also if it is not strict
+
+
 class GrammarChecker:
-    """Refuses grammars that do not compile. Requests are parsed in several threads."""
+    """Loosens schemas that the library does not support, and refuses grammars that do not compile. Requests are parsed
+    in several threads."""
+
+    logged: set[str] = set()  # places of schemas that were loosened; shared by all models
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
         self.arguments = (tokenizer, vocab_size, end_ids)
         self.lock, self.tries = threading.Lock(), threading.BoundedSemaphore(MAX_TRIES)
         self.compiler: GrammarTokenizer | None = None  # made when it is needed first, because it takes a second
         self.valid: OrderedDict[bytes, None] = OrderedDict()  # hashes of sources, the latest last
+        self.loosened: OrderedDict[bytes, TriedSchema] = OrderedDict()  # by the hashes of schemas, the latest last
 
-    def check(self, source: str, param: str, kind: str = "the schema"):
-        """ApiError if a grammar is invalid, too large, or too complex. It names the field, and what is in it."""
-        key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+    def fit_constraint(self, constraint: Constraint | None) -> Constraint | None:
+        """A constraint whose schema the library supports. ApiError if it is strict and the library does not, or if
+        nothing of it can be kept."""
+        if constraint is None or constraint.given is None:
+            return constraint
+        (schema,) = self.fit([constraint.given])
+        return replace(constraint, rule=schema_rule(schema, not constraint.given.strict))
+
+    def fit_tools(self, tools: list[Tool]) -> list[Tool]:
+        """Tools whose schemas the library supports. ApiError names the place in a strict tool that it does not."""
+        given = [
+            GivenSchema(ANY_OBJECT | tool.schema, tool.strict, "tools", tool.place, "a schema", len(tools) > 1)
+            for tool in tools
+        ]
+        return [replace(tool, schema=schema) for tool, schema in zip(tools, self.fit(given))]
+
+    def fit(self, given: list[GivenSchema]) -> list[dict | bool]:
+        """The schemas, each loosened if it is necessary."""
+        try:
+            texts = [json.dumps([one.schema, one.strict]) for one in given]
+        except RecursionError:
+            raise ApiError(f"{given[0].param}: a schema is nested too deeply", param=given[0].param) from None
+        keys = [hashlib.sha256(text.encode()).digest() for text in texts]
+        compiler = self.get_compiler(given[0].param)
+        with self.lock:
+            found = {key: self.loosened[key] for key in keys if key in self.loosened}
+        unknown = {key: one for key, one in zip(keys, given) if key not in found}
+        if unknown:
+            with self.slot():
+                new = dict(zip(unknown, try_schemas(compiler, list(unknown.values()))))
+            found |= new
+            with self.lock:
+                self.loosened |= {key: one for key, one in new.items() if not one.error}
+                while len(self.loosened) > MAX_VALID:
+                    self.loosened.popitem(last=False)
+        return [self.use(one, found[key]) for key, one in zip(keys, given)]
+
+    def use(self, given: GivenSchema, tried: TriedSchema) -> dict | bool:
+        """The schema that a grammar gets. ApiError if the given one is refused; what is not enforced is logged."""
+        places, error = dict(tried.places), tried.error
+        path = tried.path
+        if given.strict and places:
+            path, error = next(iter(places.items()))
+        if error and (given.strict or not given.is_optional):
+            reason = f"{join_places(given.place, path)}: {error}" if path or given.kind == "a schema" else error
+            raise ApiError(f"{given.param}: {given.kind} is not supported: {reason}", param=given.param)
+        if error and not places:
+            places[""] = error
+        for place, reason in places.items():
+            self.log(join_places(given.place, place), reason)
+        if tried.schema is None:
+            return ANY_OBJECT if error else given.schema
+        return tried.schema
+
+    def log(self, place: str, reason: str):
+        if place not in self.logged and len(self.logged) < MAX_LOGGED:
+            self.logged.add(place)
+            print_status(f"{place} of a request is not enforced: {reason}")
+
+    def get_compiler(self, param: str) -> GrammarTokenizer:
+        """ApiError, which names the field, if the library is not installed, or if the model has no tokenizer."""
         try:
             with self.lock:
                 if self.compiler is None:
                     self.compiler = GrammarTokenizer(*self.arguments)
-                if key in self.valid:
-                    return self.valid.move_to_end(key)
-        except UserError as error:  # the library is not installed, or the model has no tokenizer
+                return self.compiler
+        except UserError as error:
             message = str(error).replace(f"{self.arguments[0].path} has", "the model has")
             raise ApiError(f"{param}: {message}", param=param) from None
+
+    @contextmanager
+    def slot(self):
+        """Wait until a process may try a grammar."""
         if not self.tries.acquire(timeout=TRY_WAIT_S):
             raise ApiError("too many schemas are being compiled", 503, code="overloaded", retry_after=TRY_WAIT_S)
         try:
-            source.encode()
-            error = try_grammar(self.compiler, source)
-        except UnicodeEncodeError as failure:
-            error = str(failure)
+            yield
         finally:
             self.tries.release()
+
+    def check(self, source: str, param: str, kind: str = "the schema"):
+        """ApiError if a grammar is invalid, too large, or too complex. It names the field, and what is in it."""
+        key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+        compiler = self.get_compiler(param)
+        with self.lock:
+            if key in self.valid:
+                return self.valid.move_to_end(key)
+        with self.slot():
+            try:
+                source.encode()
+                error = try_grammar(compiler, source)
+            except UnicodeEncodeError as failure:
+                error = str(failure)
         if error:
             raise ApiError(f"{param}: {kind} is not supported: {error}", param=param)
         with self.lock:
@@ -229,37 +341,91 @@ class GrammarChecker:
         return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()
 
 
-# ---------------------------------------------------------------- trying a grammar
+def join_places(place: str, path: str) -> str:
+    """The path of a place in a schema, which has itself a path in the request."""
+    return place + path if path.startswith("[") else f"{place}.{path}".removesuffix(".")
+
+
+# ---------------------------------------------------------------- trying schemas and grammars
+
+
+def try_schemas(compiler: GrammarTokenizer, given: list[GivenSchema]) -> list[TriedSchema]:
+    """Loosen schemas in a forked process. If one of them is so complex that it ends the process, another process goes
+    on with the next."""
+    found: list[TriedSchema] = []
+    for _ in range(MAX_DEATHS):
+        rest = given[len(found) :]
+
+        def work(write: Callable[[bytes], None], rest=rest):
+            for one in rest:
+                write(json.dumps(loosen_and_compile(compiler, one)).encode() + b"\n")
+
+        code, sent = run_apart(work)
+        found += [TriedSchema(*json.loads(line)) for line in sent.splitlines(keepends=True) if line.endswith(b"\n")]
+        if code == 0:
+            return found
+        if len(found) < len(given):
+            found.append(TriedSchema(None, {}, error=TOO_COMPLEX))
+    return found + [TriedSchema(None, {}, error=TOO_COMPLEX)] * (len(given) - len(found))
+
+
+def loosen_and_compile(compiler: GrammarTokenizer, given: GivenSchema) -> TriedSchema:
+    try:
+        schema, places, mistake = loosen_schema(compiler, given.schema, given.strict)
+        if not given.strict or not places:
+            compiler.compile(f"start: {schema_rule(schema, not given.strict)}")
+    except RecursionError:
+        return TriedSchema(None, {}, error="it is nested too deeply")
+    except UserError as error:
+        return TriedSchema(None, {}, error=schema_reason(str(error)))
+    if schema is given.schema:
+        return TriedSchema(None, places)
+    if mistake:
+        return TriedSchema(schema, places, mistake, places[mistake])
+    if isinstance(schema, dict) and not {*schema} - {*IDENTIFIERS, "$defs", "definitions"}:
+        return TriedSchema(schema, places, *next(iter(places.items())))  # nothing of it is left
+    return TriedSchema(schema, places)
 
 
 def try_grammar(compiler: GrammarTokenizer, source: str) -> str:
-    """Why a grammar does not compile, or no text if it does.
+    """Why a grammar does not compile, or no text if it does."""
 
-    A forked process tries it, because for some schemas of a few bytes the library needs minutes, and others overflow
-    the stack, which ends the process.
-    """
+    def work(write: Callable[[bytes], None]):
+        try:
+            compiler.compile(source)
+        except UserError as error:
+            write(str(error).encode("utf-8", "replace")[:1000])
+
+    code, reason = run_apart(work)
+    return reason.decode("utf-8", "replace") if code == 0 else TOO_COMPLEX
+
+
+def run_apart(work: Callable[[Callable[[bytes], None]], None]) -> tuple[int, bytes]:
+    """Run a function in a forked process, because for some schemas of a few bytes the library needs minutes, and others
+    overflow the stack, which ends the process. Returns its exit code, 0 if it has come to its end, and what it has
+    written with the function that it gets."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        compile_and_exit(compiler, source, writer)
+        work_and_exit(work, writer)
     os.close(writer)
-    with open(reader, "rb") as reasons:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code == REFUSED:
-            return reasons.read().decode("utf-8", "replace")
-    return "" if code == 0 else "it is too complex to compile"
+    with open(reader, "rb") as written:
+        sent = written.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sent
 
 
-def compile_and_exit(compiler: GrammarTokenizer, source: str, writer: int) -> NoReturn:
+def work_and_exit(work: Callable[[Callable[[bytes], None]], None], writer: int) -> NoReturn:
     """What the forked process does. It may use a bounded time, and ends without any of Python's cleanups."""
     codes = []
 
-    def compile():
-        try:
-            compiler.compile(source)
-            codes.append(0)
-        except UserError as error:
-            os.write(writer, str(error).encode("utf-8", "replace")[:1000])
-            codes.append(REFUSED)
+    def run():
+        with open(writer, "wb", buffering=0) as pipe:
+
+            def write(data: bytes):
+                while data:
+                    data = data[pipe.write(data) :]
+
+            work(write)
+        codes.append(0)
 
     try:
         for descriptor in map(int, os.listdir("/dev/fd")):
@@ -271,7 +437,7 @@ def compile_and_exit(compiler: GrammarTokenizer, source: str, writer: int) -> No
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (TRY_CPU_S, TRY_CPU_S))
         threading.stack_size(TRY_STACK_BYTES)
-        thread = threading.Thread(target=compile)
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
     finally:

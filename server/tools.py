@@ -35,6 +35,7 @@ class Tool:
     name: str
     schema: dict  # of its arguments, a JSON object
     strict: bool = False  # whether a grammar enforces the schema, even where the model need not call any function
+    place: str = ""  # the path of the schema in the request, for messages
 
 
 # ---------------------------------------------------------------- how a model writes calls

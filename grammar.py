@@ -79,7 +79,7 @@ class GrammarTokenizer:
         tokens = TokenBytes(tokenizer, vocab_size, end_ids)
         if not tokens.end_ids:
             named = ", ".join(map(str, sorted(end_ids))) or "none is named"
-            missing = f"no end-of-text token among its {len(tokens.tokens)} tokens ({named})"
+            missing = f"no end-of-text token among its {vocab_size} tokens ({named})"
             raise UserError(f"{tokenizer.path} has {missing}, which JSON schemas and grammars need")
         self.llguidance = llguidance
         wrapper = llguidance.TokenizerWrapper(tokens)
@@ -134,7 +134,7 @@ class TokenBytes:
     0xFF, so that only their names in <angle brackets> match them, and no text does."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
-        """A checkpoint may have more tokens than its model has logits, and may name tokens that do not exist. Neither
+        """There may be more tokens than the model has logits, or fewer, and end tokens that do not exist. None of them
         is used."""
         self.vocabulary = vocabulary = tokenizer.vocabulary
         names = vocabulary.tokens()[:vocab_size]
@@ -148,6 +148,7 @@ class TokenBytes:
             b"\xff" + (name or "").encode() if i in no_text else vocabulary.token_bytes(i)
             for i, name in enumerate(names)
         ]
+        self.tokens += [b""] * (vocab_size - len(names))  # the masks have a bit for each logit
         self.ids_of_bytes = {data: i for i, data in enumerate(self.tokens) if len(data) == 1}
         self.eos_token_id = self.end_ids[0] if self.end_ids else vocab_size - 1
         has_bos = tokenizer.bos_id is not None and tokenizer.bos_id < len(names)
@@ -198,16 +199,17 @@ def choice_source(texts: list[str]) -> str:
 def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
     """A function that returns a new grammar, of the JSON schema in a file, for each answer. UserError if the library
     does not support a place of it."""
+    compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
     try:
-        schema = json.loads(path.read_text(encoding="utf-8"))
-        source = schema_source(schema)
+        loosened = loosen_schema(compiler, json.loads(path.read_text(encoding="utf-8")), strict=True)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
-    compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
-    schema, places, _ = loosen_schema(compiler, schema, strict=True)
-    for place, reason in places.items():
+    if loosened.places:
+        place, reason = next(iter(loosened.places.items()))
         raise UserError(f"{path}: {place or 'the schema'}: {reason}")
-    source = schema_source(schema)
+    source = schema_source(loosened.schema)
 
     def new() -> Grammar:
         try:
@@ -225,30 +227,12 @@ SUBSCHEMA = ("items", "additionalItems", "additionalProperties")  # one, or true
 SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 SUBSCHEMAS = {*SUBSCHEMA, *SUBSCHEMA_LISTS, *SUBSCHEMA_MAPS}
-ANNOTATIONS = {
-    "title",
-    "description",
-    "default",
-    "example",
-    "examples",
-    "$comment",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-}
+ANNOTATIONS = {"title", "description", "default", "example", "examples", "$comment"}
+ANNOTATIONS |= {"deprecated", "readOnly", "writeOnly"}
 IDENTIFIERS = ("$schema", "$id", "id", "$anchor")
 # Keywords that the library may refuse in combination with others, the one first that is left out first.
-COMBINED = (
-    "minProperties",
-    "maxProperties",
-    "minLength",
-    "maxLength",
-    "format",
-    "pattern",
-    "multipleOf",
-    "const",
-    "enum",
-)
+COMBINED = ("minProperties", "maxProperties", "minLength", "maxLength", "format", "pattern")
+COMBINED += ("multipleOf", "const", "enum")
 # The bounds of numbers: -1 where lower values allow more, and 1 where higher ones do.
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT = 2**53  # up to here a float, which is what the library makes of a number, holds all integers
@@ -294,13 +278,12 @@ class SchemaLoosener:
 
     def run(self, schema: dict | bool) -> dict | bool:
         check_size(schema_source(schema))
-        if isinstance(schema, dict) and not self.refusal({"$schema": schema.get("$schema", "")}):
-            self.draft = {"$schema": schema.get("$schema", "")}
         is_supported = not self.refusal(schema)
-        if is_supported and all(
-            is_exact(key, node[key], node.get("type")) for node, _ in subschemas(schema) for key in node
-        ):
+        numbers = ((key, node[key], node.get("type")) for node, _ in subschemas(schema) for key in node)
+        if is_supported and all(is_exact(*number) for number in numbers):
             return schema
+        draft = {"$schema": schema["$schema"]} if isinstance(schema, dict) and "$schema" in schema else {}
+        self.draft = {} if self.refusal(draft) else draft
         loosened = self.loosen(schema, "")
         if is_supported or not isinstance(loosened, dict):
             return loosened
@@ -355,18 +338,19 @@ class SchemaLoosener:
 
     def loosen_keyword(self, kept: dict, schema: dict, key: str, place: str):
         """Put a keyword into `kept`, or what can be kept of it."""
-        value, types = schema[key], {}
-        if key != "type" and "type" in schema and not self.refusal({"type": schema["type"]}):
-            types = {"type": schema["type"]}
+        value = schema[key]
+        types = {"type": schema["type"]} if "type" in schema else {}
+        if key == "type" or self.refusal(types):
+            types = {}
         alone = self.draft | types | {key: value}
+
         reason = self.refusal(alone)
+        is_ignored = bool(reason) and not self.refusal(alone, lenient=True)
         if not reason and not is_exact(key, value, types.get("type")):
-            reason, is_ignored = NO_FLOAT, False
-        elif not reason:
+            reason = NO_FLOAT
+        if not reason:
             kept[key] = value
             return
-        else:
-            is_ignored = not self.refusal(alone, lenient=True)
         self.add(place, reason, is_ignored)
         if key == "type":
             self.mistake = self.mistake or place.lstrip(".")
@@ -461,7 +445,7 @@ class SchemaLoosener:
 
 def join_path(path: str, key: str) -> str:
     """The path of a keyword or of a property, as JavaScript would write it."""
-    if re.fullmatch(r"[$\w-]{1,60}", key, re.ASCII):
+    if re.fullmatch(r"[$\w-]{1,60}", key):
         return f"{path}.{key}"
     return f"{path}[{json.dumps(key[:60])}]"
 

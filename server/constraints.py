@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from cli import UserError, print_status
+from cli import UserError, print_status, printable
 from grammar import (
     IDENTIFIERS,
     GrammarTokenizer,
@@ -286,6 +286,7 @@ class GrammarChecker:
         return tried.schema
 
     def log(self, place: str, reason: str):
+        place = printable(place)
         if place not in self.logged and len(self.logged) < MAX_LOGGED:
             self.logged.add(place)
             print_status(f"{place} of a request is not enforced: {reason}")

@@ -4,6 +4,7 @@ The app is the server's, with an engine that answers with given texts. Anthropic
 """
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +13,7 @@ from starlette.testclient import TestClient
 
 from checkpoint import read_config, read_tokenizer_files
 from server import http_server
-from server.anthropic import chat_body, count_tokens, parse_message
+from server.anthropic import chat_body, count_tokens, error_body, parse_message
 from server.api import ServedModel
 from server.fields import ApiError, FieldReader
 from server.messages import Settings, Update
@@ -287,6 +288,21 @@ def test_sampling_parameters_and_limits(model):
 def test_tool_choice(choice, translated):
     body = chat_body(FieldReader({"messages": [QUESTION], "tool_choice": choice}))
     assert (body["tool_choice"], body["parallel_tool_calls"]) == translated
+
+
+def test_the_place_of_what_a_strict_schema_may_not_have_is_named_as_the_client_does(model):
+    mail = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"\bx"}}}
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": mail}}}
+    place = "output_config: the schema is not supported: output_config.format.schema.properties.a.pattern: "
+    with pytest.raises(ApiError, match=re.escape(place)) as caught:
+        parse_message(model, {"messages": [QUESTION]} | fields)
+    assert caught.value.status == 400 and error_body(caught.value)["error"]["type"] == "invalid_request_error"
+    tools = [TOOL, TOOL | {"name": "f", "input_schema": mail, "strict": True}]
+    place = "tools: a schema is not supported: tools[1].input_schema.properties.a.pattern: "
+    with pytest.raises(ApiError, match=re.escape(place)):
+        parse_message(model, {"messages": [QUESTION], "tools": tools})
+    del tools[1]["strict"]
+    parse_message(model, {"messages": [QUESTION], "tools": tools, "tool_choice": {"type": "any"}})
 
 
 def test_a_schema_for_the_answer(model):

@@ -510,6 +510,62 @@ def test_what_a_strict_schema_may_not_have(model):
     assert completion.choices[0].text_request.grammar
 
 
+MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"}
+PERSON = POINT | {"properties": {"mail": MAIL, "x": {"type": "integer"}}}
+UNSUPPORTED = [  # (schema, the place, answers that it still allows, others)
+    (PERSON, "properties.mail.pattern", ['{"mail": ".", "x": 1}', '{"x": 1}'], ['{"mail": "a@b"}', '{"x": "1"}']),
+    ({"anyOf": [PERSON, {"type": "null"}]}, "anyOf[0].properties.mail.pattern", ['{"x": 1}', "null"], ["{}"]),
+    (POINT | {"properties": {"x": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}},
+     "properties.x.minimum", ['{"x": -9223372036854775808}'], ['{"x": 9223372036854775808}']),
+    (POINT | {"$schema": "https://json-schema.org/draft-07/schema#"}, "$schema", ['{"x": 1}'], ["{}"]),
+    (POINT | {"properties": {"x": {"$ref": "#/$defs/none"}}}, "properties.x.$ref", ['{"x": []}'], ["{}"]),
+    ({"type": "array", "items": {"format": "int64"}, "maxItems": 1}, "items.format", ["[5]", '["a"]'], ["[5, 5]"]),
+    ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, "minProperties", ['{"a": 1}'], ["[]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema, place, fits, others", UNSUPPORTED)
+def test_what_the_library_does_not_support_is_loosened_or_named(
+    model, capsys, monkeypatch, schema, place, fits, others
+):
+    monkeypatch.setattr(model.grammars, "logged", set())
+    strict = named(schema, strict=True)
+    path = re.escape(f"response_format.json_schema.schema.{place}: ")
+    for parse, body in ((model.parse_completion, {"prompt": "a"}), (model.parse_chat, {"messages": MESSAGES})):
+        with pytest.raises(ApiError, match=f"^response_format: the schema is not supported: {path}.") as caught:
+            parse(body | strict)
+        assert caught.value.status == 400 and caught.value.param == "response_format"
+    assert capsys.readouterr().err == ""
+    fields = [(named(schema), "response_format.json_schema.schema"), (named(schema), "no second line")]
+    fields += [({"guided_json": json.dumps(schema)}, "guided_json")]
+    fields += [({"structured_outputs": {"json": schema}}, "structured_outputs")]
+    for field, name in fields:
+        source = model.parse_chat({"messages": MESSAGES} | field).choices[0].text_request.grammar
+        assert [text for text in fits + others if model.grammars.accepts(source, text)] == fits
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (name != "no second line")
+        assert all(line.startswith(f"{name}.{place} of a request is not enforced: ") for line in lines)
+
+
+def test_a_schema_of_which_nothing_can_be_kept(model):
+    for schema, place in (
+        ({"$ref": "http://127.0.0.1/x"}, "$ref"),
+        ({"pattern": "(?=a)", "description": "x"}, "pattern"),
+        ({"type": "object", "properties": {"a": {"type": "any"}}}, "properties.a.type"),  # a mistake
+    ):
+        with pytest.raises(ApiError, match=re.escape(f"the schema is not supported: guided_json.{place}: ")):
+            model.parse_completion({"prompt": "a", "guided_json": schema})
+
+
+def test_few_places_are_logged(model, capsys, monkeypatch):
+    monkeypatch.setattr(model.grammars, "logged", set())
+    names = ["x" * 500, "\x1b[2J", *map(str, range(150))]
+    schema = {"type": "object", "properties": {name: {"pattern": "(?=a)"} for name in names}}
+    model.parse_completion({"prompt": "a", "guided_json": schema})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == constraints.MAX_LOGGED and all(line.isprintable() and len(line) < 300 for line in lines)
+
+
 def test_grammars_without_the_library(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(model.grammars, "compiler", None)
@@ -519,10 +575,16 @@ def test_grammars_without_the_library(model, monkeypatch):
         assert caught.value.status == 400 and caught.value.param == next(iter(fields))
 
 
-def test_grammars_need_a_token_that_ends_answers(model):
-    with pytest.raises(ApiError, match="guided_json: the model has no end-of-text token") as caught:
-        GrammarChecker(model.tokenizer, 700, ()).check('start: "a"', "guided_json")
-    assert caught.value.status == 400
+@pytest.mark.parametrize("ends", [(), (60000,), (-1, 700)])
+def test_grammars_need_a_token_that_ends_answers(model, ends):
+    checker = GrammarChecker(model.tokenizer, 700, ends)
+    named_ids = ", ".join(map(str, ends)) or "none is named"
+    said = re.escape(f"guided_json: the model has no end-of-text token among its 700 tokens ({named_ids}), which")
+    for check in (lambda: checker.check('start: "a"', "guided_json"), lambda: checker.fit_constraint(GUIDED)):
+        with pytest.raises(ApiError, match=said) as caught:
+            check()
+        assert caught.value.status == 400
+    GrammarChecker(model.tokenizer, 700, (*ends, 1)).check('start: "a"', "guided_json")
 
 
 def test_valid_grammars_are_remembered(model, monkeypatch):
@@ -532,6 +594,7 @@ def test_valid_grammars_are_remembered(model, monkeypatch):
     model.parse_completion(body)
 
 
+GUIDED = constraints.make_constraint("json", {"type": "integer"}, "guided_json")
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)} | {"d4000": {}}
 TOO_COMPLEX = [  # each would take the library minutes, or end the process by a stack overflow
     {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]},

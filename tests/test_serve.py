@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -721,3 +722,44 @@ def test_a_host_that_is_no_text():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "--host \\udcff --port 0 cannot be listened on" in done.stderr
+
+
+# ---------------------------------------------------------------- end tokens that the model does not have
+
+
+NO_END = "no end-of-text token among its 700 tokens (60000)"
+
+
+@pytest.mark.parametrize("ends, refused", [([60000, 1], ""), pytest.param(60000, NO_END, marks=pytest.mark.full)])
+def test_an_end_token_beyond_the_table_and_a_schema(checkpoints, tmp_path, ends, refused):
+    """The grammar is built with those that exist. If none does, the request is refused, and others are served."""
+    directory = tmp_path / "hf"
+    shutil.copytree(checkpoints[None].parent / "hf", directory)
+    generation = json.loads((directory / "generation_config.json").read_text())
+    (directory / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": ends}))
+    if refused:
+        named = json.loads((directory / "tokenizer_config.json").read_text())
+        named.pop("eos_token")
+        (directory / "tokenizer_config.json").write_text(json.dumps(named))
+        (directory / "chat_template.jinja").unlink()  # which writes an end token that exists
+    integer = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    schema = {"$schema": "https://json-schema.org/draft-07/schema#", "type": "object", "required": ["a"]}
+    schema |= {"properties": {"a": integer}, "additionalProperties": False}
+    described = {"name": "a", "schema": schema}
+    body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0}
+    body["response_format"] = {"type": "json_schema", "json_schema": described}
+    strict = body | {"response_format": {"type": "json_schema", "json_schema": described | {"strict": True}}}
+    with running(tmp_path / "log", "--checkpoint_path", directory, *OPTIONS) as server:
+        status, answer = server.request("POST", "/v1/completions", body)
+        strict_status, strict_answer = server.request("POST", "/v1/completions", strict)
+        assert strict_status == 400
+        if refused:
+            assert status == 400 and refused in json.loads(answer)["error"]["message"]
+            assert refused in json.loads(strict_answer)["error"]["message"]
+        else:
+            assert status == 200, answer
+            choice = json.loads(answer)["choices"][0]
+            assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"])["a"], int)
+            assert "response_format.json_schema.schema.$schema: " in json.loads(strict_answer)["error"]["message"]
+        assert server.request("POST", "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 3})[0] == 200
+    assert "Traceback" not in (tmp_path / "log").read_text()

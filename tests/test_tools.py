@@ -5,6 +5,7 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 """
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -872,6 +873,82 @@ DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
 )  # fmt: skip
 def test_requests_that_are_refused(served, fields, param):
     assert refused(served("qwen2.5"), REQUEST | fields) == param
+
+
+MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"}
+OTHER = {"type": "object", "properties": {"a": MAIL}, "required": ["a"], "additionalProperties": False}
+
+
+def call_of(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_a_tool_with_an_unsupported_pattern(served):
+    """It is loosened there alone, and neither loosens nor refuses what another tool has."""
+    model = served("qwen2.5")
+    compiler = model.grammars.get_compiler("tools")
+    exact = POINT | {"properties": {"x": {"type": "string", "pattern": "^a+$"}}}
+    tools = [function("f", OTHER), function("A-b_9", exact)]
+    strict = [function("f", OTHER), function("A-b_9", exact, strict=True)]
+    for fields in (
+        {"tools": tools, "tool_choice": "required"},
+        {"tools": strict},
+        {"tools": strict, "tool_choice": "required"},
+        {"tools": tools, "response_format": {"type": "json_object"}},
+    ):
+        grammar = model.parse_chat(REQUEST | fields).choices[0].text_request.grammar
+        for name, arguments, is_allowed in (
+            ("f", '{"a": "."}', True),
+            ("f", "{}", False),
+            ("f", '{"a": 5}', False),
+            ("f", '{"a": ".", "b": 1}', False),
+            ("A-b_9", '{"x": "aa"}', True),
+            ("A-b_9", '{"x": "b"}', False),
+        ):
+            assert fits(model, compiler, grammar, call_of(name, arguments)) == is_allowed, (fields, name, arguments)
+
+
+def test_the_place_in_a_strict_tool_is_named(served):
+    model = served("qwen2.5")
+    tools = [function("get_weather", OTHER), function("f", OTHER, strict=True)]
+    place = re.escape(
+        "tools: a schema is not supported: tools[1].function.parameters.properties.a.pattern: look-around"
+    )
+    for fields in ({}, {"tool_choice": "required"}, {"tool_choice": function("f")}):
+        with pytest.raises(ApiError, match=place) as caught:
+            model.parse_chat(REQUEST | {"tools": tools} | fields)
+        assert (caught.value.status, caught.value.param) == (400, "tools")
+    for fields in ({"tool_choice": "none"}, {"tool_choice": function("get_weather")}):
+        model.parse_chat(REQUEST | {"tools": tools} | fields)
+
+
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)} | {"d4000": {}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "any"}}},
+        {"properties": {"a": {"enum": []}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "http://127.0.0.1/x"}}},
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": CHAIN},  # which ends the process that tries it
+    ],
+)
+def test_another_tool_is_not_refused_with_one_that_is_not_strict(served, capsys, monkeypatch, schema):
+    tools = [Tool("f", schema, place="tools[0]"), Tool("g", POINT, True, "tools[1]")]
+    checker = served("qwen2.5").grammars
+    monkeypatch.setattr(checker, "logged", set())
+    loosened = checker.fit_tools(tools)
+    assert loosened[1].schema == {"type": "object"} | POINT
+    rules = ToolGrammar(HERMES, loosened, {}, False)
+    source = "\n".join([f"start: {rules.calls()}", *rules.rules])
+    assert checker.accepts(source, call_of("f", '{"a": 1}')) and not checker.accepts(source, call_of("g", '{"x": ""}'))
+    assert "tools[0]" in capsys.readouterr().err
+    if "http" not in str(schema):  # else it is just loosened
+        with pytest.raises(ApiError, match=r"tools: a schema is not supported: tools\[0\]"):
+            checker.fit_tools(tools[:1])
+    with pytest.raises(ApiError, match=r"tools: a schema is not supported: tools\[0\]"):
+        checker.fit_tools([replace(tools[0], strict=True), tools[1]])
 
 
 def test_a_template_without_tools_refuses_them(served):

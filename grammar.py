@@ -2,10 +2,10 @@
 
 Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; GrammarThread, which does so
 while the engine goes on; the sources of grammars; SchemaLoosener, for schemas that the library does not support as they
-are. A grammar is written in the Lark dialect of llguidance, the library
-that does the work (in requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
-allowed only if the text with it can still be completed. (Where just one text can follow, only the tokens into which the
-tokenizer would split it are allowed.) A request without a grammar does not need this file.
+are. A grammar is written in the Lark dialect of llguidance, the library that does the work (in requirements-serve.txt).
+It knows the bytes of every token, so the masks are exact: a token is allowed only if the text with it can still be
+completed. (Where just one text can follow, only the tokens into which the tokenizer would split it are allowed.) A
+request without a grammar does not need this file.
 
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """

@@ -200,7 +200,7 @@ class ServedModel:
         constraint = self.grammars.fit_constraint(constraint)
         grammar = None if constraint is None else AnswerRules(constraint).source({})
         if constraint is not None:
-            self.grammars.check(grammar, constraint.param, constraint.kind)
+            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried=constraint.given is not None)
         choices = []
         for ids, text in prompts:
             new = self.check_length(ids, max_tokens, "prompt", 0)
@@ -237,7 +237,7 @@ class ServedModel:
         if grammar is not None:
             is_of_tools = choice.tools and (constraint is None or choice.required)
             param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
-            self.grammars.check(grammar, param, kind)
+            self.grammars.check(grammar, param, kind, is_tried=not choice.tools and constraint.given is not None)
         syntax, fits = conversation.syntax, None
         if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
             bare_calls = constraint is None and not choice.required

@@ -25,6 +25,7 @@ from cli import UserError, print_status, printable
 from grammar import (
     IDENTIFIERS,
     GrammarTokenizer,
+    check_size,
     choice_source,
     loosen_schema,
     regex_source,
@@ -312,19 +313,23 @@ class GrammarChecker:
         finally:
             self.tries.release()
 
-    def check(self, source: str, param: str, kind: str = "the schema"):
-        """ApiError if a grammar is invalid, too large, or too complex. It names the field, and what is in it."""
+    def check(self, source: str, param: str, kind: str = "the schema", is_tried: bool = False):
+        """ApiError if a grammar is invalid, too large, or too complex. It names the field, and what is in it.
+        is_tried: the grammar is that of a schema which `fit` has compiled, so that only its size is not known."""
         key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
         compiler = self.get_compiler(param)
         with self.lock:
             if key in self.valid:
                 return self.valid.move_to_end(key)
-        with self.slot():
-            try:
-                source.encode()
-                error = try_grammar(compiler, source)
-            except UnicodeEncodeError as failure:
-                error = str(failure)
+        error = ""
+        try:
+            source.encode()
+            check_size(source)
+            if not is_tried:
+                with self.slot():
+                    error = try_grammar(compiler, source)
+        except (UnicodeEncodeError, UserError) as failure:
+            error = str(failure)
         if error:
             raise ApiError(f"{param}: {kind} is not supported: {error}", param=param)
         with self.lock:

@@ -88,7 +88,7 @@ class GgufFile:
         return default if value == 0 else value
 
     def refuse(self, name: str, why: str):
-        raise UserError(f"{self.path}: {self.architecture}.{name} = {self.hyper(name)!r} {why}")
+        raise UserError(f"{self.path}: {self.architecture}.{name} = {short(self.hyper(name))} {why}")
 
     # ------------------------------------------------------------ Config
 
@@ -308,14 +308,14 @@ class GgufFile:
 
         for name in sorted(TOKEN_IDS & fields.keys()):
             if type(fields[name]) is not int:
-                raise UserError(f"{self.path}: {start}{name} = {fields[name]!r} is not a token id")
+                raise UserError(f"{self.path}: {start}{name} = {short(fields[name])} is not a token id")
             if not 0 <= fields[name] < len(tokens):
                 why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
                 print_status(f"warning: {self.path}: {start}{name} = {fields.pop(name)} {why}")
 
         for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
             if type(fields.get(name, True)) not in (bool, int):
-                raise UserError(f"{self.path}: {start}{name} = {fields[name]!r} is neither true nor false")
+                raise UserError(f"{self.path}: {start}{name} = {short(fields[name])} is neither true nor false")
         if fields.get("add_eos_token"):
             print_status(f"{self.path}: {start}add_eos_token is ignored: a prompt has no EOS token at its end")
         return fields
@@ -330,7 +330,7 @@ class GgufFile:
             add_sentencepiece_defaults(fields)
             add_bos, files.model = True, sentencepiece_model(get)
         else:
-            raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
+            raise UserError(f"{self.path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama")
         tokens, kinds = get("tokens"), get("token_type", [])
         bos = get("bos_token_id", None)
         if kinds and (len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds)):
@@ -350,6 +350,11 @@ class GgufFile:
         templates = [self.value(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use")]
         files.template, files.tool_template = (text if isinstance(text, str) and text else None for text in templates)
         return files
+
+
+def short(value) -> str:
+    """A value of the file as a message shows it."""
+    return printable(repr(value))
 
 
 def end_tokens(get) -> list[int]:
@@ -419,12 +424,12 @@ def byte_level_bpe(path: Path, get):
         print_status(f"warning: {path} lacks tokenizer.ggml.pre: text is split by a default, maybe not as in training")
     rule = ALIASES.get(name, name or "default")
     if rule not in PRE_TOKENIZERS:
-        known = ", ".join([*sorted(PRE_TOKENIZERS), *sorted(ALIASES)])
-        raise UserError(f"{path}: tokenizer.ggml.pre {name!r} is not known; known: {known}")
+        known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
+        raise UserError(f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {known}")
 
     tokens = get("tokens")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = known_merges(path, get("merges", []), vocabulary)
+    merges = known_merges(path, get("merges", None), vocabulary)
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in IGNORE_MERGES))
     cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
@@ -438,14 +443,18 @@ def byte_level_bpe(path: Path, get):
     return library, rule in ADD_BOS
 
 
-def known_merges(path: Path, merges: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of tokens of the vocabulary to a token of the vocabulary. A token that is damaged has others."""
+def known_merges(path: Path, merges: list[str] | None, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges of two tokens of the vocabulary to a third one. Those of a token that is damaged are left out."""
+    if merges is None:
+        print_status(f"warning: {path} lacks tokenizer.ggml.merges: each byte of a text becomes a token")
+        return []
     pairs = [merge.partition(" ")[::2] for merge in merges]
     known = [pair for pair in pairs if {*pair, "".join(pair)} <= vocabulary.keys()]
     if len(known) < len(pairs) / 2:
         raise ValueError("most merges are of tokens that the vocabulary lacks")
     if len(known) < len(pairs):
-        print_status(f"warning: {path}: {len(pairs) - len(known)} merges are of tokens that the vocabulary lacks")
+        count = f"{len(pairs) - len(known)} of {len(pairs)} merges"
+        print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
     return known
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -303,8 +304,8 @@ class GgufFile:
             raise ValueError("tokens is not a list of strings")
         tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         if len(set(tokens)) < len(tokens):
-            twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
-            raise ValueError(f"tokens has {twice!r} twice")
+            [(twice, _)] = Counter(tokens).most_common(1)
+            raise ValueError(f"tokens has {short(twice)} twice")
 
         for name in sorted(TOKEN_IDS & fields.keys()):
             if type(fields[name]) is not int:

@@ -450,7 +450,7 @@ def known_merges(path: Path, merges: list[str] | None, vocabulary: dict[str, int
         print_status(f"warning: {path} lacks tokenizer.ggml.merges: each byte of a text becomes a token")
         return []
     pairs = [merge.partition(" ")[::2] for merge in merges]
-    known = [pair for pair in pairs if {*pair, "".join(pair)} <= vocabulary.keys()]
+    known = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
     if len(known) < len(pairs) / 2:
         raise ValueError("most merges are of tokens that the vocabulary lacks")
     if len(known) < len(pairs):

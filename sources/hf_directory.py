@@ -193,7 +193,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         if type(i) is not int or i < 0:
             raise ValueError(f"{i!r} is not a token id (bos_token_id or eos_token_id, or in generation_config.json)")
     if library is not None:  # transformers ignores add_bos_token and add_eos_token beside a tokenizer.json
-        before, after = added_tokens(library)
+        before, after = surrounding_tokens(library)
     else:
         before = [bos] if settings.get("add_bos_token") and bos is not None else []
         after = eos[:1] if settings.get("add_eos_token") else []
@@ -213,7 +213,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     }
 
 
-def added_tokens(library) -> tuple[list[int], list[int]]:
+def surrounding_tokens(library) -> tuple[list[int], list[int]]:
     """The ids that the post-processor of a tokenizer.json puts before a text, and after it."""
     library.no_truncation()
     library.no_padding()

@@ -305,7 +305,7 @@ class GgufFile:
         tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         if len(set(tokens)) < len(tokens):
             [(twice, _)] = Counter(tokens).most_common(1)
-            raise ValueError(f"tokens has {short(twice)} twice")
+            print_status(f"warning: {self.path}: {start}tokens has {short(twice)} twice; only the last one is used")
 
         for name in sorted(TOKEN_IDS & fields.keys()):
             if type(fields[name]) is not int:

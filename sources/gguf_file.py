@@ -7,8 +7,10 @@ knows the quantized types. The `gguf` package dequantizes other types. Nothing i
 
 import dataclasses
 import os
+import re
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +28,13 @@ from sources.gguf_header import TensorInfo, open_file, read_header
 # The fields that are read or checked. Any other field of the architecture causes a warning.
 USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count
     attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
-    attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
+    attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count embedding_scale residual_scale logit_scale
     attention.scale attention.sliding_window_pattern rope.freq_base_swa
     rope.scaling.yarn_attn_factor rope.scaling.yarn_log_multiplier attention.temperature_scale"""
+TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}
+ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -68,8 +72,24 @@ class GgufFile:
         """A hyperparameter: a field whose name begins with the architecture."""
         return self.value(f"{self.architecture}.{name}", *default)
 
+    def per_layer(self, name: str, *default):
+        """A hyperparameter that may be a list with a value for each layer, if all of them are equal."""
+        value = self.hyper(name, *default)
+        if not isinstance(value, list):
+            return value
+        if len(value) != self.hyper("block_count"):
+            self.refuse(name, f"does not have a value for each of {self.hyper('block_count')} layers")
+        if any(other != value[0] for other in value):
+            self.refuse(name, "differs by layer, which is not supported")
+        return value[0]
+
+    def nonzero(self, name: str, default):
+        """A hyperparameter of which 0 counts as absent, as in llama.cpp."""
+        value = self.hyper(name, default)
+        return default if value == 0 else value
+
     def refuse(self, name: str, why: str):
-        raise UserError(f"{self.path}: {self.architecture}.{name} = {self.hyper(name)!r} {why}")
+        raise UserError(f"{self.path}: {self.architecture}.{name} = {short(self.hyper(name))} {why}")
 
     # ------------------------------------------------------------ Config
 
@@ -87,9 +107,6 @@ class GgufFile:
         shapes = {name: info.shape for name, info in self.infos.items()}
         if len(shapes.get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
-        for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-            if isinstance(self.hyper(name, 0), list):
-                self.refuse(name, "differs by layer, which is not supported")
         if self.hyper("block_count") > len(self.infos):
             self.refuse("block_count", f"is more than the {len(self.infos)} tensors of the file")
         for name in ("expert_count", "attention.sliding_window"):
@@ -97,7 +114,7 @@ class GgufFile:
                 self.refuse(name, "is no whole number")
         if self.hyper("expert_count", 0):
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
-        n_head, dim = self.hyper("attention.head_count"), self.hyper("embedding_length")
+        n_head, dim = self.per_layer("attention.head_count"), self.hyper("embedding_length")
         head_dim = self.hyper("attention.key_length", dim // n_head)
         if self.hyper("attention.value_length", head_dim) != head_dim:
             self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
@@ -108,41 +125,41 @@ class GgufFile:
             self.path,
             n_layer=self.hyper("block_count"),
             n_head=n_head,
-            n_kv_head=self.hyper("attention.head_count_kv", n_head),
+            n_kv_head=self.per_layer("attention.head_count_kv", n_head),
             head_dim=head_dim,
             dim=dim,
-            hidden_dim=self.hyper("feed_forward_length"),
+            hidden_dim=self.per_layer("feed_forward_length"),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),  # 1e-5 or 1e-6, stored as float32
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-            query_scale_beta=self.hyper("attention.temperature_scale", None) or None,
+            query_scale_beta=self.nonzero("attention.temperature_scale", None),
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             out_bias="blk.0.attn_output.bias" in shapes,
             mlp_bias="blk.0.ffn_down.bias" in shapes,
             qk_norm="blk.0.attn_q_norm.weight" in shapes,
-            sliding_window=self.hyper("attention.sliding_window", None) or None,
+            sliding_window=self.nonzero("attention.sliding_window", None),
             sliding_layers=self.sliding_layers(),
-            sliding_rope_base=self.hyper("rope.freq_base_swa", None),
-            embedding_scale=self.hyper("embedding_scale", 1.0),
-            attention_scale=self.hyper("attention.scale", None),
-            residual_scale=self.hyper("residual_scale", 1.0),
-            logits_scale=1 / self.hyper("logit_scale", 1.0),
+            sliding_rope_base=self.nonzero("rope.freq_base_swa", None),
+            embedding_scale=self.nonzero("embedding_scale", 1.0),
+            attention_scale=self.nonzero("attention.scale", None),
+            residual_scale=self.nonzero("residual_scale", 1.0),
+            logits_scale=1 / self.nonzero("logit_scale", 1.0),
         )
         return dataclasses.replace(config, **self.family.gguf_fields(config))
 
     def sliding_layers(self) -> tuple[int, ...] | None:
-        """The layers that slide: a list says so for each layer, a number n that every n-th does not. None if the file
-        does not say it."""
+        """The layers that slide: a list says so for each layer, a number n that every n-th does not (0: all do).
+        None if the file does not say it."""
         pattern = self.hyper("attention.sliding_window_pattern", None)
         if pattern is None:
             return None
         layers = range(self.hyper("block_count"))
         if not isinstance(pattern, list):
-            return tuple(i for i in layers if (i + 1) % pattern)
+            return tuple(i for i in layers if pattern == 0 or (i + 1) % pattern)
         if len(pattern) != len(layers):
             self.refuse("attention.sliding_window_pattern", f"does not have a value for each of {len(layers)} layers")
         return tuple(i for i in layers if pattern[i])
@@ -156,29 +173,34 @@ class GgufFile:
         return tuple(self.read(info).float().tolist())
 
     def rope(self) -> tuple[RopeScaling | None, int]:
-        """(scaling, longest context). The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields."""
-        context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "none")
+        """(scaling, longest context). The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields. As
+        in llama.cpp, a factor without a type is linear, and older files have it under another name."""
+        context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "linear")
+        if kind not in ROPE_TYPES:
+            self.refuse("rope.scaling.type", f"is not known; known: {', '.join(ROPE_TYPES)}")
+        factor = float(self.hyper("rope.scaling.factor", self.hyper("rope.scale_linear", 0.0))) or 1.0
+        if kind == "linear" and factor == 1.0:
+            kind = "none"
+        original = self.nonzero("rope.scaling.original_context_length", context)
         factors, short, long = map(self.divisors, ROPE_TENSORS)
         if factors is not None and kind != "none":
-            self.refuse("rope.scaling.type", f"and a tensor {ROPE_TENSORS[0]} cannot both be used")
+            raise UserError(f"{self.path}: {kind} RoPE scaling and the tensor {ROPE_TENSORS[0]} cannot both be used")
         if factors is not None:
             return RopeScaling("factors", factors=factors), context
         if short is not None:
             return RopeScaling(
                 "longrope",
-                original_max_seq_length=self.hyper("rope.scaling.original_context_length", context),
+                original_max_seq_length=original,
                 attention_factor=float(self.hyper("rope.scaling.attn_factor", 1.0)),
                 factors=short,
                 long_factors=long or (),
             ), context
         if kind == "none":
             return None, context
-        factor = float(self.hyper("rope.scaling.factor"))
         if kind == "linear":
             return RopeScaling("linear", factor), max(context, int(context * factor))
-        if kind != "yarn":
-            self.refuse("rope.scaling.type", "is not known; known: none, linear, yarn")
-        original = self.hyper("rope.scaling.original_context_length", context)
+        if kind == "longrope":
+            self.refuse("rope.scaling.type", f"needs the tensors {ROPE_TENSORS[1]} and {ROPE_TENSORS[2]}")
         usual = yarn_attention_factor(factor, 1.0, self.hyper("rope.scaling.yarn_log_multiplier", 0.0))
         scaling = RopeScaling(
             "yarn",
@@ -272,17 +294,44 @@ class GgufFile:
         except BaseException as error:  # of any kind; where the library's Rust code panics, it is no Exception
             raise UserError(f"{self.path}: the tokenizer's fields do not fit each other: {first_line(error)}") from None
 
-    def _tokenizer_files(self) -> TokenizerFiles:
-        def get(name, *default):
-            return self.value(f"tokenizer.ggml.{name}", *default)
+    def tokenizer_fields(self) -> dict:
+        """The fields of the tokenizer, by the ends of their names, as llama.cpp reads them: an empty token gets a name,
+        and an id outside the vocabulary counts as absent."""
+        start = "tokenizer.ggml."
+        fields = {name.removeprefix(start): value for name, value in self.metadata.items() if name.startswith(start)}
+        tokens = self.value(f"{start}tokens")
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise ValueError("tokens is not a list of strings")
+        tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        if len(set(tokens)) < len(tokens):
+            [(twice, _)] = Counter(tokens).most_common(1)
+            print_status(f"warning: {self.path}: {start}tokens has {short(twice)} twice; only the last one is used")
 
+        for name in sorted(TOKEN_IDS & fields.keys()):
+            if type(fields[name]) is not int:
+                raise UserError(f"{self.path}: {start}{name} = {short(fields[name])} is not a token id")
+            if not 0 <= fields[name] < len(tokens):
+                why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
+                print_status(f"warning: {self.path}: {start}{name} = {fields.pop(name)} {why}")
+
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+            if type(fields.get(name, True)) not in (bool, int):
+                raise UserError(f"{self.path}: {start}{name} = {short(fields[name])} is neither true nor false")
+        if fields.get("add_eos_token"):
+            print_status(f"{self.path}: {start}add_eos_token is ignored: a prompt has no EOS token at its end")
+        return fields
+
+    def _tokenizer_files(self) -> TokenizerFiles:
+        fields = self.tokenizer_fields()
+        get = fields.get
         kind, files = get("model", None), TokenizerFiles(self.path, {})
         if kind == "gpt2":
             files.library, add_bos = byte_level_bpe(self.path, get)
         elif kind == "llama":
+            add_sentencepiece_defaults(fields)
             add_bos, files.model = True, sentencepiece_model(get)
         else:
-            raise UserError(f"{self.path}: tokenizer kind {kind!r} is not known; known: gpt2, llama")
+            raise UserError(f"{self.path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama")
         tokens, bos = get("tokens"), get("bos_token_id", None)
         eos_ids = end_tokens(get)
         files.settings = {
@@ -302,6 +351,11 @@ class GgufFile:
         """Whether the tokenizer is that of Phi-3 if it is of the kind llama. (Phi-4 has another kind.)"""
         name = str(self.value("general.name", "")).lower()
         return self.architecture == "phi3" or "phi-3" in name or "phi3" in name
+
+
+def short(value) -> str:
+    """A value of the file as a message shows it."""
+    return printable(repr(value))
 
 
 def end_tokens(get) -> list[int]:
@@ -367,25 +421,46 @@ MARKS = {*END_TOKENS, *INFILL_TOKENS}
 NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
 CONTROL, USER_DEFINED = 3, 4
 SPECIAL = (CONTROL, UNKNOWN)  # found in text, and not shown
+BYTE = 6
 
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATH_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_LLAMA3 = _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
-# The regex that splits a text before BPE merges (pre-tokenization), by name in the file; None: GPT-2's regex.
+# The regexes that split a text one after the other before BPE merges (pre-tokenization), by name in the file.
 PRE_TOKENIZERS = {
-    "gpt-2": None,
-    "smollm": None,  # every digit is split off first
-    "llama-bpe": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
-    "dbrx": _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST,
-    "qwen2": _CONTRACTION + _WORD + r"|\p{N}" + _REST,
-    "tekken": _CASED_WORD + r"|\p{N}" + _PATH_REST,
-    "gpt-4o": _CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST,
+    "default": [r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"],  # llama.cpp's rule for files without a name
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
+    "falcon": [r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"],
+    "llama-bpe": [_LLAMA3],
+    "glm4": [_LLAMA3],
+    "dbrx": [_LLAMA3],
+    "minicpm5": [r"\p{N}{1,3}", _CONTRACTION + _WORD + r"|\p{N}+" + _REST],
+    "qwen2": [_CONTRACTION + _WORD + r"|\p{N}" + _REST],
+    "seed-coder": [_CONTRACTION + _WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", "")],
+    "tekken": [_CASED_WORD + r"|\p{N}" + _PATH_REST],
+    "gpt-4o": [_CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST],
 }
-ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-ALIASES |= {"refact": "smollm", "llama4": "gpt-4o"}
+IGNORE_MERGES = ("llama-bpe", "glm4", "minicpm5", "tekken")  # a word that is a token is not merged from its parts
+ADD_BOS = ("llama-bpe", "tekken")  # texts begin with a BOS token, if the file does not say otherwise
+NFC = ("qwen2", "deepseek-r1-qwen")  # normalized as by the models' own tokenizer.json; llama.cpp does not do this
+# Names that llama.cpp treats as one of these.
+SAME_RULE = {
+    "gpt-2": """phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert gigachat
+        a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling""",
+    "smollm": "refact starcoder command-r codeshell exaone minerva-7b mellum2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    "glm4": "glm5",
+    "dbrx": "smaug-bpe chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+}
+ALIASES = {name: rule for rule, names in SAME_RULE.items() for name in names.split()}
 
 
 def byte_level_bpe(path: Path, get):
@@ -393,28 +468,55 @@ def byte_level_bpe(path: Path, get):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = get("pre", None)
-    name = ALIASES.get(name, name)
-    if name not in PRE_TOKENIZERS:
-        known = ", ".join(sorted(PRE_TOKENIZERS | ALIASES))
-        raise UserError(f"{path}: tokenizer.ggml.pre {name!r} is not known; known: {known}")
-    llama_style = name in ("llama-bpe", "tekken")  # these add a BOS token, and do not merge a word that is a token
-    tokens, merges = get("tokens"), [tuple(merge.split(" ", 1)) for merge in get("merges", [])]
+    if not name:
+        print_status(f"warning: {path} lacks tokenizer.ggml.pre: text is split by a default, maybe not as in training")
+    rule = ALIASES.get(name, name or "default")
+    if rule not in PRE_TOKENIZERS:
+        known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
+        raise UserError(f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {known}")
+
+    tokens = get("tokens")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=llama_style))
-    regex = PRE_TOKENIZERS[name]
-    cuts = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
-    if regex is not None:
-        cuts.append(pre_tokenizers.Split(Regex(regex), behavior="isolated"))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None))
+    merges = known_merges(path, get("merges", None), vocabulary)
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in IGNORE_MERGES))
+    cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     library.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     library.decoder = decoders.ByteLevel()
-    if name == "qwen2":
+    if name in NFC:
         library.normalizer = normalizers.NFC()
     kinds = list(zip(tokens, token_types(get)))
     special = [token for token, kind in kinds if kind in SPECIAL]
     library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
-    return library, llama_style
+    return library, rule in ADD_BOS
+
+
+def known_merges(path: Path, merges: list[str] | None, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges of two tokens of the vocabulary to a third one. Those of a token that is damaged are left out."""
+    if merges is None:
+        print_status(f"warning: {path} lacks tokenizer.ggml.merges: each byte of a text becomes a token")
+        return []
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    known = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
+    if len(known) < len(pairs) / 2:
+        raise ValueError("most merges are of tokens that the vocabulary lacks")
+    if len(known) < len(pairs):
+        count = f"{len(pairs) - len(known)} of {len(pairs)} merges"
+        print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
+    return known
+
+
+def add_sentencepiece_defaults(fields: dict):
+    """Add what a file may leave out: <unk>, <s> and </s> are the first three tokens, and all scores are equal."""
+    tokens = fields["tokens"]
+    fields.setdefault("scores", [0.0] * len(tokens))
+    if tokens[:3] == ["<unk>", "<s>", "</s>"]:
+        is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
+        others = [BYTE if is_byte(token) else NORMAL for token in tokens[3:]]
+        fields.setdefault("token_type", [UNKNOWN, CONTROL, CONTROL, *others])
+        fields.setdefault("bos_token_id", 1)
+        fields.setdefault("eos_token_id", 2)
 
 
 def sentencepiece_model(get) -> bytes:
@@ -441,6 +543,8 @@ def sentencepiece_model(get) -> bytes:
 
     tokens = get("tokens")
     kinds, scores = token_types(get), get("scores")
+    if len(scores) < len(tokens):
+        raise ValueError("scores does not have a number for each token")
     # llama.cpp's converter writes these with plain spaces, as in Gemma's tokens for several spaces.
     tokens = [token.replace(" ", "\u2581") if k == USER_DEFINED else token for token, k in zip(tokens, kinds)]
     pieces = b"".join(

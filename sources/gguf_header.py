@@ -48,7 +48,8 @@ class Parser:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """An array of strings. A vocabulary has hundreds of thousands of them, so this loop calls nothing of ours."""
+        """An array of strings, in which invalid UTF-8 is written as \\xff: a name or one token of many may have it. A
+        vocabulary has hundreds of thousands of strings, so this loop calls nothing of ours."""
         data, at = self.data, self.at
         found, length_at = [], struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -56,7 +57,7 @@ class Parser:
             at = start + length_at(data, at)[0]
             if at > len(data):
                 raise struct.error("the file ends in a string")
-            found.append(data[start:at].decode())
+            found.append(data[start:at].decode("utf-8", "backslashreplace"))
         self.at = at
         return found
 

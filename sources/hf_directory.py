@@ -23,7 +23,7 @@ from checkpoint import (
     read_tokenizer_files,
     weight_files,
 )
-from cli import UserError, first_line
+from cli import UserError, first_line, print_status
 from config import Config
 from sources.families import FAMILIES, Family
 from sources.fields import Fields
@@ -222,12 +222,6 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     if "bos_token" in named:  # null means no BOS token, whatever config.json says
         known = token_id(named["bos_token"])
         bos = None if named["bos_token"] is None else bos if known is None else known
-    if "add_bos_token" in settings:
-        add_bos = bool(settings["add_bos_token"])
-    elif library is not None:
-        add_bos = library.encode("a").ids[:1] == [bos]  # the post-processor in tokenizer.json adds BOS
-    else:
-        add_bos = (directory / "tokenizer.model").exists()
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     # The tokenizer of a chat model may have another EOS token than its config.
     eos = [*(eos if isinstance(eos, list) else [eos]), token_id(named.get("eos_token"))]
@@ -235,14 +229,33 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
     for i in eos if bos is None else [bos, *eos]:
         if type(i) is not int or i < 0:
             raise ValueError(f"{i!r} is not a token id (bos_token_id or eos_token_id, or in generation_config.json)")
+    if library is not None:  # transformers ignores add_bos_token and add_eos_token beside a tokenizer.json
+        before, after = surrounding_tokens(library)
+    else:
+        before = [bos] if settings.get("add_bos_token") and bos is not None else []
+        after = eos[:1] if settings.get("add_eos_token") else []
+    if len(before) > 1 or after:
+        many = f"{len(before)} tokens before and {len(after)} after a text"
+        print_status(f"{directory}: its tokenizer adds {many}; a prompt here has at most one before it")
     texts = {i: token for token, i in ids.items()}
     by_id = {"bos_token": texts.get(bos), "eos_token": texts.get(eos[0]) if eos else None}  # for files without names
     return {
-        "bos_token_id": bos,
+        "bos_token_id": before[0] if before else bos,
         "eos_token_ids": list(dict.fromkeys(eos)),
         **by_id,
         **named,
-        "add_bos_token": add_bos,
+        "add_bos_token": bool(before),
         "added_tokens": added,
         "legacy": settings.get("legacy", True) is not False,
     }
+
+
+def surrounding_tokens(library) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor of a tokenizer.json puts before a text, and after it."""
+    library.no_truncation()
+    library.no_padding()
+    encoding = library.encode("a")
+    text = [i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+    if not text:  # the vocabulary lacks this letter
+        return encoding.ids[:1], encoding.ids[1:]
+    return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]

@@ -10,7 +10,7 @@ from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer
 
 # What may stand in the place of any field of a model's config.
 STRANGE_VALUES = [None, 0, -1, 1, 3, 2**40, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", True, [], [1], [0.5] * 3, {}]
-STRANGE_VALUES += [{"rope_type": "yarn"}, "yarn", "linear"]
+STRANGE_VALUES += [{"rope_type": "yarn"}, "yarn", "linear", 60000, 2**32 - 1, 0.0, -1.0, [2, 2], [3, 4], ["", "a"]]
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):

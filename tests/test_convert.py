@@ -1,6 +1,7 @@
 """Conversion of every kind of source: what is supported, what is refused, and that nothing half-written is left."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -235,14 +236,16 @@ def places(values, path=()):
             yield from places(value, (*path, key))
 
 
-def test_strange_values_of_published_configs_end_in_one_line(tmp_path):
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.full)])
+def test_strange_values_of_published_configs_end_in_one_line(tmp_path, count):
     """Any value in the place of any field, also in nested ones: a config is read or refused."""
     chance = random.Random(6)
     for file in sorted((CONFIGS).glob("*.json")):
         values = json.loads(file.read_text())
-        for path in chance.sample(list(places(values)), 8):
+        every = list(itertools.product(places(values), STRANGE_VALUES))
+        for path, value in chance.sample(every, count or len(every)):
             changed = copy.deepcopy(values)
-            reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = chance.choice(STRANGE_VALUES)
+            reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = value
             (tmp_path / "config.json").write_text(json.dumps(changed))
             try:
                 hf_config(tmp_path)
@@ -758,6 +761,41 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
         assert ours.encode(text) == [1, *library.encode(text)], repr(text)
         assert ours.decode(ours.encode(text)) == library.decode(library.encode(text))
     assert 1 in ours.encode("a<s>b")[1:]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bos_token_id": None, "eos_token_id": None},
+        {"bos_token_id": 600, "eos_token_id": 2**32 - 1},
+        {"unknown_token_id": 60000, "remove_extra_whitespaces": True},
+        {"token_type": None},
+        {"token_type": None, "bos_token_id": None, "unknown_token_id": None},
+        {"scores": None},
+    ],
+    ids=str,
+)
+def test_what_a_gguf_sentencepiece_tokenizer_may_leave_out(tmp_path, sentencepiece_folder, tiny, changes):
+    """The first tokens are <unk>, <s> and </s>; all scores are equal, as in llama.cpp."""
+    import sentencepiece
+
+    def tokenizer(fields):
+        opened.metadata = {name: value for name, value in fields.items() if value is not None}
+        return Tokenizer(opened.tokenizer_files())
+
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], sentencepiece_fields(library))
+    opened = GgufFile(tmp_path / "x.gguf")
+    whole = opened.metadata
+    other = {"tokenizer.ggml.scores": [0.0] * 600} if "scores" in changes else {}
+    expected = tokenizer(whole | other)
+    found = tokenizer(whole | {f"tokenizer.ggml.{name}": value for name, value in changes.items()})
+    for text in [*strings()[:90], "a<s>b</s> c<unk>"]:
+        assert found.encode(text) == expected.encode(text), repr(text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+    assert found.encode("x")[0] == 1 and found.eos_ids == (2,)
+    with pytest.raises(UserError, match="scores does not have a number for each token"):
+        tokenizer(whole | {"tokenizer.ggml.scores": [0.0] * 599})
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
 
 import gguf
 import pytest
+import sentencepiece
 import torch
 import transformers
+from cases import STRANGE_VALUES
 from conftest import ROOT, greedy, random_prompts
-from gguf_writer import bpe_fields, write_gguf
+from gguf_writer import bpe_fields, sentencepiece_fields, write_gguf
 from programs import main
+from texts import strings
 
 import formats
 from checkpoint import open_directory, read_model
@@ -21,9 +25,10 @@ from convert_hf_checkpoint import convert
 from formats import QuantizedLinear, StackedLinear
 from load import DraftOption, ModelOptions, load_model, open_checkpoint
 from sources import gguf_header
-from sources.gguf_file import GgufFile, end_tokens
+from sources.gguf_file import PRE_TOKENIZERS, GgufFile, end_tokens
 from sources.hub import default_gguf
 from sources.opening import open_gguf, open_source
+from tokenizer import Tokenizer
 from tp import Shard
 
 Q = gguf.GGMLQuantizationType
@@ -297,6 +302,237 @@ def test_fields_that_do_not_fit_are_refused(file):
     opened.metadata["qwen2.expert_count"] = 0
     with pytest.raises(UserError, match="not a vector of floating-point numbers"):
         opened.config()
+
+
+# ---------------------------------------------------------------- metadata of real files
+
+
+def with_fields(file, **fields):
+    """The open file with other fields of metadata. None removes a field."""
+    opened = GgufFile(file)
+    fields = opened.metadata | fields
+    opened.metadata = {name: value for name, value in fields.items() if value is not None}
+    return opened
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown"])
+@pytest.mark.parametrize("value", [700, 60000, 2**32 - 1, -1])
+def test_an_id_outside_the_vocabulary_counts_as_absent(file, capsys, name, value):
+    """With one line, also if texts are to begin with it. The file has 700 tokens; <|end|> is known by its name."""
+    field = f"tokenizer.ggml.{name}_token_id"
+    absent = with_fields(file, **{field: None}).tokenizer_files().settings
+    opened = with_fields(file, **{field: value, "tokenizer.ggml.add_bos_token": True})
+    assert opened.tokenizer_files().settings == absent
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and f"{field} = {value} is not one of the ids of 700 tokens" in line
+    assert (absent["bos_token_id"], absent["add_bos_token"], absent["eos_token_ids"]) == (None, False, [1])
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.0, True, [1], None], ids=str)
+def test_an_id_that_is_no_number_is_refused_by_name(file, value):
+    opened = GgufFile(file)
+    opened.metadata["tokenizer.ggml.eos_token_id"] = value
+    with pytest.raises(UserError, match=r"tokenizer.ggml.eos_token_id = .* is not a token id"):
+        opened.tokenizer_files()
+
+
+def test_flags_that_are_neither_true_nor_false_are_refused_and_eos_is_not_added(file, capsys):
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        with pytest.raises(UserError, match=f"tokenizer.ggml.{name} = 'false' is neither true nor false"):
+            with_fields(file, **{f"tokenizer.ggml.{name}": "false"}).tokenizer_files()
+    fields = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.add_bos_token": True}
+    tokenizer = Tokenizer(with_fields(file, **fields, **{"tokenizer.ggml.bos_token_id": 0}).tokenizer_files())
+    assert tokenizer.encode("x")[0] == 0 and len(tokenizer.encode("x")) == 2
+    assert "add_eos_token is ignored" in capsys.readouterr().err
+
+
+BROKEN = b"\xff\xfe\xff"
+
+
+def test_invalid_utf8_in_the_metadata(file, tmp_path, capsys):
+    """In a field's name, in general.name, in a token, in a merge: every other text has the same ids, and runs."""
+    before = Tokenizer(GgufFile(file).tokenizer_files())
+    tokens, merges = (GgufFile(file).metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
+    longest = max(tokens[2:], key=len).encode()
+    merge = max(merges, key=len).encode()
+    raw = file.read_bytes()
+    for old in (b"general.quantization_version", longest, merge):
+        sized = struct.pack("<Q", len(old)) + old
+        if sized in raw:
+            assert raw.count(sized) == 1
+            raw = raw.replace(sized, sized[:-5] + BROKEN + sized[-2:])
+    path = tmp_path / "x.gguf"
+    path.write_bytes(raw)
+    opened = GgufFile(path)
+    after = Tokenizer(opened.tokenizer_files())
+    [damaged] = [i for i, token in enumerate(opened.metadata["tokenizer.ggml.tokens"]) if token != tokens[i]]
+    assert r"\xff\xfe\xff" in after.decode([damaged]) and after.encode(after.decode([damaged]))
+    compared = 0
+    for text in strings(["<|end|>"]):
+        if damaged not in before.encode(text):
+            assert after.encode(text) == before.encode(text)
+            compared += 1
+    assert compared > 150
+    assert re.search(r"\d of \d+ merges are of tokens that the vocabulary lacks", capsys.readouterr().err)
+    prompts = random_prompts((5, 30))
+    assert greedy(load_model(open_gguf(path)), prompts, 6) == greedy(load_model(open_gguf(file)), prompts, 6)
+
+
+def test_empty_tokens_get_names_and_the_same_token_twice_is_named(file, capsys):
+    """Two empty tokens as well. Their merges are left out."""
+    tokens = list(GgufFile(file).metadata["tokenizer.ggml.tokens"])
+    before = Tokenizer(GgufFile(file).tokenizer_files())
+    one, other = (before.encode(text)[0] for text in ("the", "camel"))
+    emptied = [token if i not in (one, other) else "" for i, token in enumerate(tokens)]
+    after = Tokenizer(with_fields(file, **{"tokenizer.ggml.tokens": emptied}).tokenizer_files())
+    assert after.decode([one, other]) == f"[EMPTY_{one}][EMPTY_{other}]"
+    assert after.decode(after.encode("the camel 1")) == "the camel 1" and after.encode("<|end|>") == [1]
+    assert "twice" not in capsys.readouterr().err
+    emptied[other] = tokens[5]
+    twice = Tokenizer(with_fields(file, **{"tokenizer.ggml.tokens": emptied}).tokenizer_files())
+    assert f"tokens has {tokens[5]!r} twice; only the last one is used" in capsys.readouterr().err
+    assert (twice.decode([5]), twice.decode([other])) == ("", before.decode([5]))
+
+
+LAYERED = {"attention.head_count": 8, "attention.head_count_kv": 4, "feed_forward_length": 768}
+
+
+@pytest.mark.parametrize("name, value", LAYERED.items())
+def test_a_list_of_equal_values_is_one_value(file, name, value):
+    """One for each of the two layers. Others are refused by name."""
+    config, name = GgufFile(file).config(), f"qwen2.{name}"
+    assert with_fields(file, **{name: [value, value]}).config() == config
+    with pytest.raises(UserError, match=rf"{name} = \[{value}, {2 * value}\] differs by layer, which is not supported"):
+        with_fields(file, **{name: [value, 2 * value]}).config()
+    for wrong in ([], [value], [value] * 3):
+        with pytest.raises(UserError, match=f"{name} = .* does not have a value for each of 2 layers"):
+            with_fields(file, **{name: wrong}).config()
+
+
+ZEROS = """logit_scale embedding_scale residual_scale attention.scale attention.sliding_window rope.freq_base_swa
+    attention.temperature_scale rope.scaling.factor rope.scale_linear expert_count expert_used_count"""
+
+
+@pytest.mark.parametrize("name", ZEROS.split())
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_a_zero_counts_as_absent(file, name, zero):
+    if name in ("attention.sliding_window", "expert_count") and isinstance(zero, float):
+        return  # whole numbers
+    assert with_fields(file, **{f"qwen2.{name}": zero}).config() == GgufFile(file).config()
+
+
+FACTOR, OLD, KIND = "qwen2.rope.scaling.factor", "qwen2.rope.scale_linear", "qwen2.rope.scaling.type"
+
+
+@pytest.mark.parametrize(
+    "fields, kind, factor",
+    [
+        ({FACTOR: 4.0}, "linear", 4.0),
+        ({OLD: 3.0}, "linear", 3.0),
+        ({OLD: 3.0, FACTOR: 4.0}, "linear", 4.0),
+        ({OLD: 3.0, FACTOR: 0.0}, None, None),
+        ({OLD: 3.0, KIND: "linear"}, "linear", 3.0),
+        ({OLD: 3.0, KIND: "yarn"}, "yarn", 3.0),
+        ({OLD: 3.0, FACTOR: 4.0, KIND: "none"}, None, None),
+        ({FACTOR: 1.0}, None, None),
+        ({KIND: "linear"}, None, None),
+        ({KIND: "yarn"}, "yarn", 1.0),
+        ({KIND: "yarn", FACTOR: 4.0, "qwen2.rope.scaling.original_context_length": 0}, "yarn", 4.0),
+    ],
+    ids=str,
+)
+def test_a_rope_factor_without_a_type_is_linear(file, fields, kind, factor):
+    config, plain = with_fields(file, **fields).config(), GgufFile(file).config()
+    found = config.rope_scaling
+    assert (found and found.kind, found and found.factor) == (kind, factor)
+    assert config.max_seq_length == plain.max_seq_length * (factor or 1)
+    assert kind != "yarn" or found.original_max_seq_length == plain.max_seq_length
+
+
+@pytest.mark.parametrize("kind", ["", "dynamic", "su", 3, [1], "longrope"])
+def test_other_types_of_rope_scaling_are_refused(file, kind):
+    with pytest.raises(UserError, match=r"qwen2.rope.scaling.type = .* (is not known; known: none, linear|needs the)"):
+        with_fields(file, **{KIND: kind, FACTOR: 4.0}).config()
+
+
+def test_a_pattern_of_zero_means_that_all_layers_slide(file):
+    fields = {"qwen2.attention.sliding_window": 50, "qwen2.attention.sliding_window_pattern": 0}
+    assert with_fields(file, **fields).config().sliding_layers == (0, 1)
+
+
+# What llama-tokenize gives for the default model's file with another tokenizer.ggml.pre and without add_bos_token.
+WORDS = "I'm 12345½, IT'S a=b|c` x-Ray/\n\nHTTPServer:\r\n  internationalization"
+_DIGITS = [216, 33, 34, 35, 36, 37, 16738, 28, 9627, 23, 67, 253, 45, 82, 108, 83, 80, 1792, 29, 30300, 31]
+_DEFAULT = [57, 23, 93, *_DIGITS, 198, 198, 8049, 33635, 10740, 42, 23799, 3113, 1237]
+_GPT2 = [57, 5248, *_DIGITS, 198, 198, 8049, 33635, 10740, 42, 23799, 3113, 1237]
+_LLAMA3 = [57, 5248, *_DIGITS, 1116, 8049, 33635, 10740, 42, 2738, 216, 3113, 1237]
+OF_LLAMA_CPP = {None: _DEFAULT, "": _DEFAULT, "default": _DEFAULT, "a.x-4.0": _GPT2, "starcoder": _GPT2}
+OF_LLAMA_CPP |= {"falcon3": [1, *_LLAMA3], "pixtral": [1, *_LLAMA3], "smaug-bpe": _LLAMA3, "glm4": _LLAMA3}
+
+
+@pytest.fixture(scope="module")
+def default_file():
+    return default_gguf()  # before capsys, because it may be downloaded
+
+
+@pytest.mark.parametrize("pre", OF_LLAMA_CPP)
+def test_names_of_pre_tokenizers_have_the_ids_of_llama_cpp(default_file, capsys, pre):
+    fields = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": None}
+    tokenizer = Tokenizer(with_fields(default_file, **fields).tokenizer_files())
+    assert tokenizer.encode(WORDS) == OF_LLAMA_CPP[pre]
+    assert ("lacks tokenizer.ggml.pre" in capsys.readouterr().err) == (not pre)
+
+
+# The pieces between which there are no merges. llama-tokenize has the same ids for 200 texts with each of these.
+_DBRX, _QWEN2 = "I|'m| |123|4| aB|=c| `(|d|'S|/\n\n|12", "I|'m| |1|2|3|4| aB|=c| `(|d|'S|/\n\n|1|2"
+PIECES = {
+    "default": "I|'|m| |123|4| aB|=|c| `|(|d|'|S|/|\n|\n|12",
+    "gpt-2": "I|'m| 1234| aB|=|c| `(|d|'|S|/|\n|\n|12",
+    "smollm": "I|'m| |1|2|3|4| aB|=|c| `(|d|'|S|/|\n\n|1|2",
+    "falcon": "I|'|m| |123|4| aB|=|c| |`(|d|'|S|/|\n|\n|12",
+    "seed-coder": "I|'m| |1|2|3|4| aB|=c| `(|d|'S|/|\n\n|1|2",
+    "tekken": "I|'m| |1|2|3|4| a|B|=c| `(|d|'S|/\n\n|1|2",
+    "gpt-4o": "I'm| |123|4| a|B|=c| `(|d'S|/\n\n|12",
+}
+PIECES |= dict.fromkeys(["llama-bpe", "glm4", "dbrx", "minicpm5"], _DBRX) | {"qwen2": _QWEN2}
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_pieces_of_every_pre_tokenizer(file, name):
+    library = with_fields(file, **{"tokenizer.ggml.pre": name}).tokenizer_files().library
+    pieces = [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str("I'm 1234 aB=c `(d'S/\n\n12")]
+    assert "|".join(pieces).replace("\u0120", " ").replace("\u010a", "\n") == PIECES[name]
+
+
+TOKENIZER_FIELDS = """model pre tokens token_type merges scores bos_token_id eos_token_id eot_token_id eom_token_id
+    unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces"""
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_strange_values_in_the_tokenizers_fields_end_in_one_line(file, sentencepiece_folder, kind, count):
+    """Any value in the place of any field, or none: a tokenizer that encodes and decodes, or one line."""
+    opened = GgufFile(file)
+    if kind == "llama":
+        library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
+        opened.metadata |= sentencepiece_fields(library)
+    whole, chance = opened.metadata, random.Random(kind)
+    n = len(whole["tokenizer.ggml.tokens"])
+    values = [*STRANGE_VALUES, "gpt2", "llama", "default", ["a"] * n, [str(i) for i in range(n)], [3] * n, [1.5] * n]
+    used = 0
+    for name in TOKENIZER_FIELDS.split():
+        for value in chance.sample(values, count or len(values)):
+            fields = whole | {f"tokenizer.ggml.{name}": value}
+            opened.metadata = {name: value for name, value in fields.items() if value is not None}
+            try:
+                tokenizer = Tokenizer(opened.tokenizer_files())
+            except UserError as error:
+                assert len(str(error)) < 900 and "\n" not in str(error)
+                continue
+            ids = tokenizer.encode("The fox <s> 12\n <|end|>")
+            assert isinstance(tokenizer.decode([*ids, *tokenizer.eos_ids, 5, 60000]), str)
+            used += 1
+    assert used > 30
 
 
 def test_text_of_a_file_is_printed_as_one_short_line(file, capsys):

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import SPACES, strings
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from cli import UserError
+from sources.hf_directory import hf_tokenizer_files
 from tokenizer import TextStream, Tokenizer
 
 
@@ -69,6 +70,75 @@ def test_tokenizer_model_equals_sentencepiece_and_transformers(sentencepiece_fol
             assert tokenizer.encode(text) == oracle(text).input_ids, repr(text)
             compared += "<" in text
     assert compared > 20
+
+
+POST_PROCESSORS = {
+    "none": None,
+    "bos": "<|begin|> $A",
+    "eos": "$A <|end|>",
+    "both": "<|begin|> $A <|end|>",
+    "another": "<|end|> $A",  # not the token that the settings name
+    "two": "<|end|> <|begin|> $A",
+}
+FLAGS = [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": None}]
+FLAGS = [first | second for first in FLAGS for second in ({}, {"add_eos_token": True}, {"add_eos_token": False})]
+
+
+def write_flags(folder, names, flags, kind):
+    """The settings of a Hugging Face directory, without a vocabulary."""
+    settings = dict(zip(("bos_token", "eos_token"), names)) | flags | {"tokenizer_class": kind}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama", "bos_token_id": 0, "eos_token_id": 1}')
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("post_processor", POST_PROCESSORS)
+def test_beside_a_tokenizer_json_its_post_processor_decides(byte_level, tmp_path, capsys, post_processor, kind):
+    """As in transformers, whatever add_bos_token and add_eos_token say. But an end token is never put after a prompt,
+    which goes on, nor more than one token before it; one line says so."""
+    library = Library.from_file(str(byte_level / "tokenizer.json"))
+    template = POST_PROCESSORS[post_processor]
+    special = [("<|begin|>", 0), ("<|end|>", 1)]
+    saved = json.loads(library.to_str()) | {"post_processor": None}
+    if template is not None:
+        library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        saved = json.loads(library.to_str())
+    saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    for flags in FLAGS:
+        write_flags(tmp_path, ("<|begin|>", "<|end|>"), flags, kind)
+        oracle = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+        files = hf_tokenizer_files(tmp_path)
+        assert files.settings["bos_token"] == "<|begin|>"
+        expected = oracle("x").input_ids
+        if post_processor in ("eos", "both"):
+            assert expected.pop() == 1
+        if post_processor == "two":
+            assert expected.pop(1) == 0
+        assert Tokenizer(files).encode("x") == expected, flags
+    lines = capsys.readouterr().err.count("a prompt here has at most one before it")
+    assert lines == (len(FLAGS) if post_processor in ("eos", "both", "two") else 0)
+
+
+def test_beside_a_tokenizer_model_alone_the_settings_decide(sentencepiece_folder, tmp_path, capsys):
+    (tmp_path / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
+    for flags in FLAGS:
+        write_flags(tmp_path, ("<s>", "</s>"), flags, "LlamaTokenizer")
+        added = {"added_tokens_decoder": {str(i): {"content": name} for i, name in enumerate(("<unk>", "<s>", "</s>"))}}
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | added
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("the x").input_ids
+        end = expected[-1] == 2
+        assert Tokenizer(hf_tokenizer_files(tmp_path)).encode("the x") == expected[: -1 if end else None], flags
+        assert ("at most one before it" in capsys.readouterr().err) == end
+
+
+def test_a_converted_directory_keeps_its_own_settings(byte_level, tmp_path):
+    """Also one that an older version wrote, where add_bos_token counted beside a tokenizer.json."""
+    (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
+    for add in (True, False):
+        write_tokenizer_config(tmp_path, bos_token_id=0, add_bos_token=add)
+        assert (Tokenizer(tmp_path).encode("x")[0] == 0) == add
 
 
 # The first letters of Unicode blocks that cover most scripts, and of some blocks without letters.

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer as Library
 
 from checkpoint import read_tokenizer_files
 from convert_hf_checkpoint import convert
-from sources.gguf_file import GgufFile, end_tokens
+from sources.gguf_file import GgufFile
+from sources.gguf_tokenizer import end_tokens, token_types
 from sources.hf_directory import hf_tokenizer_files
 from sources.hub import default_gguf
 from sources.opening import open_gguf
@@ -314,7 +315,7 @@ def test_a_space_follows_a_user_defined_token_as_in_llama_cpp(sentencepiece_fold
 def test_texts_that_end_an_answer(tokens, named, expected, kind):
     types = None if kind is None else [kind] * len(tokens)  # a file may lack them
     fields = {"tokens": tokens, "token_type": types, "eos_token_id": named}
-    found = end_tokens(lambda name, *default: fields.get(name, *default))
+    found = end_tokens(fields | {"token_type": token_types(fields)})
     assert sorted(tokens[i] for i in found) == sorted(expected.split())
     assert not found or found[0] == named or tokens[named] == "<|end|>", "templates name the first one"
 

@@ -25,7 +25,8 @@ from convert_hf_checkpoint import convert
 from formats import QuantizedLinear, StackedLinear
 from load import DraftOption, ModelOptions, load_model, open_checkpoint
 from sources import gguf_header
-from sources.gguf_file import PRE_TOKENIZERS, GgufFile, end_tokens
+from sources.gguf_file import GgufFile
+from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
 from sources.hub import default_gguf
 from sources.opening import open_gguf, open_source
 from tokenizer import Tokenizer
@@ -251,9 +252,9 @@ def test_end_tokens_are_known_by_name():
     """Whatever their type is. But </s> is HTML in some vocabularies, so it needs the type, or a field that names it."""
     tokens = ["<s>", "</s>", "a", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
     fields = {"tokens": tokens, "eos_token_id": 4, "token_type": [3, 1, 1, 3, 3, 1, 3]}
-    assert end_tokens(lambda name, *default: fields.get(name, *default)) == [4, 3, 5, 6]
+    assert end_tokens(fields | {"token_type": token_types(fields)}) == [4, 3, 5, 6]
     fields["token_type"][1] = 3
-    assert end_tokens(lambda name, *default: fields.get(name, *default)) == [4, 1, 3, 5, 6]
+    assert end_tokens(fields | {"token_type": token_types(fields)}) == [4, 1, 3, 5, 6]
 
 
 @pytest.mark.slow

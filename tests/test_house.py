@@ -15,7 +15,8 @@ ORDER = """
     cli config kernels positions model sampling formats
     cpu.memory cpu.threads cpu.install kernels_triton tp
     checkpoint ranks tokenizer grammar
-    sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_file sources.hub
+    sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
+    sources.gguf_file sources.hub
     sources.assemble sources.opening convert_hf_checkpoint
     report engine load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading

@@ -1,0 +1,311 @@
+"""Reads the tokenizer of a GGUF file: its vocabulary, special tokens and chat templates, from the metadata.
+
+Read down: gguf_tokenizer_files, and the fields as llama.cpp reads them; special tokens, and those that end a text;
+byte-level BPE; sentencepiece. gguf_file.py reads the rest of the file.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from checkpoint import TokenizerFiles
+from cli import UserError, first_line, print_status, printable
+
+START = "tokenizer.ggml."  # of the names of the fields
+TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}
+NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
+CONTROL, USER_DEFINED = 3, 4
+BYTE = 6
+SPECIAL = (CONTROL, UNKNOWN)  # found in text, and not shown
+
+
+def gguf_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
+    """The tokenizer and the chat templates of a GGUF file. UserError if its fields do not fit each other."""
+    try:
+        return make_tokenizer_files(path, metadata)
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of any kind; where the library's Rust code panics, it is no Exception
+        raise UserError(f"{path}: the tokenizer's fields do not fit each other: {first_line(error)}") from None
+
+
+def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
+    fields = read_fields(path, metadata)
+    files = TokenizerFiles(path, {})
+    kind = fields.get("model")
+    if kind == "gpt2":
+        files.library, add_bos = byte_level_bpe(path, fields)
+    elif kind == "llama":
+        files.model = sentencepiece_model(fields)
+        add_bos = True
+    else:
+        raise UserError(f"{path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama")
+
+    tokens, bos = fields["tokens"], fields.get("bos_token_id")
+    eos_ids = end_tokens(fields)
+    files.settings = {
+        "bos_token_id": bos,
+        "eos_token_ids": eos_ids,
+        "add_bos_token": bool(fields.get("add_bos_token", add_bos)) and bos is not None,
+        "bos_token": None if bos is None else tokens[bos],
+        "eos_token": tokens[eos_ids[0]] if eos_ids else None,
+    }
+    if kind == "llama":
+        files.settings |= {"added_tokens": added_tokens(fields, is_phi3(metadata)), "legacy": True}
+
+    templates = [metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")]
+    files.template, files.tool_template = (text if isinstance(text, str) and text else None for text in templates)
+    return files
+
+
+def short(value) -> str:
+    """A value of the file as a message shows it."""
+    return printable(repr(value))
+
+
+# ---------------------------------------------------------------- the fields
+
+
+def read_fields(path: Path, metadata: dict) -> dict:
+    """The fields of the tokenizer, by the ends of their names, as llama.cpp reads them: an empty token gets a name, and
+    an id outside the vocabulary counts as absent. tokens and token_type are lists of the same length."""
+    fields = {name.removeprefix(START): value for name, value in metadata.items() if name.startswith(START)}
+    tokens = fields.get("tokens")
+    if tokens is None:
+        raise UserError(f"{path} lacks {START}tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError("tokens is not a list of strings")
+    tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    if len(set(tokens)) < len(tokens):
+        [(twice, _)] = Counter(tokens).most_common(1)
+        print_status(f"warning: {path}: {START}tokens has {short(twice)} twice; only the last one is used")
+
+    for name in sorted(TOKEN_IDS & fields.keys()):
+        if type(fields[name]) is not int:
+            raise UserError(f"{path}: {START}{name} = {short(fields[name])} is not a token id")
+        if not 0 <= fields[name] < len(tokens):
+            why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
+            print_status(f"warning: {path}: {START}{name} = {fields.pop(name)} {why}")
+
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        if type(fields.get(name, True)) not in (bool, int):
+            raise UserError(f"{path}: {START}{name} = {short(fields[name])} is neither true nor false")
+    if fields.get("add_eos_token"):
+        print_status(f"{path}: {START}add_eos_token is ignored: a prompt has no EOS token at its end")
+
+    if fields.get("model") == "llama":
+        add_sentencepiece_defaults(fields)
+    fields["token_type"] = token_types(fields)
+    return fields
+
+
+def add_sentencepiece_defaults(fields: dict):
+    """Add what a file may leave out: <unk>, <s> and </s> are the first three tokens, and all scores are equal."""
+    tokens = fields["tokens"]
+    fields.setdefault("scores", [0.0] * len(tokens))
+    if tokens[:3] == ["<unk>", "<s>", "</s>"]:
+        is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
+        others = [BYTE if is_byte(token) else NORMAL for token in tokens[3:]]
+        fields.setdefault("token_type", [UNKNOWN, CONTROL, CONTROL, *others])
+        fields.setdefault("bos_token_id", 1)
+        fields.setdefault("eos_token_id", 2)
+
+
+# ---------------------------------------------------------------- special tokens
+
+# Tokens that end a text or a turn, in the families that are known here and their relatives.
+END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn> <|end|> <|return|> <|call|>
+    <|calls|> <|flush|> </s> <eos> <EOT> _<EOT> [EOT] [EOS] <|eot|> <|end_of_role|> <end_of_utterance> <turn|>
+    <|tool_response> <｜end▁of▁sentence｜> [e~[""".split()  # noqa: SIM905
+# Tokens that mark the parts of a file, and the files of a repository, in prompts for infilling.
+INFILL_TOKENS = """<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+    <|file_sep|>""".split()  # noqa: SIM905
+MARKS = {*END_TOKENS, *INFILL_TOKENS}
+
+
+def end_tokens(fields: dict) -> list[int]:
+    """The ids of the tokens that end a text: those that the fields name, and special tokens that are known by name. (A
+    file names one token only, such as Qwen2.5's <|im_end|>, although a text ends at <|endoftext|>.)"""
+    tokens = fields["tokens"]
+    named = [i for i in named_ends(fields) if i is not None]
+    known = [i for i, kind in enumerate(fields["token_type"]) if kind in SPECIAL and tokens[i] in END_TOKENS]
+    ends = list(dict.fromkeys(named + known))
+    texts = {tokens[i] for i in ends}
+    if texts & {"<|return|>", "<|flush|>"} and texts & {"<|call|>", "<|calls|>"}:
+        return [i for i in ends if tokens[i] != "<|end|>"]  # it ends each of the several messages of an answer there
+    return ends
+
+
+def named_ends(fields: dict) -> list[int | None]:
+    """The ids of the tokens that the fields name as the ends of a text, a turn and a message."""
+    return [fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+
+
+def token_types(fields: dict) -> list[int]:
+    """The type of each token. Tokens that are known by their text to be marks are control tokens. Many files say that
+    they are user-defined or normal, which is why llama.cpp goes by the text, too."""
+    tokens = fields["tokens"]
+    types = list(fields.get("token_type") or [NORMAL] * len(tokens))
+    if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
+        raise ValueError("token_type does not have a number for each token")
+    for i, token in enumerate(tokens):
+        is_html = token == "</s>" and i not in named_ends(fields)  # as in Gemma's and Qwen's vocabularies
+        if token in MARKS and types[i] != UNKNOWN and not is_html:
+            types[i] = CONTROL
+    return types
+
+
+def added_tokens(fields: dict, is_phi3: bool) -> list[dict]:
+    """The tokens to look for in text before the rest is encoded by sentencepiece, as in a tokenizer.json. Those with
+    spaces are left to sentencepiece, which also finds them beside other spaces.
+
+    is_phi3: most of these tokens take the white space after them. A GGUF file cannot say so.
+    """
+    added = []
+    for i, (token, kind) in enumerate(zip(fields["tokens"], fields["token_type"])):
+        if kind in SPECIAL or (kind == USER_DEFINED and " " not in token):
+            rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+            flags = {"rstrip": rstrip, "normalized": False, "special": kind != USER_DEFINED}
+            added.append({"id": i, "content": token} | flags)
+    return added
+
+
+def is_phi3(metadata: dict) -> bool:
+    """Whether the tokenizer is that of Phi-3 if it is of the kind llama. (Phi-4 has another kind.)"""
+    name = str(metadata.get("general.name", "")).lower()
+    return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
+
+
+# ---------------------------------------------------------------- byte-level BPE
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATH_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_LLAMA3 = _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+# The regexes that split a text one after the other before BPE merges (pre-tokenization), by name in the file.
+PRE_TOKENIZERS = {
+    "default": [r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"],  # llama.cpp's rule for files without a name
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
+    "falcon": [r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"],
+    "llama-bpe": [_LLAMA3],
+    "glm4": [_LLAMA3],
+    "dbrx": [_LLAMA3],
+    "minicpm5": [r"\p{N}{1,3}", _CONTRACTION + _WORD + r"|\p{N}+" + _REST],
+    "qwen2": [_CONTRACTION + _WORD + r"|\p{N}" + _REST],
+    "seed-coder": [_CONTRACTION + _WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", "")],
+    "tekken": [_CASED_WORD + r"|\p{N}" + _PATH_REST],
+    "gpt-4o": [_CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST],
+}
+IGNORE_MERGES = ("llama-bpe", "glm4", "minicpm5", "tekken")  # a word that is a token is not merged from its parts
+ADD_BOS = ("llama-bpe", "tekken")  # texts begin with a BOS token, if the file does not say otherwise
+NFC = ("qwen2", "deepseek-r1-qwen")  # normalized as by the models' own tokenizer.json; llama.cpp does not do this
+# Names that llama.cpp treats as one of these.
+SAME_RULE = {
+    "gpt-2": """phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert gigachat
+        a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling""",
+    "smollm": "refact starcoder command-r codeshell exaone minerva-7b mellum2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    "glm4": "glm5",
+    "dbrx": "smaug-bpe chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+}
+ALIASES = {name: rule for rule, names in SAME_RULE.items() for name in names.split()}
+
+
+def byte_level_bpe(path: Path, fields: dict):
+    """(a `tokenizers` Tokenizer, whether texts begin with the BOS token if the file does not say so)."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = fields.get("pre")
+    if not name:
+        print_status(f"warning: {path} lacks tokenizer.ggml.pre: text is split by a default, maybe not as in training")
+    rule = ALIASES.get(name, name or "default")
+    if rule not in PRE_TOKENIZERS:
+        known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
+        raise UserError(f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {known}")
+
+    tokens = fields["tokens"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = known_merges(path, fields.get("merges"), vocabulary)
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in IGNORE_MERGES))
+    cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    library.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    library.decoder = decoders.ByteLevel()
+    if name in NFC:
+        library.normalizer = normalizers.NFC()
+    kinds = list(zip(tokens, fields["token_type"]))
+    special = [token for token, kind in kinds if kind in SPECIAL]
+    library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
+    return library, rule in ADD_BOS
+
+
+def known_merges(path: Path, merges: list[str] | None, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges of two tokens of the vocabulary to a third one. Those of a token that is damaged are left out."""
+    if merges is None:
+        print_status(f"warning: {path} lacks tokenizer.ggml.merges: each byte of a text becomes a token")
+        return []
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    known = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
+    if len(known) < len(pairs) / 2:
+        raise ValueError("most merges are of tokens that the vocabulary lacks")
+    if len(known) < len(pairs):
+        count = f"{len(pairs) - len(known)} of {len(pairs)} merges"
+        print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
+    return known
+
+
+# ---------------------------------------------------------------- sentencepiece
+
+
+def sentencepiece_model(fields: dict) -> bytes:
+    """A tokenizer.model file: sentencepiece's ModelProto in protobuf's wire format (see sentencepiece_model.proto).
+
+    A GGUF file has everything that such a file needs. So the sentencepiece library can encode text here as it did when
+    the model was trained.
+    """
+
+    def varint(number: int) -> bytes:
+        number &= 2**64 - 1
+        out = bytearray()
+        while number > 127:
+            out.append(number & 127 | 128)
+            number >>= 7
+        return bytes([*out, number])
+
+    def field(number: int, value) -> bytes:  # int: varint; float: fixed32; bytes: after their length
+        if isinstance(value, float):
+            return varint(number << 3 | 5) + torch.tensor(value, dtype=torch.float32).numpy().tobytes()
+        if isinstance(value, int):
+            return varint(number << 3) + varint(value)
+        return varint(number << 3 | 2) + varint(len(value)) + value
+
+    tokens, kinds = fields["tokens"], fields["token_type"]
+    scores = fields["scores"]
+    if len(scores) < len(tokens):
+        raise ValueError("scores does not have a number for each token")
+    # llama.cpp's converter writes these with plain spaces, as in Gemma's tokens for several spaces.
+    tokens = [token.replace(" ", "\u2581") if k == USER_DEFINED else token for token, k in zip(tokens, kinds)]
+    pieces = b"".join(
+        field(1, field(1, token.encode()) + field(2, float(score)) + field(3, int(kind)))
+        for token, score, kind in zip(tokens, scores, kinds)
+    )
+    unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else fields.get("unknown_token_id", 0)
+    bos, eos = fields.get("bos_token_id", -1), fields.get("eos_token_id", -1)
+    trainer = field(3, 2) + field(35, 1)  # model_type BPE, byte_fallback
+    trainer += field(40, int(unknown)) + field(41, int(bos)) + field(42, int(eos)) + field(43, -1)
+    prefix = int(bool(fields.get("add_space_prefix", True)))
+    normalizer = field(1, b"identity") + field(3, prefix) + field(4, 0) + field(5, 1)  # keeps every space
+    return pieces + field(2, trainer) + field(3, normalizer)

@@ -1,7 +1,7 @@
 """Reads GGUF files: the Config and the tensors.
 
-gguf_header.py parses the header, and gguf_tokenizer.py reads the tokenizer. This file knows what the metadata means (with
-the names that llama.cpp writes); families.py knows which architectures there are, and which of their tensors have
+gguf_header.py parses the header, and gguf_tokenizer.py reads the tokenizer. This file knows what the metadata means
+(with the names that llama.cpp writes); families.py knows which architectures there are, and which of their tensors have
 another layout than ours; formats.py knows the quantized types. The `gguf` package dequantizes other types. Nothing is
 guessed from the file's name.
 """

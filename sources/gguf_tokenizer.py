@@ -225,7 +225,7 @@ ALIASES = {name: rule for rule, names in SAME_RULE.items() for name in names.spl
 
 def byte_level_bpe(path: Path, fields: dict):
     """(a `tokenizers` Tokenizer, whether texts begin with the BOS token if the file does not say so)."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
     name = fields.get("pre")
     if not name:
@@ -236,9 +236,7 @@ def byte_level_bpe(path: Path, fields: dict):
         raise UserError(f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {known}")
 
     tokens = fields["tokens"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = known_merges(path, fields.get("merges"), vocabulary)
-    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in IGNORE_MERGES))
+    library = Tokenizer(byte_pair_model(path, fields, rule in IGNORE_MERGES))
     cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     library.pre_tokenizer = pre_tokenizers.Sequence(cuts)
@@ -252,19 +250,23 @@ def byte_level_bpe(path: Path, fields: dict):
     return library, rule in ADD_BOS
 
 
-def known_merges(path: Path, merges: list[str] | None, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of two tokens of the vocabulary to a third one. Those of a token that is damaged are left out."""
-    if merges is None:
-        print_status(f"warning: {path} lacks tokenizer.ggml.merges: each byte of a text becomes a token")
-        return []
-    pairs = [merge.partition(" ")[::2] for merge in merges]
-    known = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
-    if len(known) < len(pairs) / 2:
+def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
+    """The `tokenizers` library's BPE model. Merges of tokens that the vocabulary lacks are left out."""
+    from tokenizers import models
+
+    vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
+    merges = [merge.partition(" ")[::2] for merge in fields.get("merges", [])]
+    if not merges:
+        print_status(f"warning: {path} lacks {START}merges: each byte of a text becomes a token")
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+    except Exception:  # of no type of its own: the library does not know a token of a merge
+        known = [(a, b) for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
+    if len(known) < len(merges) / 2:
         raise ValueError("most merges are of tokens that the vocabulary lacks")
-    if len(known) < len(pairs):
-        count = f"{len(pairs) - len(known)} of {len(pairs)} merges"
-        print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
-    return known
+    count = f"{len(merges) - len(known)} of {len(merges)} merges"
+    print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
+    return models.BPE(vocab=vocabulary, merges=known, ignore_merges=ignore_merges)
 
 
 # ---------------------------------------------------------------- sentencepiece

@@ -50,6 +50,7 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: str | None = None  # a message, if finish_reason is "error"
+    failure: BaseException | None = None  # the exception behind the error, if there was one
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
     # An entry (log-probability of the token, [(id, log-probability), ...] of the likeliest ids) for each new token, and
     # for each prompt token but the first.
@@ -413,6 +414,7 @@ class Engine:
             reason = "stop" if request.on_token is not None and request.on_token(token) else reason
         except Exception as failure:  # an error of the caller's code ends this request only
             reason, error = "error", first_line(failure)
+            request.failure = failure
         if reason is not None:
             self._finish(request, reason, row, error)
 

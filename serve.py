@@ -21,10 +21,12 @@ import multiprocessing
 import socket
 import threading
 import time
+import traceback
 from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
 from engine import Engine
@@ -40,6 +42,7 @@ STALLED_TIMEOUT_S = 30  # a client that has read nothing of its response for thi
 SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its client
 DEFAULT_CONTEXT = 4096  # positions of a cache row, unless --max_seq_length is given or the model has fewer
 RANK_TIMEOUT_S = 8.0  # the server ends if a rank has sent no heartbeat for this long
+PIPE_CLOSED = (EOFError, BrokenPipeError, ConnectionResetError)  # exceptions if the other process has ended
 HTTP_EXIT_TIMEOUT_S = 10.0  # for the HTTP process to exit after the drain time
 COMPILING_S = 0.002  # how often an idle engine checks whether a grammar has been compiled
 IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks and the HTTP process that it is alive
@@ -153,11 +156,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run_http_process(settings: Settings, listener: socket.socket, connection):
+def run_http_process(listener: socket.socket, connection):
     """The HTTP process from start to end. The web libraries are imported only here."""
     from server.http_server import run_http
 
-    run_http(settings, listener, connection)
+    run_http(listener, connection)
 
 
 @contextmanager
@@ -169,26 +172,76 @@ def http_process(settings: Settings, listener: socket.socket):
     listener.listen(1024)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_http_process, args=(settings, listener, theirs), daemon=True)
-    # The new process inherits that these signals are ignored: Ctrl-C in a terminal sends SIGINT to both processes, and
-    # only this one should handle it.
-    before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, signal.SIGTERM)}
-    process.start()
-    for kind, handler in before.items():
-        signal.signal(kind, handler)
-    theirs.close()
+    process = context.Process(target=run_http_process, args=(listener, theirs), daemon=True)
     try:
-        yield ours
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+        with failing_with(process):
+            with deferred_signals():
+                process.start()
+            theirs.close()
+            # Not as an argument of the process: start() would wait forever for a process that has died to read it.
+            ours.send(settings)
+            yield ours
+            ours.close()
+            process.join(5)
+            if process.exitcode:
+                raise HttpProcessEnded
+    except (HttpProcessEnded, *PIPE_CLOSED):
         process.join(5)
-        if process.exitcode != 0:
-            ended = "does not answer" if process.exitcode is None else f"has ended (exit code {process.exitcode})"
-            raise UserError(f"the HTTP process {ended}") from None
+        ended = "does not answer" if process.exitcode is None else f"has ended (exit code {process.exitcode})"
+        raise UserError(f"the HTTP process {ended}") from None
     finally:
         ours.close()
+        end_http_process(process)
+
+
+class HttpProcessEnded(BaseException):
+    """The HTTP process has failed. This is not an Exception, which other code might take for a failure of its own: the
+    build of the kernels, for instance, goes on without them if the compiler fails."""
+
+
+@contextmanager
+def failing_with(process: multiprocessing.Process):
+    """Raise HttpProcessEnded if the process fails meanwhile. Nobody reads from its pipe while a model is loaded."""
+
+    def check(*_):
+        if process.exitcode:
+            raise HttpProcessEnded
+
+    signal.signal(signal.SIGCHLD, check)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@contextmanager
+def deferred_signals():
+    """Handle Ctrl-C and SIGTERM only when this block ends. A process that is started in it never gets them: Ctrl-C in a
+    terminal sends SIGINT to both processes, and only this one should handle it."""
+    kinds, arrived = (signal.SIGINT, signal.SIGTERM), []
+    resource_tracker.ensure_running()  # multiprocessing would start it in this block, and unblock the signals
+    # A new process inherits which signals are blocked. Here, another thread may get them, so they are noted, too.
+    handlers = {kind: signal.signal(kind, lambda number, _: arrived.append(number)) for kind in kinds}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+        for kind in arrived:
+            signal.raise_signal(kind)
+
+
+def end_http_process(process: multiprocessing.Process):
+    """Wait for the end of the HTTP process, which notices that the pipe is closed, and first answers its clients."""
+    if not process.is_alive():
+        return
+    try:
+        os.kill(process.pid, signal.SIGUSR1)  # ends a process that is not ready to notice; later, it is ignored
         process.join(5)
-        if process.is_alive():
-            process.kill()
+    finally:
+        process.kill()
 
 
 # ---------------------------------------------------------------- the engine's process
@@ -260,9 +313,14 @@ class AnswerText:
             finish_reason=reason,
             stop_string=self.stops.stop_string,
             error=request.error,
+            traceback=traceback_text(request.failure),
         )
         self.sent_tokens, self.sent_logprobs = len(request.new_tokens), end
         return update
+
+
+def traceback_text(failure: BaseException | None) -> str | None:
+    return None if failure is None else "".join(traceback.format_exception(failure))
 
 
 class Shutdown:
@@ -292,8 +350,15 @@ class EngineServer:
         self.answers: dict[int, AnswerText] = {}  # by request_id
 
     def run(self, shutdown: Shutdown, queue_seconds: float):
-        """Run until EOFError says that the HTTP process has exited, which it does when the server is shutting down and
-        all requests have been answered."""
+        """Run until the HTTP process has exited, which it does when the server is shutting down and all requests have
+        been answered."""
+        try:
+            self._run(shutdown, queue_seconds)
+        except PIPE_CLOSED:
+            if shutdown.deadline is None:
+                raise
+
+    def _run(self, shutdown: Shutdown, queue_seconds: float):
         while True:
             self._receive()
             self._add_compiled()
@@ -327,8 +392,9 @@ class EngineServer:
     def _add_compiled(self):
         """Pass requests whose grammars have been compiled on to the engine."""
         for request, grammar in self.grammars.finished():
-            if isinstance(grammar, Exception):  # the HTTP process has compiled it before, so this is not expected
+            if isinstance(grammar, BaseException):  # not expected: the HTTP process has compiled it before
                 request.finish_reason, request.error = "error", first_line(grammar)
+                request.failure = grammar
             else:
                 request.grammar = grammar
                 self.engine.add(request)

@@ -19,9 +19,12 @@ import math
 import os
 import re
 import resource
+import secrets
+import signal
 import socket
 import sys
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +44,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cli import open_closed_streams, print_status
+from cli import first_line, open_closed_streams, print_status
 from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest, ServedModel
 from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
@@ -51,12 +54,12 @@ from server.responses import ResponseBuilder
 
 VERSION = "0.1.0"  # of the API, for /version
 BODY_TIMEOUT_S = 30  # for a request's body to arrive
-MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers; up to READ_BYTES more if they arrive together
+MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
 MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
 READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
 PARSER_THREADS = 64
-LINGER_S = 2  # after an invalid request, input is read and dropped for this long, so that the client gets the response
+LINGER_S = 2  # input is dropped after a refusal until none has come for this long, so that the client gets the response
 RESERVED_FILES = 40  # file descriptors that are not for connections
 ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
@@ -66,9 +69,13 @@ ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  
 # ---------------------------------------------------------------- the process
 
 
-def run_http(settings: Settings, listener: socket.socket, connection):
-    """Serve until the engine's end of the pipe is closed."""
+def run_http(listener: socket.socket, connection):
+    """Serve until the engine's end of the pipe is closed. The Settings come through the pipe."""
     open_closed_streams()
+    try:
+        settings = connection.recv()
+    except (EOFError, OSError):  # the engine's process has ended already
+        return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # with them, a fork prints a warning
     with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -98,6 +105,7 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
         server.should_exit = True
 
     engine.start(stop)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # from here on, the end of the pipe is noticed (serve.http_process)
     await server.serve(sockets=[listener])
 
 
@@ -113,15 +121,26 @@ class HttpServer(uvicorn.Server):
 
 
 class RequestParser(h11.Connection):
-    """h11's parser, which also refuses ambiguous lengths, and accepts the absolute targets that proxies send."""
+    """h11's parser, which also refuses ambiguous lengths and what is too long, and accepts the absolute targets that
+    proxies send."""
+
+    request: h11.Request | None = None  # the current one, once its head is complete
 
     def next_event(self):
+        before = self.trailing_data[0]
+        if self.their_state is h11.IDLE:
+            self.request = None
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
-        names = [name for name, _ in event.headers]
-        if b"content-length" in names and b"transfer-encoding" in names:  # a way to smuggle requests past a proxy
+        self.request = event
+        if len(before) - len(self.trailing_data[0]) > MAX_HEAD_BYTES:  # h11 refuses only heads that are not complete
+            raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
+        fields = dict(event.headers)
+        if b"content-length" in fields and b"transfer-encoding" in fields:  # a way to smuggle requests past a proxy
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
+        if int(fields.get(b"content-length", 0)) > MAX_BODY_BYTES:  # refused before it is sent
+            raise h11.RemoteProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
         absolute = ABSOLUTE_TARGET.fullmatch(event.target)
         if absolute is None:
             return event
@@ -138,6 +157,7 @@ class HttpConnection(H11Protocol):
         super().__init__(*arguments, **options)
         self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
         self.is_invalid = False  # a request could not be parsed, so the rest of the input means nothing
+        self.closing: asyncio.TimerHandle | None = None  # closes the connection after a request that was refused
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -151,29 +171,57 @@ class HttpConnection(H11Protocol):
         self._unset_keepalive_if_required()  # otherwise its timer would keep the connection in memory
 
     def data_received(self, data: bytes):
-        if self.is_invalid:
-            return
-        self.conn.receive_data(data)
-        self.handle_events()  # which stops the timer when the head of a request is complete
-        if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
-            self.flow.resume_reading()  # so that a client that has sent its next request is seen to disconnect, too
+        if not self.is_invalid:
+            self.conn.receive_data(data)
+            self.handle_events()  # which stops the timer when the head of a request is complete
+            if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
+                self.flow.resume_reading()  # so that a client that has sent its next request is seen to disconnect, too
+        if self.closing is not None:
+            self._linger()
 
     def send_400_response(self, msg: str):
+        """Respond to a request that was refused. The next one is read if only the body was too long, and it is sent."""
         self.is_invalid = True
-        failure = sys.exc_info()[1]  # h11's; its status hint is 431 for a head that is too long
-        error = ApiError(f"invalid HTTP request: {failure}", getattr(failure, "error_status_hint", 400))
-        body = encode_json(error.body())
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        with suppress(h11.LocalProtocolError):  # raised if a response has begun already
-            response = h11.Response(status_code=error.status, headers=headers)
-            self.transport.write(b"".join(map(self.conn.send, (response, h11.Data(data=body), h11.EndOfMessage()))))
+        try:
+            self.transport.write(b"".join(map(self.conn.send, self._refusal(sys.exc_info()[1]))))
+        except h11.LocalProtocolError:  # a response has begun already
+            return self.transport.close()
+        if self.cycle is not None:  # the request with the invalid body must not send a second response
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state is h11.DONE:
+            self.is_invalid = False
+            self.on_response_complete()
+            self.handle_events()
+        else:
             self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
-            if self.cycle is not None:  # the request with the invalid body must not send a second response
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            return
-        self.transport.close()
+        self._linger()
+
+    def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:
+        status, request = failure.error_status_hint, self.conn.request  # the status is 431 if a head is too long
+        code = "request_too_large" if status == 413 else None
+        error = ApiError(f"invalid HTTP request: {failure}", status, code=code)
+        body = encode_json(error_body(error, request.target.decode("ascii") if request else ""))
+
+        headers = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(body))]
+        headers += self.config.app.headers(new_request_id())
+        if status != 413:
+            headers.append((b"Connection", b"close"))
+        if request is not None and request.method == b"HEAD":
+            body = b""
+        return [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+
+    def _linger(self):
+        """Close the connection when nothing more has come for a moment, unless the next request is awaited. If it were
+        closed while the client sends, the client might lose the response."""
+        now = self.loop.time()
+        if self.closing is None:
+            self.latest_close = now + BODY_TIMEOUT_S
+        else:
+            self.closing.cancel()
+            self.closing = None
+        if self.is_invalid or self.conn.our_state is h11.DONE:
+            self.closing = self.loop.call_at(min(now + LINGER_S, self.latest_close), self.transport.close)
 
 
 # ---------------------------------------------------------------- the engine, as the HTTP process sees it
@@ -318,6 +366,14 @@ class RequestAborted(ApiError):
     """The engine ended a request before its answer was complete. The metrics have counted it already."""
 
 
+class EngineFailure(Exception):
+    """An internal error of the engine's process. It ended one request, which the metrics have counted already."""
+
+    def __init__(self, message: str, details: str | None):
+        super().__init__(message)
+        self.details = details  # the traceback from there, if there was an exception
+
+
 class UpdateStream:
     """What the engine sends for an HTTP request: an asynchronous iterator over its updates, as (choice, update).
 
@@ -383,12 +439,11 @@ class UpdateStream:
             del self.unfinished[update.request_id]
         return choice, update
 
-    def _aborted(self, update: Update) -> RequestAborted:
+    def _aborted(self, update: Update) -> Exception:
         if update.finish_reason == "error" and (update.error or "").startswith(TOO_COMPLEX):
             return RequestAborted(update.error, 400)
         if update.finish_reason == "error":
-            print_status(f"a request failed: {update.error}")
-            return RequestAborted("generation failed for this request", 500)
+            return EngineFailure(update.error, update.traceback)
         if self.engine.state != "ready":
             return RequestAborted("the server shut down before the response was complete", 503, None, "draining", 1)
         retry_after = self.engine.retry_after()
@@ -404,7 +459,7 @@ def estimate_bytes(update: Update) -> int:
 # ---------------------------------------------------------------- the paths
 
 
-def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlette:
+def make_app(settings: Settings, engine: EngineClient, address: str) -> "OutermostApp":
     """address: the one that the server listens on."""
     model = ServedModel(settings.config, settings.tokenizer_files, settings.model_name, settings.context_length)
 
@@ -435,7 +490,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Starlett
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
-    return app
+    return OutermostApp(app, CORS_HEADERS if key else {})
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: type = ResponseBuilder):
@@ -561,7 +616,7 @@ class EventStream:
     async def __call__(self, scope, receive, send):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-            async for data in self._parts():
+            async for data in self._parts(scope):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -570,16 +625,20 @@ class EventStream:
         finally:
             self.updates.close()
 
-    async def _parts(self) -> AsyncIterator[bytes]:
-        # In a thread, like `whole` above: the first update may have the log-probabilities of a whole prompt. Later
-        # updates have those of a few tokens, which take 0.3 ms each.
-        yield await asyncio.to_thread(self.builder.stream_update, *self.first)
+    async def _parts(self, scope) -> AsyncIterator[bytes]:
         try:
+            # In a thread, like `whole` above: the first update may have the log-probabilities of a whole prompt. Later
+            # updates have those of a few tokens, which take 0.3 ms each.
+            yield await asyncio.to_thread(self.builder.stream_update, *self.first)
             async for choice, update in self.updates:
                 yield self.builder.stream_update(choice, update)
             yield self.builder.stream_end()
+        except ClientDisconnect:
+            raise
         except ApiError as error:
             yield self.builder.stream_error(error)
+        except Exception as error:
+            yield self.builder.stream_error(internal_error(scope, error))
 
 
 def error_body(error: ApiError, path: str) -> dict:
@@ -598,16 +657,36 @@ def json_response(value, status: int = 200, headers: dict | None = None) -> Resp
 # ---------------------------------------------------------------- who may use the server
 
 
+# With a key, pages of any site may use the server (CORS), because they have to send the key. A browser keeps it in no
+# cookie, so no page has it without having been given it, and Access-Control-Allow-Credentials is not needed.
+CORS_HEADERS = {  # of every response
+    "Access-Control-Allow-Origin": "*",
+    "Access-Control-Expose-Headers": "Retry-After, WWW-Authenticate, x-should-retry, x-request-id, request-id",
+}
+PREFLIGHT_HEADERS = {
+    "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+    "Access-Control-Allow-Private-Network": "true",  # for pages of the internet, to a server of a local network
+    "Access-Control-Max-Age": "7200",
+}
+
+
 class ApiKey:
     """An ASGI middleware: requests must have the key, except those for /health and the page. It is in Authorization, or
-    for Anthropic's paths in x-api-key."""
+    for Anthropic's paths in x-api-key.
+
+    Before a page of another site may send a key, the browser asks with OPTIONS, without the key (a preflight). The
+    answer is the same for all paths, and nothing runs."""
 
     def __init__(self, app, key: str):
         self.app, self.key = app, os.fsencode(key)  # the bytes of the command line
 
     async def __call__(self, scope, receive, send):
         app = self.app
-        if scope["type"] == "http" and scope["path"] not in ("/health", "/") and not self._has_key(scope):
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            wanted = dict(scope["headers"]).get(b"access-control-request-headers", b"").decode("latin-1")
+            headers = {"Access-Control-Allow-Headers": wanted or "*, Authorization"}
+            app = Response(status_code=204, headers=PREFLIGHT_HEADERS | headers)
+        elif scope["type"] == "http" and scope["path"] not in ("/health", "/") and not self._has_key(scope):
             error = ApiError("the API key is missing or wrong", 401, None, "invalid_api_key")
             app = json_response(error_body(error, scope["path"]), 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
@@ -662,9 +741,60 @@ def is_loopback(host: str) -> bool:
 # ---------------------------------------------------------------- errors
 
 
+class OutermostApp:
+    """The ASGI application that contains all others. Its headers are in every response: the request's id, by the names
+    that clients of OpenAI and Anthropic know, and those that it is made with."""
+
+    def __init__(self, app, headers: dict[str, str]):
+        self.app = app
+        self.common = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        value = request_id.encode()
+        return [(b"x-request-id", value), (b"request-id", value), *self.common]
+
+    async def __call__(self, scope, receive, send):
+        scope["request_id"] = new_request_id()
+        has_started = False
+
+        async def send_with_headers(message):
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message = message | {"headers": [*message["headers"], *self.headers(scope["request_id"])]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as failure:  # not only Exception: that of a library in Rust that panics is none
+            error = internal_error(scope, failure)
+            if not has_started:  # Starlette also raises exceptions to which handle_error has responded
+                await json_response(error_body(error, scope["path"]), 500)(scope, receive, send_with_headers)
+
+
+def new_request_id() -> str:
+    return f"req_{secrets.token_hex(8)}"
+
+
+def internal_error(scope, failure: BaseException) -> ApiError:
+    """What the client sees of an internal error: the request's id, with which the error is in the log."""
+    request_id = scope["request_id"]
+    if scope.get("failure") is not failure:
+        scope["failure"] = failure  # logged once
+        if isinstance(failure, EngineFailure):
+            details = failure.details or ""
+        else:
+            details = "".join(traceback.format_exception(failure))
+        print_status(f"a request failed: {first_line(failure)} ({request_id})\n{details}".rstrip())
+    what = "generation failed for this request" if isinstance(failure, EngineFailure) else "internal server error"
+    return ApiError(f"{what} ({request_id})", 500)
+
+
 async def handle_error(request: HttpRequest, error: Exception) -> Response:
-    """The response to any exception. uvicorn logs internal errors; clients do not see their messages."""
-    headers = None
+    """The response to any exception. Internal errors are logged; clients do not see their messages."""
+    headers, is_counted = None, isinstance(error, RequestAborted | EngineFailure)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # the client has gone, so this is not sent
     if isinstance(error, HTTPException):  # an unknown path, or a method that it does not have
@@ -672,12 +802,12 @@ async def handle_error(request: HttpRequest, error: Exception) -> Response:
         headers = error.headers
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code, None, code)
     elif not isinstance(error, ApiError):
-        error = ApiError("internal server error", 500)
+        error = internal_error(request.scope, error)
     if error.retry_after is not None:
         headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
     elif error.status == 408:
         headers = {"Connection": "close"}
-    if not isinstance(error, RequestAborted):
+    if not is_counted:
         outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
         request.app.state.metrics.requests.labels(outcome).inc()
     return json_response(error_body(error, request.url.path), error.status, headers)

@@ -1,6 +1,6 @@
 """The messages between the HTTP process (http_server.py) and the engine's process (serve.py).
 
-Read down: Settings, which the HTTP process is started with; TextRequest and Cancel, which it sends to the engine;
+Read down: Settings, which the engine's process sends first; TextRequest and Cancel, which it sends to the engine;
 Update and EngineStatus, which the engine sends back. They are pickled and go through a pipe. No web library is imported
 here, so the engine's process needs none.
 """
@@ -65,6 +65,7 @@ class Update:
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None if more will follow
     stop_string: str | None = None  # the one that ended the text
     error: str | None = None  # a message, if finish_reason is "error"
+    traceback: str | None = None  # of the exception behind the error, if there was one
 
 
 @dataclass

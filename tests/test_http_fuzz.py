@@ -25,7 +25,7 @@ from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, prompt_ids, run
 from engine import Request
 from server.api import Choice, CompletionRequest
 from server.fields import MAX_BODY_BYTES, NEUTRAL_VALUES
-from server.http_server import EngineClient, respond
+from server.http_server import LINGER_S, MAX_HEAD_BYTES, EngineClient, respond
 from server.messages import TextRequest, Update
 
 LENGTH = 256  # of the context: short, so that a request without max_tokens ends soon
@@ -119,6 +119,20 @@ def talk(server: Server, *pieces: bytes, how="read", seconds=PATIENCE_S) -> byte
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return answer
+
+
+def head(size: int, kind: str) -> bytes:
+    """A GET request of exactly so many bytes: one long header, many short ones, a long query or a long path."""
+    if kind == "headers":
+        line = b"X-Name: value\r\n"
+        start = b"GET /version HTTP/1.1\r\n" + HOST + line * ((size - 70) // len(line))
+        return start + b"Y: " + b"y" * (size - len(start) - 7) + b"\r\n\r\n"
+    before, after = {
+        "header": (b"GET /version HTTP/1.1\r\nX: ", b"\r\n" + HOST + b"\r\n"),
+        "query": (b"GET /version?", b" HTTP/1.1\r\n" + HOST + b"\r\n"),
+        "path": (b"GET /v1/models/", b" HTTP/1.1\r\n" + HOST + b"\r\n"),
+    }[kind]
+    return before + b"y" * (size - len(before) - len(after)) + after
 
 
 def statuses(answer: bytes) -> list[int]:
@@ -271,6 +285,8 @@ def test_every_path_with_every_method(server):
 
 
 BODY = json.dumps(GOOD).encode()
+CLOSE = b"Connection: close\r\n"
+KINDS = ["header", "headers", "query", "path"]
 CASES = [  # (what is sent, the statuses of the answers before the connection is closed)
     ([request(), HEALTH, request() + HEALTH + LAST], [200] * 5),
     ([request(path=b"/nowhere"), LAST], [404, 200]),  # whose body is dropped
@@ -323,10 +339,29 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(head=b"Transfer-Encoding: gzip, chunked\r\n")], [501]),
     ([request(body=b" " * (MAX_BODY_BYTES + 1)), LAST], [413, 200]),
     ([request(body=b" " * (11 * MAX_BODY_BYTES)), LAST], [413, 200]),
+    ([request(body=b" " * MAX_BODY_BYTES), LAST], [400, 200]),
+    ([request(body=b" " * (MAX_BODY_BYTES + 1), head=CLOSE), LAST], [413]),
+    ([request(body=b" " * (MAX_BODY_BYTES + 1)) + request(length=b"%d" % 2**40, head=CLOSE), LAST], [413, 413]),
+    ([chunked(chunks(b" " * (MAX_BODY_BYTES + 1), 1 << 16)), LAST], [413, 200]),
+    # Refused before the body comes, which never does.
+    ([HEALTH, request(length=b"99999999", body=b"", head=CLOSE)], [200, 413]),
+    ([request(length=b"9" * 20, head=CLOSE)], [413]), ([request(length=b"00009999999", head=CLOSE)], [413]),
+    ([request(length=b"%d" % (MAX_BODY_BYTES + 1), path=b"/tokenize", head=CLOSE)], [413]),
+    ([request(length=b"99999999", body=b"", head=CLOSE + b"Expect: 100-continue\r\n")], [413]),
+    ([request(length=b"99999999", method=b"GET", path=b"/health", head=CLOSE)], [413]),
+    ([request(length=b"99999999").replace(b"HTTP/1.1", b"HTTP/1.0")], [413]),
+    ([request(length=b"+5")], [400]), ([request(length=b"1_0")], [400]), ([request(length=b"")], [400]),
+    ([request(length=b"5 5")], [400]), ([request(length=b"5.0")], [400]), ([request(length=b"9" * 5000)], [400]),
+    ([request(length=b"99999999\r\nContent-Length: 3")], [400]), ([request(length=b"99999999, 3")], [400]),
     ([b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"X-%d: y\r\n" % i for i in range(5000)) + b"\r\n"], [431]),
     ([b"GET /health HTTP/1.1\r\nX: " + b"y" * 100000 + b"\r\n" + HOST + b"\r\n"], [431]),
     ([b"GET /" + b"y" * 100000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"], [431]),
     ([b"GET /" + b"y" * 10**7], [431]),  # is heard out for a moment, so that its client reads the answer
+    *(([head(MAX_HEAD_BYTES, kind), LAST], [404 if kind == "path" else 200, 200]) for kind in KINDS),
+    *(([head(MAX_HEAD_BYTES + 1, kind), LAST], [431]) for kind in KINDS),
+    *(([HEALTH * 3 + head(size, kind) + LAST], [200, 200, 200, 431]) for kind in KINDS for size in (17001, 40002)),
+    *(([head(20003, kind)[i : i + 4000] for i in range(0, 20003, 4000)], [431]) for kind in KINDS),
+    ([request(path=b"/tokenize?" + b"y" * 17000)], [431]), ([head(17004, "query")[:-2]], [431]),
 ]  # fmt: skip
 
 
@@ -342,6 +377,38 @@ def test_http(server, i):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+def test_a_body_that_is_too_long_is_refused_before_it_comes(server, expect):
+    """A client may send it nevertheless, and then its next request."""
+    length = 3 * MAX_BODY_BYTES + 7
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+        client.sendall(request(length=b"%d" % length, head=expect, body=b""))
+        answer = client.recv(1 << 16)
+        assert statuses(answer) == [413] and b"Connection: close" not in answer
+        assert b'"code": "request_too_large"' in answer and b"the body has more than 1048576 bytes" in answer
+        client.sendall(b" " * length + HEALTH + LAST)
+        assert statuses(client.makefile("rb").read()) == [200, 200]
+    status, answer = server.request("POST", "/v1/messages", b" " * length)
+    assert status == 413 and json.loads(answer)["error"]["type"] == "request_too_large"  # as Anthropic has it
+    head = b"HEAD / HTTP/1.1\r\nContent-Length: 99999999\r\n" + CLOSE + HOST + b"\r\n"
+    answer = talk(server, head)
+    assert statuses(answer) == [413] and answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [request(length=b"99999999", body=b""), head(16385, "header"), b"\0"])
+def test_refused_connections_are_closed_when_their_clients_have_become_silent(server, sent):
+    """Not before: what a client sends would reset the connection, and the client would not get the response."""
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+        client.sendall(sent)
+        for _ in range(2 * LINGER_S):
+            time.sleep(0.7)
+            client.sendall(b"x" * 1000)
+        assert statuses(client.recv(1 << 16)) == [413 if b"9999" in sent else 431 if len(sent) > 1 else 400]
+        assert client.recv(1 << 16) == b""
+
+
+@pytest.mark.slow
 def test_pipelined_requests_are_answered_in_order(server, oracle):
     prompts = [prompt_ids(n, n) for n in (30, 3, 17, 8)]
     sent = [request(body=json.dumps({"prompt": p, "max_tokens": 9, "temperature": 0}).encode()) for p in prompts]
@@ -354,7 +421,8 @@ def test_pipelined_requests_are_answered_in_order(server, oracle):
 PARTS = [request(), HEALTH, LAST, HEALTH * 3, chunked(chunks(BODY, 9)), request(path=b"/nowhere"), HOST, b"\r\n", BODY]
 PARTS += [request(b"GET", b"/health"), request(head=b"Expect: 100-continue\r\n"), b"POST /tokenize HTTP/1.1\r\n"]
 PARTS += [b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n", b"0\r\n\r\n", b"5\r\nabcde\r\n", b"\r\n\r\n"]
-PARTS += [request(head=b"Connection: close\r\n"), request(body=json.dumps(GOOD | {"stream": True}).encode()), b"\0\xff"]
+PARTS += [request(length=b"99999999"), request(length=b"2000000", head=CLOSE), head(17000, "header")]
+PARTS += [request(head=CLOSE), request(body=json.dumps(GOOD | {"stream": True}).encode()), b"\0\xff"]
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -12,11 +13,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
 
 import openai
 import pytest
 from programs import printed_lines
 from servers import (
+    CONTEXT,
     KEY,
     OPTIONS,
     PATIENCE_S,
@@ -29,8 +33,16 @@ from servers import (
     running,
     wait_for,
 )
+from starlette.testclient import TestClient
+from texts import TEMPLATE
 
-from server.http_server import is_loopback
+from checkpoint import read_config, read_tokenizer_files
+from server.anthropic import MessageBuilder
+from server.api import ServedModel
+from server.http_server import EngineClient, is_loopback, make_app
+from server.messages import Settings, TextRequest, Update
+from server.metrics import Metrics
+from server.responses import ResponseBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -311,15 +323,130 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):
         spoils = next(prompt for prompt in prompts if oracle.run(prompt, 1).new_tokens == [17])
         runs = (oracle.run(prompt, 1000) for prompt in prompts)
         other = next(run for run in runs if not {1, 13, 17} & set(run.new_tokens)).prompt
+        ids = []
         with ThreadPoolExecutor() as pool:
             beside = pool.submit(greedy_text, server, other, 1000)
             for prompt in ([5, 13], [5, 6, 13], spoils):
-                status, _, error = ask(server, prompt, 5)
-                assert status == 500 and error["error"]["message"] == "generation failed for this request"
+                status, headers, error = ask(server, prompt, 5)
+                ids.append(headers["x-request-id"])
+                assert status == 500 and error["error"]["message"] == f"generation failed for this request ({ids[-1]})"
             assert beside.result() == oracle.text(other, 1000)
         assert server.metric("rows_active") == 0
     lines = (tmp_path / "log").read_text()
-    assert "a request failed: the model's logits are not finite" in lines and "a request failed: 17 came" in lines
+    assert f"a request failed: the model's logits are not finite ({ids[0]})\n" in lines
+    failed = f"a request failed: 17 came ({ids[2]})\nTraceback .*, in add_token\n.*\nAssertionError: 17 came\n"
+    assert re.search(re.escape(failed).replace(r"\.\*", ".*"), lines, re.S) and lines.count("Traceback") == 1
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it: not an Exception."""
+
+
+class InProcess:
+    """The app in this process. Its engine sends `updates` for each request."""
+
+    def __init__(self, directory, key=None):
+        files = read_tokenizer_files(directory)
+        files.template = TEMPLATE
+        settings = Settings(read_config(directory), files, "tiny", CONTEXT, 1, 1, key)
+        self.updates: list[Update] = []
+        self.engine = EngineClient(SimpleNamespace(send=self.send), 1, 1)
+        self.engine.state, self.engine.last_heard = "ready", math.inf
+        self.client = TestClient(make_app(settings, self.engine, "127.0.0.1"), "http://localhost", False)
+
+    def send(self, message):
+        if isinstance(message, TextRequest):
+            loop = self.engine.receivers[message.request_id].watcher.get_loop()
+            for update in self.updates:
+                update = replace(update, request_id=message.request_id)
+                loop.call_soon_threadsafe(self.engine._distribute, [update])
+
+    def chat(self, path: str, stream: bool = False):
+        messages = [{"role": "user", "content": "Why?"}]
+        return self.client.post(path, json={"messages": messages, "max_tokens": 9, "stream": stream})
+
+
+def fails(failure: BaseException, calls: int = 0):
+    """A function that fails after so many calls."""
+    left = [b"data: {}\n\n"] * calls
+
+    def work(*arguments):
+        if not left:
+            raise failure
+        return left.pop()
+
+    return work
+
+
+FAILED = Update(0, "", 5, finish_reason="error", error="a secret", traceback="Traceback of a secret")
+CHATS = ["/v1/chat/completions", "/v1/messages"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("a secret"), KeyError("a secret"), Panic("a secret")], ids=repr)
+@pytest.mark.parametrize("place", ["tokenize", "parse_chat", "whole", "text"])
+def test_internal_errors_are_logged_with_the_id_of_the_response(checkpoints, monkeypatch, capsys, failure, place):
+    """Wherever they come from. Clients do not see them."""
+    owner = {"whole": ResponseBuilder, "text": Metrics}.get(place, ServedModel)
+    monkeypatch.setattr(owner, place, fails(failure))
+    app = InProcess(checkpoints[None])
+    app.updates = [Update(0, "Because.", 2, finish_reason="stop")]
+    if place == "text":
+        response = app.client.get("/metrics")
+    elif place == "tokenize":
+        response = app.client.post("/tokenize", json={"prompt": "x"})
+    else:
+        response = app.chat(CHATS[0])
+    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+    check_failure(response, capsys.readouterr().err, "internal server error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", CHATS)
+def test_requests_that_fail_in_the_engine_are_logged_with_the_id_of_the_response(checkpoints, capsys, path, stream):
+    app = InProcess(checkpoints[None])
+    for texts in ([], ["Be", "cause"]):
+        app.updates = [*(Update(0, text, n) for n, text in enumerate(texts, 1)), FAILED]
+        response = app.chat(path, stream)
+        assert response.status_code == (200 if stream and texts else 500)
+        if stream and texts:
+            assert "Be" in response.text and "cause" in response.text
+            assert response.text.endswith("data: [DONE]\n\n" if path == CHATS[0] else "}\n\n")
+        check_failure(response, capsys.readouterr().err, "generation failed for this request")
+    assert app.engine.metrics.requests.labels("error")._value.get() == 2  # each is counted once
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("path", CHATS)
+def test_errors_in_a_stream_are_its_last_event(checkpoints, monkeypatch, capsys, path, calls):
+    for builder in (ResponseBuilder, MessageBuilder):
+        monkeypatch.setattr(builder, "stream_update", fails(ValueError("a secret"), calls))
+    app = InProcess(checkpoints[None])
+    app.updates = [Update(0, "x", 1), Update(0, "y", 2), Update(0, "z", 3, finish_reason="stop")]
+    response = app.chat(path, stream=True)
+    assert response.status_code == 200 and response.text.startswith("data: {}\n\n" * calls)
+    check_failure(response, capsys.readouterr().err, "internal server error")
+    assert not app.engine.open_streams and not app.engine.receivers
+
+
+def check_failure(response, log: str, message: str):
+    name = response.headers["x-request-id"]
+    assert f'"message": "{message} ({name})"' in response.text and "secret" not in response.text
+    assert re.match(rf"a request failed: '?a secret'? \({name}\)\nTraceback .*a secret'?\n$", log, re.S), log
+    assert log.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("state, status, code", [("ready", 429, "overloaded"), ("draining", 503, "draining")])
+def test_with_a_key_pages_of_any_site_can_read_when_to_try_again(checkpoints, state, status, code):
+    """test_serve.py has the other responses."""
+    for key in (KEY, None):
+        app = InProcess(checkpoints[None], key)
+        app.engine.state, app.engine.parsing = state, 2
+        origin = "https://a.example" if key else "http://localhost"
+        app.client.headers.update({"Origin": origin, "Authorization": f"Bearer {KEY}"})
+        response = app.chat(CHATS[0])
+        assert response.status_code == status and response.json()["error"]["code"] == code
+        assert "retry-after" in response.headers
+        assert response.headers.get("access-control-allow-origin") == ("*" if key else None)
 
 
 def test_a_log_on_a_full_disk(checkpoints):

@@ -1202,6 +1202,99 @@ def test_the_default_model(default_checkpoint, tmp_path):
         assert page.answers == [choice["message"]["content"]]
 
 
+# ---------------------------------------------------------------- pages of other sites
+
+# fetch(...options), as [status, x-request-id, text, number of pieces], or "refused" if the page may not have it.
+FETCH = """
+const [address, options, done] = arguments;
+fetch(address, options).then(async (response) => {
+  const pieces = [], decoder = new TextDecoder();
+  for (const reader = response.body.getReader(); ;) {
+    const {done, value} = await reader.read();
+    if (done) break;
+    pieces.push(decoder.decode(value, {stream: true}));
+  }
+  done([response.status, response.headers.get("x-request-id"), pieces.join(""), pieces.length]);
+}).catch((error) => done(error instanceof TypeError ? "refused" : String(error)));
+"""
+
+
+@contextmanager
+def another_site(server):
+    """fetch(path, method, body, **headers) by a page of another origin."""
+
+    class Blank(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    site = ThreadingHTTPServer(("127.0.0.1", 0), Blank)
+    threading.Thread(target=site.serve_forever, args=(0.01,), daemon=True).start()
+    page = Page(f"http://127.0.0.1:{server.port}/")
+    page.driver.get(f"http://localhost:{site.server_address[1]}/")
+
+    def fetch(path: str, method: str = "GET", body=None, **headers: str):
+        options = {"method": method, "headers": {name.replace("_", "-"): value for name, value in headers.items()}}
+        if body is not None:
+            options["body"] = body if isinstance(body, str) else json.dumps(body)
+        return page.driver.execute_async_script(FETCH, f"http://127.0.0.1:{server.port}{path}", options)
+
+    try:
+        yield fetch
+    finally:
+        page.driver.quit()
+        site.shutdown()
+        site.server_close()
+
+
+@pytest.mark.full
+def test_a_page_of_another_site_with_the_key(checkpoint, tmp_path):
+    """It has answers, streams and errors, with the headers that clients send."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    key = {"Authorization": f"Bearer {KEY}", "Content_Type": "application/json"}
+    openai = key | {"X_Stainless_Lang": "js", "X_Stainless_Retry_Count": "0", "OpenAI_Organization": "none"}
+    anthropic = {"x_api_key": KEY, "anthropic_version": "2023-06-01", "Content_Type": "application/json"}
+    anthropic |= {"anthropic_dangerous_direct_browser_access": "true"}
+    with running(tmp_path / "log", *options(checkpoint), "--api_key", KEY) as server, another_site(server) as fetch:
+        expected = server.post("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+        status, request_id, text, _ = fetch("/v1/chat/completions", "POST", chat, **openai)
+        assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == expected
+        assert re.fullmatch("req_[0-9a-f]+", request_id)
+        status, _, text, pieces = fetch("/v1/chat/completions", "POST", chat | {"stream": True}, **openai)
+        events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+        assert status == 200 and "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == expected
+        assert pieces > 5 and text.endswith("data: [DONE]\n\n")
+        status, _, text, pieces = fetch("/v1/messages", "POST", chat | {"stream": True}, **anthropic)
+        assert status == 200 and pieces > 5 and "event: message_stop" in text
+        assert fetch("/health")[0] == 200 and fetch("/v1/models", **key)[0] == 200
+        for status, code, sent in (
+            (401, "invalid_api_key", ("/v1/models",)),
+            (401, "invalid_api_key", ("/v1/chat/completions", "POST", chat, {"Authorization": "Bearer another"})),
+            (404, "not_found", ("/nowhere", "POST", chat, key)),
+            (400, "invalid_json", ("/v1/chat/completions", "POST", "{", key)),
+            (413, "request_too_large", ("/v1/chat/completions", "POST", "x" * 3_000_000, key)),
+            (431, None, ("/v1/models", "GET", None, key | {"X_Long": "x" * 20_000})),
+        ):
+            *arguments, headers = sent if isinstance(sent[-1], dict) else (*sent, {})
+            found, request_id, text, _ = fetch(*arguments, **headers)
+            assert found == status and json.loads(text)["error"]["code"] == code and request_id.startswith("req_")
+
+
+@pytest.mark.full
+def test_a_page_of_another_site_without_a_key(server):
+    with another_site(server) as fetch:
+        read = server.metric("tokens_written_total")
+        assert fetch("/health") == fetch("/v1/models", Authorization="Bearer x") == "refused"
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        assert fetch("/v1/chat/completions", "POST", body) == "refused"
+        assert fetch("/v1/chat/completions", "POST", body, Content_Type="application/json") == "refused"
+        assert server.metric("tokens_written_total") == read
+
+
 # ---------------------------------------------------------------- the pictures in docs/
 
 

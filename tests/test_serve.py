@@ -5,6 +5,7 @@ One server process in float32 and one in int4 serve a tiny random model, whose t
 
 import asyncio
 import json
+import multiprocessing.spawn
 import os
 import random
 import re
@@ -14,8 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -50,6 +53,8 @@ from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
 from load import load_model
+from server.fields import MAX_BODY_BYTES
+from server.http_server import MAX_HEAD_BYTES
 from server.messages import TextRequest
 from tokenizer import TextStream
 
@@ -339,6 +344,82 @@ def test_with_a_key_any_name_will_do(server):
         with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
             client.sendall(b"\r\n".join([*lines, b"", b""]) % key.encode())
             assert client.recv(100).split()[1] == status
+
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 3})
+BEARER = f"Authorization: Bearer {KEY}"
+CROSS_ORIGIN = [  # (method and path, further lines of the head, body, status)
+    ("GET /v1/models", BEARER, "", 200),
+    ("GET /metrics", BEARER, "", 200),
+    ("GET /health", "X: y", "", 200),
+    ("GET /", "X: y", "", 200),
+    ("POST /v1/chat/completions", BEARER, CHAT, 200),
+    ("POST /v1/chat/completions", BEARER, CHAT.replace("{", '{"stream": true, ', 1), 200),
+    ("POST /v1/messages", f"x-api-key: {KEY}", CHAT, 200),
+    ("POST /v1/messages", "x-api-key: another", CHAT, 401),
+    ("GET /v1/models", "X: y", "", 401),
+    ("OPTIONS /v1/models", "X: y", "", 204),
+    ("POST /tokenize", BEARER, "{", 400),
+    ("GET /nowhere", BEARER, "", 404),
+    ("DELETE /v1/models", BEARER, "", 405),
+    ("POST /tokenize", BEARER, " " * (MAX_BODY_BYTES + 1), 413),
+    ("GET /health", "X: " + "y" * MAX_HEAD_BYTES, "", 431),
+    ("GET /\0", "X: y", "", 400),
+    ("GET /health", "Content-Length: 5", "", 400),
+]
+
+
+def ask_from_another_origin(server, start: str, lines: list[str], body: str = "") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of a response to a page of another site."""
+    length = len(body.encode())
+    head = [f"{start} HTTP/1.1", f"Host: 127.0.0.1:{server.port}", "Origin: https://a.example", "Connection: close"]
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
+        client.sendall("\r\n".join([*head, *lines, f"Content-Length: {length}", "", body]).encode())
+        head, _, answer = client.makefile("rb").read().partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    pairs = [(name.lower(), value) for name, _, value in (line.partition(": ") for line in lines)]
+    assert len(dict(pairs)) == len(pairs), "no header twice"
+    return int(first.split()[1]), dict(pairs), answer
+
+
+@pytest.mark.parametrize("start, line, body, status", CROSS_ORIGIN)
+def test_with_a_key_pages_of_any_site_can_read_every_response(server, start, line, body, status):
+    """Also errors of requests that could not be parsed. Without a key, there is none of it (test_http_server.py)."""
+    found, headers, answer = ask_from_another_origin(server, start, [line], body)
+    assert found == status
+    assert headers["access-control-allow-origin"] == "*" and "access-control-allow-credentials" not in headers
+    exposed = headers["access-control-expose-headers"].split(", ")
+    assert {"Retry-After", "x-should-retry", "x-request-id", "request-id"} <= set(exposed)
+    assert (
+        re.fullmatch("req_[0-9a-f]{16}", headers["x-request-id"]) and headers["request-id"] == headers["x-request-id"]
+    )
+    assert status == 204 or answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize", "/health", "/", "/nowhere", "*"])
+def test_preflights(server, path):
+    """What a browser asks without the key, before it sends a request with it."""
+    written = server.metric("tokens_written_total")
+    wanted = "authorization,content-type,x-api-key,anthropic-version,x-stainless-lang"
+    lines = ["Access-Control-Request-Method: POST", f"Access-Control-Request-Headers: {wanted}"]
+    lines += ["Access-Control-Request-Private-Network: true"]
+    status, headers, answer = ask_from_another_origin(server, f"OPTIONS {path}", lines, CHAT)
+    assert status == 204 and answer == b"" and headers["access-control-allow-origin"] == "*"
+    assert headers["access-control-allow-headers"] == wanted and int(headers["access-control-max-age"]) >= 600
+    assert {"GET", "POST"} <= set(headers["access-control-allow-methods"].split(", "))
+    assert headers["access-control-allow-private-network"] == "true"
+    assert "access-control-allow-credentials" not in headers
+    assert server.metric("tokens_written_total") == written
+
+
+def test_ids_of_requests_reach_clients(client):
+    found = [client.models.with_raw_response.list().headers["x-request-id"] for _ in range(2)]
+    assert len(set(found)) == 2
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("another")
+    assert caught.value.request_id.startswith("req_")
+    answer = client.completions.create(model="tiny", prompt=[5], max_tokens=1)
+    assert answer._request_id.startswith("req_")
 
 
 @pytest.mark.parametrize(
@@ -660,6 +741,120 @@ def test_a_body_that_is_still_coming_when_the_server_ends(checkpoints, tmp_path)
                 answer = answer.read()
         assert answer.startswith(b"HTTP/1.1 503") and b'"error": {"message": "the server is shutting down"' in answer
     assert "Traceback" not in log.read_text()
+
+
+def http_process_by(monkeypatch, path: Path, script: str, settings=b"", shell="/bin/sh"):
+    """serve.http_process with a script in the place of the HTTP process. settings: anything."""
+    path.write_text(f"#!{shell}\n{script}\n")
+    path.chmod(0o755)
+    resource_tracker.ensure_running()  # which must be Python
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(path))
+    return serve.http_process(settings, socket.create_server(("127.0.0.1", 0)))
+
+
+@pytest.mark.parametrize("size", [1, 1 << 24])  # of the settings: more than a pipe holds
+@pytest.mark.parametrize("script, code", [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), ("sleep 0.3; exit 1", 1)])
+def test_an_http_process_that_ends_while_it_starts(monkeypatch, tmp_path, script, code, size):
+    """It reads nothing. The server ends with it, also while it does something that tries again when it fails."""
+    ended = pytest.raises(UserError, match=rf"^the HTTP process has ended \(exit code {code}\)$")
+    with ended, http_process_by(monkeypatch, tmp_path / "http", script, bytes(size)) as connection:
+        while code:
+            with suppress(Exception):
+                time.sleep(0.01)
+        time.sleep(0.3)
+        connection.send("ready")
+
+
+@pytest.mark.parametrize("size", [1, 1 << 24])
+@pytest.mark.parametrize("kind, raised", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_signals_while_the_http_process_starts(monkeypatch, tmp_path, kind, raised, size, when):
+    """They are handled when it has started, and it is not left behind. It gets none of them from its beginning."""
+    started = []
+
+    def start(process):
+        if when == "before":
+            signal.raise_signal(kind)
+        original(process)
+        started.append(process)
+        if when == "after":
+            os.kill(os.getpid(), kind)
+
+    process_class = multiprocessing.get_context("spawn").Process
+    original = process_class.start
+    monkeypatch.setattr(process_class, "start", start)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        script = f"exec sleep {PATIENCE_S}"
+        with pytest.raises(raised), http_process_by(monkeypatch, tmp_path / "http", script, bytes(size)):
+            pytest.fail("the signal was lost")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (process,) = started
+    process.join()
+    assert process.exitcode in (-signal.SIGUSR1, -signal.SIGKILL)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_the_http_process_begins_with_blocked_signals(monkeypatch, tmp_path):
+    out = tmp_path / "blocked"
+    code = "import os, pathlib, signal\nblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())"
+    code += f"\npathlib.Path({str(out)!r}).write_text(' '.join(one.name for one in blocked))"
+    with http_process_by(monkeypatch, tmp_path / "http", code, shell=sys.executable):
+        wait_for(lambda: out.exists() and out.read_text(), "the process")
+    assert set(out.read_text().split()) == {"SIGINT", "SIGTERM"}
+
+
+STARTS = [0, 0.02, 0.1, 0.3, 0.6, 1, 1.5, 2, 2.5, 3, 4, 6]
+
+
+def start_of(checkpoints, log) -> subprocess.Popen:
+    """A serve.py that has just been started."""
+    command = [sys.executable, "serve.py", "--port", "0", "--checkpoint_path", str(checkpoints[None])]
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", STARTS)
+def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp_path, seconds):
+    """So many seconds after its beginning."""
+    with (tmp_path / "log").open("w+") as log:
+        process = start_of(checkpoints, log)
+        try:
+            server = SimpleNamespace(process=process)
+            pids = wait_for(lambda: Server.processes(server)[1:], "the HTTP process")
+            time.sleep(seconds)
+            os.kill(pids[0], signal.SIGKILL)
+            assert process.wait(PATIENCE_S) == 2
+        finally:
+            process.kill()
+        log.seek(0)
+        *_, line = printed_lines(log.read())
+    assert line == "serve.py: error: the HTTP process has ended (exit code -9)"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", STARTS)
+@pytest.mark.parametrize("kind, codes", [(signal.SIGTERM, (-15, 143, 0)), (signal.SIGINT, (-2, 130))])
+def test_signals_while_the_server_starts(checkpoints, tmp_path, kind, codes, seconds):
+    """A terminal sends them to all processes."""
+    with (tmp_path / "log").open("w+") as log:
+        process = start_of(checkpoints, log)
+        try:
+            time.sleep(seconds)
+            os.killpg(process.pid, kind)
+            assert process.wait(PATIENCE_S) in codes
+            wait_for(lambda: not group_members(process.pid), "all processes to end")
+        finally:
+            process.kill()
+        log.seek(0)
+        assert "Traceback" not in log.read()
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    return [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from engine import Request, check_prompt
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
 from server.chat import ChatModel, Conversation
-from server.constraints import AnswerRules, GrammarChecker, read_constraint
+from server.constraints import AnswerRules, Constraint, GrammarChecker, read_constraint
 from server.fields import (
     MAX_LOGPROBS,
     ApiError,
@@ -222,25 +222,18 @@ class ServedModel:
         max_tokens, n = read_max_tokens(fields, None, 1), read_n(fields)
         wants_logprobs = fields.read("logprobs", bool, False)
         top_logprobs = fields.read("top_logprobs", int, None, 0, MAX_LOGPROBS)
-        if top_logprobs is not None and not wants_logprobs:
+        if top_logprobs and not wants_logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         params, stop = read_sampling_params(fields, self.config.vocab_size), read_stop_strings(fields)
         stop_ids, options = read_stop_ids(fields, self.chat_eos_ids), read_stream_options(fields)
         constraint = read_constraint(fields)
         fields.check_unread()
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
-        choice = conversation.tool_choice
-        constraint = self.grammars.fit_constraint(constraint)
-        if choice.tools and (choice.has_grammar or constraint is not None):
-            choice.tools = self.grammars.fit_tools(choice.tools)
-        grammar = self.chat.answer_grammar(conversation, constraint)
-        if grammar is not None:
-            is_of_tools = choice.tools and (constraint is None or choice.required)
-            param, kind = ("tools", "a schema") if is_of_tools else (constraint.param, constraint.kind)
-            self.grammars.check(grammar, param, kind, is_tried=not choice.tools and constraint.given is not None)
+        grammar = self.checked_grammar(conversation, constraint)
+
         syntax, fits = conversation.syntax, None
         if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
-            bare_calls = constraint is None and not choice.required
+            bare_calls = constraint is None and not conversation.tool_choice.required
             fits = partial(self.call_fits, conversation, grammar)
             syntax = replace(syntax, bare_calls=bare_calls)
         shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
@@ -253,6 +246,24 @@ class ServedModel:
             text_request.can_time_out = not choices
             choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax, stop, fits)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
+
+    def checked_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
+        """The source of the grammar that the answer of a chat must fit; None if there is none. ApiError if it cannot be
+        compiled. Schemas that are not strict are loosened where the library does not support them."""
+        choice = conversation.tool_choice
+        constraint = self.grammars.fit_constraint(constraint)
+        if choice.tools and (choice.has_grammar or constraint is not None):
+            choice.tools = self.grammars.fit_tools(choice.tools)
+
+        grammar = self.chat.answer_grammar(conversation, constraint)
+        if grammar is None:
+            return None
+        if choice.tools and (constraint is None or choice.required):
+            self.grammars.check(grammar, "tools", "a schema")
+        else:
+            is_tried = not choice.tools and constraint.given is not None
+            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried)
+        return grammar
 
     def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:
         """Whether a call, if it is written as the model's template writes calls, fits the grammar of an answer."""

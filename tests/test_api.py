@@ -258,6 +258,7 @@ def test_fields_under_the_names_of_other_servers(model):
         for one in both(**{name: -1}):
             assert one.request.max_new_tokens == CONTEXT - len(one.request.prompt)
         assert [one.request.max_new_tokens for one in both(**{name: 7})] == [7, 7]
+    assert model.parse_chat({"messages": MESSAGES, "top_logprobs": 0}).choices[0].request.logprobs is None
     seeds = {one.request.params.seed for _ in range(2) for one in both(seed=-1, model="")}
     assert len(seeds) == 4, "as without a seed"
     for fields in ({"repeat_penalty": 1.1}, {"presence_penalty": 0.1}):

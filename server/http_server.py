@@ -127,14 +127,14 @@ class RequestParser(h11.Connection):
     request: h11.Request | None = None  # the current one, once its head is complete
 
     def next_event(self):
-        before = self.trailing_data[0]
+        before = len(self.trailing_data[0])
         if self.their_state is h11.IDLE:
             self.request = None
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
         self.request = event
-        if len(before) - len(self.trailing_data[0]) > MAX_HEAD_BYTES:  # h11 refuses only heads that are not complete
+        if before - len(self.trailing_data[0]) > MAX_HEAD_BYTES:  # h11 refuses only heads that are not complete
             raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
         fields = dict(event.headers)
         if b"content-length" in fields and b"transfer-encoding" in fields:  # a way to smuggle requests past a proxy

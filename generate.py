@@ -9,11 +9,12 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_command handles Ctrl-C, it ends the process at once
 
+import io
 import json
 import os
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def parse_arguments(argv=None):
     add_model_options(parser, "as many as the run needs, rounded up (--interactive: up to 8192)")
     add = parser.add_argument_group("what to print").add_argument
     add("--json", action="store_true", help="print one JSON object on stdout")
+    add("--report", action="store_true", help="print all measurements, not only a line of them")
+    add("--quiet", action="store_true", help="print the answer alone: no prompt, and nothing on stderr but errors")
     bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
@@ -98,12 +101,14 @@ def check_arguments(args):
     if args.prompt.count("-") > (0 if args.interactive else 1):
         raise UserError("--prompt - reads all of standard input: give it once, and not with --interactive")
     args.model = ModelOptions.of(args, converses=args.chat or args.interactive)
-    if args.roofline is not None and (args.profile or args.interactive or args.model.speculates):
-        raise UserError("--roofline generates nothing, so leave out --profile, --interactive and drafts")
+    if args.report and args.quiet:
+        raise UserError("--report and --quiet exclude each other")
+    if args.roofline is not None and (args.profile or args.report or args.interactive or args.model.speculates):
+        raise UserError("--roofline generates nothing, so leave out --profile, --report, --interactive and drafts")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
-        if args.json or args.profile or args.json_schema or any(batch):
-            text = "use --prompt for prompts, and no --json, --json_schema or --profile"
+        if args.json or args.report or args.quiet or args.profile or args.json_schema or any(batch):
+            text = "use --prompt for prompts, and no --json, --json_schema, --report, --quiet or --profile"
             raise UserError(f"--interactive is one conversation: {text}")
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
@@ -172,6 +177,8 @@ def text_before(args, tokenizer: Tokenizer, prompts: list, n: int, row: int, str
     """What is printed before an answer: which one it is, if there are several, and its prompt."""
     several, sample = len(prompts) * args.num_samples > 1, n * args.batch_size + row % args.batch_size + 1
     heading = f"--- prompt {row // args.batch_size + 1}, sample {sample} ---\n" if several else ""
+    if args.quiet:
+        return heading
     if row >= len(prompts) - len(args.synthetic_prompt) * args.batch_size:  # these are the last prompts
         return f"{heading}({len(prompts[row])} arbitrary tokens, not shown)\n"
     if args.chat and len(prompts) > 1:
@@ -252,6 +259,12 @@ def main(ranks=None):
     """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
+    with redirect_stderr(io.StringIO()) if args.quiet else nullcontext():  # run_command prints errors, after this block
+        run(args, ranks)
+
+
+def run(args, ranks):
+    """Do what the arguments ask for."""
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
@@ -290,11 +303,11 @@ def main(ranks=None):
         return
     from report import measurements, print_report
 
-    result |= measurements(engine, bool(args.profile))  # has collectives: all ranks call it
+    result |= measurements(engine, bool(args.profile), args.json or args.report)  # has collectives: all ranks call it
     if ranks.rank == 0:
         if engine.speculation is not None:
             result |= engine.speculation.report.numbers(0 if args.profile else engine.timing.decode_s)
-        print_report(result, engine.timing)
+        print_report(result, engine.timing, args.report)
         if args.json:
             print(json.dumps(result))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from cli import print_status
 from config import Config
 from formats import FORMATS, Quantization, swap
 from model import Transformer
@@ -139,8 +140,11 @@ def bytes_by_format(model: Transformer) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def measurements(engine, profiled: bool) -> dict:
-    """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation."""
+def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
+    """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation.
+
+    in_full: also measure what takes up to a second, the memory bandwidth and the time of the all-reduces.
+    """
     model, timing = engine.model, engine.timing
     tokens, steps = timing.decode_tokens, timing.decode_steps
     peak = peak_memory(model.device)  # before the bandwidth is measured
@@ -158,7 +162,7 @@ def measurements(engine, profiled: bool) -> dict:
         "kv_bytes_per_token": kv,
         "weight_bytes_by_format": bytes_by_format(model),
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
-        "read_bandwidth_bytes_per_s": rate and read_bandwidth(model),  # takes most of a second
+        "read_bandwidth_bytes_per_s": read_bandwidth(model) if rate and in_full else None,
         "threads": engine.threads.used(),
         "other_programs_cpus": None if model.shard else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.report replaces it
@@ -171,14 +175,50 @@ def measurements(engine, profiled: bool) -> dict:
         fields["draft_prefill_s"] = None if profiled else timing.draft_prefill_s
     if model.shard is not None:  # all numbers of bytes are then those of one rank
         fields["ranks"] = model.shard.ranks
-        fields["communication_share"] = rate and all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
+        fields["communication_share"] = None
+        if rate and in_full:
+            fields["communication_share"] = all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
     return fields
 
 
-def print_report(result: dict, timing):
-    """Print the numbers of --json in a few lines on stderr."""
-    line = f"\nload {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
+def print_report(result: dict, timing, in_full: bool):
+    """Print the measurements of a run on stderr: one line of them, or all."""
+    if in_full:
+        print_status("\n" + full_report(result, timing))
+    else:
+        print_status(short_report(result, timing), dim=True)
+
+
+def short_report(result: dict, timing) -> str:
+    """A line like "52 tokens, 46.6 tokens/s; prefill 341; 3.1 GB": decoded and read tokens per second, peak memory.
+
+    The tokens are those of all samples. A rate of a short prompt would say nothing, so its time is given.
+    """
+    tokens = sum(len(sample["token_ids"]) for sample in result["samples"])
+    line = f"{tokens} token" if tokens == 1 else f"{tokens} tokens"
+    if (rate := result["decode_tokens_per_s"]) is not None:
+        line += f", {rate:.1f} tokens/s"
+
+    drafts = result.get("speculation", {}).get("drafts", [])
+    if proposed := sum(draft["proposed_tokens"] for draft in drafts):
+        line += f", {sum(draft['accepted_tokens'] for draft in drafts)} of {proposed} drafted tokens accepted"
+    if (rate := result["prefill_tokens_per_s"]) is not None:
+        few = timing.prefill_tokens < FEW_TOKENS
+        line += f"; prefill {1e3 * timing.prefill_s:.0f} ms" if few else f"; prefill {rate:.0f}"
+
+    peak = result["peak_memory_bytes"]
+    line += f"; {peak / 1e9:.1f} GB" if peak >= 1e9 else f"; {peak / 1e6:.0f} MB"
+    if "ranks" in result:
+        line += f" on one of {result['ranks']} ranks"
+    if result["recompiles"]:
+        line += f"; recompiles: {result['recompiles']}, which the rates include"
+    return line
+
+
+def full_report(result: dict, timing) -> str:
+    """The numbers of --json in a few lines."""
+    line = f"load {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
     if result["time_to_first_token_s"] is not None:
         line += f", first token {result['time_to_first_token_s']:.3f} s"
     how = [result["device"], f"{result['kernels']} kernels", result["dtype"], f"torch {result['torch']}"]
@@ -209,7 +249,7 @@ def print_report(result: dict, timing):
             line += f"; the all-reduces of a step take {share * step_ms:.2f} ms by themselves, a step {step_ms:.2f}"
         lines.append(line)
     line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {result['recompiles']} recompiles, "
-    print("\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"]), file=sys.stderr)
+    return "\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"])
 
 
 def draft_text(draft: dict, steps: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, hf_greedy, random_prompts
-from programs import ids, main, run
+from programs import ids, main, printed_lines, run
 
 import generate as program
 from checkpoint import open_directory
@@ -322,6 +322,10 @@ def test_cache_length(tiny_model, length):
         (["--max_seq_length", "257"], "--max_seq_length 257 is more than the model's context of 256"),
         (["--stop", ""], "--stop is empty"),
         (["--interactive", "--json"], "--interactive is one conversation"),
+        (["--interactive", "--report"], "--interactive is one conversation"),
+        (["--interactive", "--quiet"], "--interactive is one conversation"),
+        (["--quiet", "--report"], "--report and --quiet exclude each other"),
+        (["--roofline", "--report"], "--roofline generates nothing"),
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
         (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),
@@ -366,7 +370,7 @@ def test_exit_codes_and_streams(tiny, default_checkpoint):
     assert bad.stderr.startswith("generate.py: error: /no/place") and len(bad.stderr.splitlines()) == 1
     good = run("--prompt", "Once upon a time", "--max_new_tokens", 8, *GREEDY)
     assert good.returncode == 0 and good.stdout == "Once upon a time, the city of Nova Haven was a\n"
-    assert "decode: 7 tokens" in good.stderr and "tokens/s" in good.stderr
+    assert re.search(r"^8 tokens, [\d.]+ tokens/s; prefill \d+ ms; \d+ MB\n$", good.stderr, re.M)
     command = f"{sys.executable} {ROOT / 'generate.py'} --max_new_tokens 30 | head -c 5; exit ${{PIPESTATUS[0]}}"
     piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert piped.stdout == "Hello" and "Traceback" not in piped.stderr and piped.returncode == 141
@@ -394,10 +398,56 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     assert len(capsys.readouterr().err.splitlines()) == (code == 2)
 
 
+@pytest.mark.parametrize(
+    "args, line",
+    [
+        (["--prompt_ids", "5,6"], r"7 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
+        (["--synthetic_prompt", 40], r"7 tokens, [\d.]+ tokens/s; prefill \d+; "),
+        (["--synthetic_prompt", 40, "--json"], r"7 tokens, [\d.]+ tokens/s; prefill \d+; "),
+        (["--prompt_ids", "5,6", "--max_new_tokens", 1], r"1 token; prefill \d+ ms; "),
+        (["--prompt_ids", 5, "--prompt_ids", 6, "--num_samples", 3], r"42 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
+        (
+            ["--prompt_ids", 5, "--draft", "int4-self", "--speculate_k", 3],
+            r"7 tokens, [\d.]+ tokens/s, \d+ of \d+ drafted tokens accepted; prefill \d+ ms; ",
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_the_report_is_one_line_unless_all_of_it_is_asked_for(tiny, capsys, monkeypatch, args, line):
+    args = ["--checkpoint_path", tiny("llama-mha")[2], "--max_new_tokens", 7, "--ignore_eos", *args]
+    _, err = main(capsys, monkeypatch, *args)
+    [said] = [one for one in printed_lines(err) if one != "loading the draft in 4 bits ..."]
+    assert re.fullmatch(line + r"(\d+ MB|[\d.]+ GB)", said), said
+    _, err = main(capsys, monkeypatch, *args, "--report")
+    assert said.split(",")[0].split(";")[0] not in err
+    assert all(part in err for part in ("load ", "prefill: ", "threads: ", "peak memory"))
+
+
+@pytest.mark.parametrize(
+    "how", [["--prompt", "Once upon a time"], ["--chat", "--prompt", "Hi"], ["--synthetic_prompt", 9]]
+)
+def test_quiet_prints_the_answer_alone(default_checkpoint, capsys, monkeypatch, how):
+    args = [*how, "--max_new_tokens", 8, *GREEDY]
+    [sample] = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
+    assert main(capsys, monkeypatch, *args, "--quiet") == (sample["text"] + "\n", "")
+
+
+def test_quiet_tells_several_answers_apart_and_still_prints_errors(default_checkpoint, capsys, monkeypatch):
+    args = ["--prompt", "One", "--prompt", "Two", "--max_new_tokens", 5, *GREEDY, "--quiet"]
+    texts = [sample["text"] for sample in main(capsys, monkeypatch, *args, "--json")[0]["samples"]]
+    shown = "".join(f"--- prompt {i + 1}, sample 1 ---\n{text}\n\n" for i, text in enumerate(texts))
+    assert main(capsys, monkeypatch, *args) == (shown.removesuffix("\n") + "\n", "")
+
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--quiet", "--prompt", "x " * 9000])
+    with pytest.raises(SystemExit):
+        run_command(program.main)
+    assert re.fullmatch(r"generate.py: error: the prompt has \d+ tokens, .*\n", capsys.readouterr().err)
+
+
 def test_profile_writes_a_trace_and_no_rates(tiny, tmp_path, capsys, monkeypatch):
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6", "--max_new_tokens", 4, "--json"]
     result, err = main(capsys, monkeypatch, *args, "--profile", tmp_path / "trace.json")
-    assert "tokens/s" not in err
+    assert "tokens/s" not in err and re.search(r"^4 tokens; \d+ MB$|^4 tokens; [\d.]+ GB$", err, re.M)
     rates = """time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s bandwidth_bytes_per_s
         read_bandwidth_bytes_per_s mean_accepted_tokens"""
     assert {name for name, value in result.items() if value is None} - {"other_programs_cpus"} == set(rates.split())

@@ -506,7 +506,8 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
 def test_the_program_speculates(tiny, capsys, monkeypatch):
     ours, prompts = tiny("qwen3-gqa")[2], random_prompts((4, 19))
     args = [part for prompt in prompts for part in ("--prompt_ids", ids(prompt))]
-    args += ["--checkpoint_path", ours, "--max_new_tokens", 30, "--dtype", "float32", "--json", "--temperature", 0]
+    args += ["--checkpoint_path", ours, "--max_new_tokens", 30, "--dtype", "float32"]
+    args += ["--json", "--report", "--temperature", 0]
     plain, _ = main(capsys, monkeypatch, *args)
     assert plain["mean_accepted_tokens"] is None
     for more in (["--draft", "int4-self", "--speculate_k", 4], ["--draft_checkpoint_path", ours, "--speculate_k", 3]):
@@ -526,7 +527,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
     """By the name that the user gave it, also if it never proposed."""
     ours = tiny("qwen3-gqa")[2]
     args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7,8,5,6,7,8", "--max_new_tokens", 30, "--dtype", "float32"]
-    args += ["--json", "--temperature", 0, "--draft", "prompt-lookup"]
+    args += ["--json", "--report", "--temperature", 0, "--draft", "prompt-lookup"]
     for more, name in ((["--draft", "int4-self"], "int4-self"), (["--draft_checkpoint_path", ours], ours.name)):
         for k in (4, "auto"):
             result, err = main(capsys, monkeypatch, *args, *more, "--speculate_k", k)

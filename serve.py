@@ -56,6 +56,7 @@ def parse_arguments(argv=None):
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all interfaces")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any free port")
     add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but / and /health")
+    add("--strict_model", action="store_true", help="refuse requests that name another model (status 404)")
     seconds = number(float, "more than 0", lambda s: s > 0)
     add("--max_batch_size", type=positive, default=8, help="requests that run at the same time; others wait")
     natural = number(int, "at least 0", lambda n: n >= 0)
@@ -99,6 +100,7 @@ def main(ranks=None):
         max_batch_size=args.max_batch_size,
         max_queue=max_queue,
         api_key=args.api_key,
+        strict_model=args.strict_model,
     )
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer

@@ -112,8 +112,9 @@ class CompletionRequest:
 class ServedModel:
     """The model as the API shows it: parses requests, and converts between text and tokens."""
 
-    def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int):
+    def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int, strict: bool = False):
         self.name, self.context_length = name, context_length
+        self.strict = strict  # whether a request that names another model is refused
         self.config, self.tokenizer = config, Tokenizer(files)
         self.chat = ChatModel(files, self.tokenizer)
         self.template = self.chat.template
@@ -161,9 +162,14 @@ class ServedModel:
     # ------------------------------------------------------------ requests for completions
 
     def check_model_name(self, fields: FieldReader):
+        """Read the name of the model in a request. Unless the server is strict, any name is served: many clients send a
+        fixed one, and the response names the model that answered."""
         name = fields.read("model", str)
-        if name and name != self.name:  # no name, or an empty one, is that of the model
-            raise ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
+        if self.strict and name and name != self.name:  # no name, or an empty one, is that of the model
+            raise self.unknown_model(name)
+
+    def unknown_model(self, name: str) -> ApiError:
+        return ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
         """How many tokens may follow a prompt: max_tokens, or if that is None as many as fit into the context.
@@ -311,7 +317,8 @@ class ServedModel:
 
     def find_model(self, name: str) -> dict:
         """The response of /v1/models/NAME."""
-        self.check_model_name(FieldReader({"model": name}))
+        if name and name != self.name:
+            raise self.unknown_model(name)
         return self.model_card()
 
 

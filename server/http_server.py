@@ -461,7 +461,13 @@ def estimate_bytes(update: Update) -> int:
 
 def make_app(settings: Settings, engine: EngineClient, address: str) -> "OutermostApp":
     """address: the one that the server listens on."""
-    model = ServedModel(settings.config, settings.tokenizer_files, settings.model_name, settings.context_length)
+    model = ServedModel(
+        settings.config,
+        settings.tokenizer_files,
+        settings.model_name,
+        settings.context_length,
+        settings.strict_model,
+    )
 
     async def health(request: HttpRequest):
         state = engine.health()

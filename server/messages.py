@@ -24,6 +24,7 @@ class Settings:
     max_batch_size: int  # requests that run at the same time
     max_queue: int  # requests that may wait for a row
     api_key: str | None
+    strict_model: bool = False  # whether requests that name another model are refused
 
 
 @dataclass

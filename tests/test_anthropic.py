@@ -6,6 +6,7 @@ The app is the server's, with an engine that answers with given texts. Anthropic
 import json
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from servers import CONTEXT, KEY
@@ -479,7 +480,7 @@ def test_a_call_that_is_cut_off_is_text(client, engine):
     assert message["content"] == [{"type": "text", "text": '{"city": Rome}'}] and message["stop_reason"] == "end_turn"
 
 
-def test_errors_are_anthropics(client, engine):
+def test_errors_are_anthropics(client, settings, engine):
     def error_of(response) -> tuple:
         error = response.json()
         assert error["type"] == "error" and error["error"]["message"]
@@ -488,8 +489,11 @@ def test_errors_are_anthropics(client, engine):
     body = {"max_tokens": 5, "messages": [QUESTION]}
     response = client.post("/v1/messages", json=body, headers={"x-api-key": "no"})
     assert error_of(response) == (401, "authentication_error")
+    strict = replace(settings, strict_model=True)
+    app = http_server.make_app(strict, engine, "127.0.0.1")
+    strict_client = TestClient(app, headers={"authorization": f"Bearer {KEY}"})
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        assert error_of(client.post(path, json=body | {"model": "claude"})) == (404, "not_found_error")
+        assert error_of(strict_client.post(path, json=body | {"model": "claude"})) == (404, "not_found_error")
     assert error_of(client.get("/v1/messages")) == (405, "invalid_request_error")
     assert error_of(client.post("/v1/messages/batches", json={})) == (404, "not_found_error")
     for status, kind in ((429, "rate_limit_error"), (503, "overloaded_error"), (500, "api_error")):

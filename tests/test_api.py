@@ -7,6 +7,8 @@ import re
 import resource
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from servers import CONTEXT, MESSAGES
@@ -14,6 +16,7 @@ from servers import CONTEXT, MESSAGES
 from checkpoint import read_config, read_tokenizer_files
 from engine import Request
 from server import constraints
+from server.anthropic import count_tokens, parse_message
 from server.api import CompletionRequest, ServedModel
 from server.constraints import GrammarChecker
 from server.fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
@@ -25,6 +28,31 @@ from server.responses import ResponseBuilder
 @pytest.fixture(scope="module")
 def model(checkpoints):
     return ServedModel(read_config(checkpoints[None]), read_tokenizer_files(checkpoints[None]), "tiny", CONTEXT)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["gpt-4o", "tiny:latest", "Tiny", "an/other", " tiny", "x" * 300])
+def test_another_name_is_refused_only_if_the_server_is_strict(checkpoints, name, strict):
+    """By every path that has the field, but GET /v1/models/NAME, which always says whether there is such a model."""
+    files = read_tokenizer_files(checkpoints[None])
+    model = ServedModel(read_config(checkpoints[None]), files, "tiny", CONTEXT, strict)
+    chat = {"messages": MESSAGES}
+    calls = [(model.parse_completion, {"prompt": [5]}), (model.parse_chat, chat), (model.tokenize, {"prompt": "a"})]
+    calls += [(model.detokenize, {"tokens": [5]}), (partial(parse_message, model), chat | {"max_tokens": 5})]
+    calls += [(partial(count_tokens, model), chat)]
+    for call, body in calls:
+        for own in ("tiny", "", None):
+            call(body | {"model": own})
+        with pytest.raises(ApiError, match="does not exist, only 'tiny'") if strict else nullcontext() as refused:
+            call(body | {"model": name})
+        assert not strict or (refused.value.status, refused.value.code) == (404, "model_not_found")
+        with pytest.raises(ApiError, match="model must be a string"):
+            call(body | {"model": [name]})
+
+    assert model.find_model("tiny")["id"] == "tiny"
+    with pytest.raises(ApiError, match="does not exist, only 'tiny'") as refused:
+        model.find_model(name)
+    assert refused.value.status == 404
 
 
 def engine_request(completion: CompletionRequest) -> Request:

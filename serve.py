@@ -1,4 +1,4 @@
-"""The server: `python serve.py`, then OpenAI's API at http://127.0.0.1:8000.
+"""The server: `python serve.py NAME`, then OpenAI's API at http://127.0.0.1:8000.
 
 Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated; EngineServer, the loop
 around the engine's steps. Generation itself is in engine.py.
@@ -17,6 +17,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads spin for 0.3 ms, then sleep
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
 
+import json
 import multiprocessing
 import socket
 import threading
@@ -31,7 +32,7 @@ from multiprocessing import resource_tracker
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
 from engine import Engine
 from grammar import GrammarThread
-from load import ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.answers import AnswerParser
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import choose_cache_length, compile_while_serving, load_engine, warm_up
@@ -52,6 +53,7 @@ IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks
 
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model, as --checkpoint_path names it")
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all interfaces")
     add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any free port")
@@ -66,6 +68,10 @@ def parse_arguments(argv=None):
     add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser, f"{DEFAULT_CONTEXT}, or the model's context if that is less")
     args = parser.parse_args(argv)
+    if args.name is not None and args.checkpoint_path is not None:
+        raise UserError(f"{args.name!r} and --checkpoint_path {args.checkpoint_path!r} both name a model; name one")
+    if args.name is not None:
+        args.checkpoint_path = args.name
     args.model = ModelOptions.of(args, converses=True)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave the option out to need none")
@@ -116,11 +122,41 @@ def main(ranks=None):
         host, port = listener.getsockname()[:2]
         ranks.timeout_s, shutdown = RANK_TIMEOUT_S, Shutdown(args.drain_seconds)
         connection.send(EngineStatus("ready", [], warm_up_s))
-        about = f"{checkpoint.name} ({engine.model.backend.name} kernels)"
-        print_status(f"serving {about} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {address}"
+        print_status(status + examples(address, checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
         server.run(shutdown, args.queue_seconds)
     engine.close()
+
+
+def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
+    """Lines that say how to ask a server with curl and from Python. They do not contain the key."""
+    if checkpoint.tokenizer.vocabulary is None:
+        return ""
+    if checkpoint.tokenizer_files.template is not None:
+        path, answer = "chat/completions", "message.content"
+        name, prompt = "messages", [{"role": "user", "content": "Why is the sky blue?"}]
+    else:
+        path, answer = "completions", "text"
+        name, prompt = "prompt", "Once upon a time"
+
+    body = json.dumps({name: prompt, "max_tokens": 200})
+    call = path.replace("/", ".")
+    header = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
+    key = "the key" if api_key else "unused"
+    return f"""
+
+A page to use it is at this address. With curl:
+    curl {address}/v1/{path}{header} -H "Content-Type: application/json" \\
+        -d '{body}'
+From Python (pip install openai):
+    from openai import OpenAI
+    client = OpenAI(base_url="{address}/v1", api_key="{key}")
+    prompt = {json.dumps(prompt)}
+    answer = client.{call}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
+    print(answer.choices[0].{answer})
+"""
 
 
 def check_web_libraries():

@@ -16,6 +16,7 @@ import openai
 import torch
 from conftest import ROOT
 from hypothesis import HealthCheck
+from programs import printed_lines
 
 from engine import Engine, Request, generate
 from load import load_model
@@ -114,6 +115,11 @@ def running(log: Path, *arguments, **options):
         yield server
     finally:
         server.stop()
+
+
+def log_lines(text: str) -> list[str]:
+    """The lines that a server has printed, but for the examples at its start."""
+    return printed_lines(re.sub(r"\n\nA page to use it .*?\n\n", "\n", text, flags=re.S))
 
 
 class Oracle:

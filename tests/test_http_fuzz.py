@@ -19,8 +19,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import printed_lines
-from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, prompt_ids, running, wait_for
+from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, log_lines, prompt_ids, running, wait_for
 
 from engine import Request
 from server.api import Choice, CompletionRequest
@@ -51,7 +50,7 @@ def server(checkpoints, tmp_path_factory):
         wait_for(server.idle, "all rows to be free")
         wait_for(lambda: (descriptors(server), server.metric("tasks")) <= before, "connections and tasks to end")
         assert server.health() == (200, "ready")
-        lines = [line for line in printed_lines(log.read_text()) if "which is ignored" not in line]
+        lines = [line for line in log_lines(log.read_text()) if "which is ignored" not in line]
         assert len(lines) == 1 and lines[0].startswith("serving "), lines
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import closing, suppress
 from multiprocessing import resource_tracker
@@ -28,7 +29,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from programs import printed_lines
 from servers import (
     CONTEXT,
     FIXTURES,
@@ -41,6 +41,7 @@ from servers import (
     Server,
     ended,
     greedy_text,
+    log_lines,
     longest,
     prompt_ids,
     running,
@@ -728,7 +729,7 @@ def test_both_processes_end_together(checkpoints, tmp_path, how):
                 text = rest.read().decode()
             assert '"error": {"message": "the engine has stopped"' in text and "data: [DONE]" in text
         client.socket.close()
-    assert len(printed_lines(log.read_text())) <= 2, log.read_text()
+    assert len(log_lines(log.read_text())) <= 2, log.read_text()
 
 
 @pytest.mark.slow
@@ -834,7 +835,7 @@ def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp
         finally:
             process.kill()
         log.seek(0)
-        *_, line = printed_lines(log.read())
+        *_, line = log_lines(log.read())
     assert line == "serve.py: error: the HTTP process has ended (exit code -9)"
 
 
@@ -900,6 +901,55 @@ def test_without_web_libraries():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and "--max_queue" in done.stdout
     assert done.stderr == "serve.py: error: starlette is not installed: pip install -r requirements-serve.txt\n"
+
+
+def test_the_examples_at_the_start_work(server, oracle, capsys):
+    """Those with curl and from Python, with the key, which is not printed."""
+    said = server.log.read_text()
+    assert KEY not in said
+    command = re.search(r"^    curl .*?\n .*$", said, re.M | re.S)[0].partition("\nFrom")[0]
+    environment = os.environ | {"API_KEY": KEY}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", done
+    code = said.partition("(pip install openai):\n")[2].partition("\n\n")[0]
+    exec(textwrap.dedent(code.replace("the key", KEY)), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    "has_template, api_key, expected",
+    [
+        (
+            True,
+            None,
+            ["a/v1/chat/completions -H", '"messages": ', r'(model="the \"model", messages=prompt, ', "unused"],
+        ),
+        (False, None, ["a/v1/completions -H", '{"prompt": ', "client.completions.create(", ", prompt=prompt,"]),
+        (True, "secret", ['-H "Authorization: Bearer $API_KEY" ', 'api_key="the key"']),
+        (False, "secret", ['a/v1/completions -H "Authorization', "choices[0].text"]),
+    ],
+)
+def test_the_examples_fit_the_model_and_the_key(has_template, api_key, expected):
+    files = SimpleNamespace(template="x" if has_template else None)
+    tokenizer = SimpleNamespace(vocabulary=object())
+    checkpoint = SimpleNamespace(name='the "model', tokenizer=tokenizer, tokenizer_files=files)
+    said = serve.examples("a", checkpoint, api_key)
+    assert all(one in said for one in expected) and "secret" not in said, said
+    code = textwrap.dedent(said.partition("(pip install openai):\n")[2])
+    compile(code, "example", "exec")
+    tokenizer.vocabulary = None  # then there is no text to ask with
+    assert serve.examples("a", checkpoint, api_key) == ""
+
+
+def test_the_model_may_be_named_without_its_option():
+    assert serve.parse_arguments(["some/name:Q4_K_M", "--port", "0"]).model.checkpoint_path == "some/name:Q4_K_M"
+    assert serve.parse_arguments(["--port", "0", "a"]).model == serve.parse_arguments(["--checkpoint_path", "a"]).model
+    assert serve.parse_arguments([]).model.checkpoint_path is None
+    assert serve.parse_arguments([""]).model.checkpoint_path == ""  # which is refused when it is opened
+    with pytest.raises(UserError, match="'a' and --checkpoint_path 'b' both name a model; name one"):
+        serve.parse_arguments(["a", "--checkpoint_path", "b"])
+    with pytest.raises(UserError, match="unrecognized arguments: b"):
+        serve.parse_arguments(["a", "b"])
 
 
 def test_what_cannot_be_served(checkpoints, monkeypatch):

@@ -201,8 +201,9 @@ def short_report(result: dict, timing) -> str:
         line += f", {rate:.1f} tokens/s"
 
     drafts = result.get("speculation", {}).get("drafts", [])
-    if proposed := sum(draft["proposed_tokens"] for draft in drafts):
-        line += f", {sum(draft['accepted_tokens'] for draft in drafts)} of {proposed} drafted tokens accepted"
+    proposed, accepted = (sum(draft[f"{name}_tokens"] for draft in drafts) for name in ("proposed", "accepted"))
+    if accepted:
+        line += f", {accepted} of {proposed} drafted tokens accepted"
     if (rate := result["prefill_tokens_per_s"]) is not None:
         few = timing.prefill_tokens < FEW_TOKENS
         line += f"; prefill {1e3 * timing.prefill_s:.0f} ms" if few else f"; prefill {rate:.0f}"

@@ -49,3 +49,19 @@ def test_bloom_176b_needs_no_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*command[1:], "--bandwidth", "-1"])
     with pytest.raises(UserError, match="must be above 0"):
         report.main()
+
+
+@pytest.mark.parametrize(
+    "accepted, expected", [(0, "2 tokens, 9.5 tokens/s"), (5, "2 tokens, 9.5 tokens/s, 7 of 24 drafted")]
+)
+def test_the_line_of_a_run_counts_drafted_tokens_only_if_some_were_accepted(accepted, expected):
+    """By default, lookup proposes a token now and then, of which nobody needs to hear."""
+    drafts = [{"proposed_tokens": 11, "accepted_tokens": accepted}, {"proposed_tokens": 13, "accepted_tokens": 2}]
+    result = {"samples": [{"token_ids": [5, 6]}], "decode_tokens_per_s": 9.5, "prefill_tokens_per_s": None}
+    result |= {
+        "speculation": {"drafts": drafts if accepted else [drafts[0]]},
+        "peak_memory_bytes": 7e6,
+        "recompiles": 0,
+    }
+    assert report.short_report(result, None).startswith(expected)
+    assert ("drafted" in report.short_report(result, None)) == bool(accepted)

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from programs import printed_lines
 from servers import (
     CONTEXT,
     KEY,
@@ -28,6 +27,7 @@ from servers import (
     RawClient,
     ended,
     greedy_text,
+    log_lines,
     longest,
     prompt_ids,
     running,
@@ -173,7 +173,7 @@ def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tm
         assert answer["usage"]["completion_tokens"] == 1600
         for other in others[:40]:
             other.close()
-    assert len(printed_lines((tmp_path / "log").read_text())) == 1
+    assert len(log_lines((tmp_path / "log").read_text())) == 1
 
 
 def test_waiting_for_too_long(checkpoints, tmp_path, oracle):
@@ -208,7 +208,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
                 assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
         assert server.process.wait(PATIENCE_S) == 0
         wait_for(lambda: ended(http_side), "the HTTP process to end")
-    assert len(printed_lines((tmp_path / "log").read_text())) == 1
+    assert len(log_lines((tmp_path / "log").read_text())) == 1
 
 
 def test_an_end_that_waits_no_longer(checkpoints, tmp_path):

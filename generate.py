@@ -46,9 +46,10 @@ CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
     add = parser.add_argument_group("prompts (each option may be repeated; all prompts are one batch)").add_argument
-    text = "a text; -: all of standard input, without a newline at its end ('Hello, my name is' if no prompt is given)"
+    text = "a text; -: all of standard input, without its last newline. Without any prompt: 'Hello, my name is'"
     add("--prompt", action="append", default=[], help=text)
-    add("--prompt_file", action="append", type=Path, default=[], help="a file with one prompt per line")
+    lines = "a file with one prompt per line; empty lines are skipped"
+    add("--prompt_file", action="append", type=Path, default=[], help=lines)
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
     add("--synthetic_prompt", action="append", type=positive, default=[], metavar="N", help="N arbitrary tokens")
     add("--batch_size", type=positive, default=1, help="copies of every prompt")

@@ -130,7 +130,8 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
     kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
     kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none: no "
-    kinds += "draft. Default: none, or prompt-lookup in conversations with the CPU kernels, without --compile"
+    kinds += "draft. Default: prompt-lookup in conversations and in serve.py, with the CPU kernels and without "
+    kinds += "--compile; otherwise none"
     add("--draft", metavar="KIND", action="append", default=[], help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", help=how_many)

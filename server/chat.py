@@ -120,7 +120,8 @@ class ChatModel:
             variables["reasoning_effort"] = effort
         for name in variables:
             if name not in self.template_words:
-                text = f"a request sets {name}, which is ignored: the model's chat template does not know it"
+                asked = 'reasoning_effort "none"' if name == "enable_thinking" and enabled is None else name
+                text = f"a request has {asked}, which is ignored: the model's chat template does not know {name}"
                 fields.log_once(f"template: {name}", text)
         return variables
 
@@ -336,7 +337,7 @@ def part_text(part, i: int, name: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PART_TEXTS:
         came = "this has no type" if kind is None else f"this has the type {str(kind)[:64]!r}"
-        raise ApiError(f"{name}[{i}]: only parts of type text are supported, {came}", param=name)
+        raise ApiError(f"{name}[{i}]: only parts of text are supported, {came}", param=name)
     text = part.get(PART_TEXTS[kind])
     if not isinstance(text, str):
         raise ApiError(f"{name}[{i}].{PART_TEXTS[kind]} must be a string", param=name)

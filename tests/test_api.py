@@ -529,7 +529,7 @@ def test_fields_about_thinking_are_the_templates_variables(shown, model, capsys,
     assert capsys.readouterr().err == ""
     for _ in range(2):
         model.parse_chat({"messages": MESSAGES, "reasoning_effort": "low"})
-    assert "sets reasoning_effort, which is ignored: the model's chat template does not" in capsys.readouterr().err
+    assert "has reasoning_effort, which is ignored: the model's chat template does not" in capsys.readouterr().err
 
 
 def test_what_a_strict_schema_may_not_have(model):

@@ -415,11 +415,12 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
 )
 def test_the_report_is_one_line_unless_all_of_it_is_asked_for(tiny, capsys, monkeypatch, args, line):
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--max_new_tokens", 7, "--ignore_eos", *args]
+    capsys.readouterr()  # what transformers prints when it writes the checkpoint
     _, err = main(capsys, monkeypatch, *args)
     [said] = [one for one in printed_lines(err) if one != "loading the draft in 4 bits ..."]
     assert re.fullmatch(line + r"(\d+ MB|[\d.]+ GB)", said), said
     _, err = main(capsys, monkeypatch, *args, "--report")
-    assert said.split(",")[0].split(";")[0] not in err
+    assert "; prefill " not in err
     assert all(part in err for part in ("load ", "prefill: ", "threads: ", "peak memory"))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from cli import UserError, has_colours, print_status, without_newline
 from engine import Engine, Plan, Request, check_prompt
 from sampling import SamplingParams
-from start import warm_up
+from start import read_with_progress, warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
@@ -100,6 +100,8 @@ class Session:
         request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, on_token)
         self.engine.add(request)
         try:
+            read_with_progress(self.engine, [request])
+            show_pieces()
             while request.finish_reason is None:
                 self.engine.step()
                 show_pieces()

@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -200,6 +200,9 @@ def token_ids(text: str) -> list[int]:
 
 # ---------------------------------------------------------------- messages, all on stderr
 
+REFRESH_S = 0.5  # between two updates of what a terminal shows
+LINE_S = 10.0  # between two lines about the progress of a long work, where stderr is no terminal
+
 
 def print_status(text: str, dim: bool = False):
     """Print a line on stderr and flush it. dim: in a fainter colour than the text of a conversation.
@@ -216,15 +219,72 @@ def has_colours(stream) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
-    """A progress bar (tqdm), shown only on terminals, after `delay` seconds: a context manager with update(n).
+class Progress:
+    """How far some work is, shown on stderr: as a bar (tqdm) on a terminal, elsewhere as a line.
 
     unit: of total and n, as it follows a number: "B" for bytes, " tokens", " steps".
     """
-    from tqdm import tqdm
 
-    options = {"unit_scale": True, "leave": False, "disable": None, "dynamic_ncols": True}
-    return tqdm(total=total, desc=description, unit=unit, delay=delay, **options)
+    def __init__(self, total: int, description: str, unit: str):
+        self.total, self.unit = total, unit
+        self.description = description
+        self.n = 0  # how much is done
+        self.start = time.time()
+        self.bar = None  # once it is shown
+
+    def update(self, n: int):
+        """Note that n more is done."""
+        self.n += n
+
+    def refresh(self):
+        """Show how much is done."""
+        if not sys.stderr.isatty():
+            return print_status(f"{self.description}: {self.amount()}")
+        if self.bar is None:
+            from tqdm import tqdm
+
+            options = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
+            self.bar = tqdm(total=self.total, desc=self.description, unit=self.unit, **options)
+            self.bar.start_t = self.start
+        self.bar.n = self.n
+        self.bar.refresh()
+
+    def write(self, text: str):
+        """Print a line on stderr, above the bar."""
+        if self.bar is None:
+            print_status(text)
+        else:
+            self.bar.write(text, file=sys.stderr)
+
+    def amount(self) -> str:
+        if self.unit == "B":
+            return f"{self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+        return f"{self.n:,} of {self.total:,}{self.unit}"
+
+
+@contextmanager
+def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
+    """A context manager that yields a Progress, and shows it from a thread, so that it moves, too, while one step takes
+    long: on a terminal after `delay` seconds and then twice a second, elsewhere every LINE_S seconds."""
+    progress, done = Progress(total, description, unit), threading.Event()
+    is_terminal = sys.stderr.isatty()
+
+    def show():
+        wait = delay if is_terminal else LINE_S
+        while not done.wait(wait):
+            with suppress(OSError):  # as in print_status
+                progress.refresh()
+            wait = REFRESH_S if is_terminal else LINE_S
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        thread.join()
+        if progress.bar is not None:
+            progress.bar.close()
 
 
 class Stopwatch:
@@ -256,7 +316,7 @@ class Stopwatch:
             room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # a longer line would wrap
             sys.stderr.write("\r\033[K" + self.line.removesuffix(" ...")[:room] + seconds)
             sys.stderr.flush()
-            if self.done.wait(0.5):
+            if self.done.wait(REFRESH_S):
                 return
 
     def __exit__(self, kind, error, traceback):

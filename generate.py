@@ -35,7 +35,7 @@ from cli import (
 from engine import Engine, Request, check_prompt
 from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, open_checkpoint
 from sampling import SamplingParams
-from start import choose_cache_length, compile_counts, load_engine, warm_up
+from start import choose_cache_length, compile_counts, load_engine, read_with_progress, warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance
@@ -206,17 +206,18 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
         params = replace(args.params, seed=args.seed + n * len(prompts) + row)
         request = Request(prompt, params, args.max_new_tokens, stop_ids, listener(row), grammar=args.make_grammar())
         requests.append(request)
-    if streaming:
-        print(before[0], end="", flush=True)
     engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
     for request in requests:
         engine.add(request)
+    read_with_progress(engine, requests)
+    if streaming:
+        print(before[0], end="", flush=True)
     shown = 0  # characters
     while engine.has_requests:
-        engine.step()
         if streaming:  # not in on_token, where the error of a closed pipe would only end the request
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
+        engine.step()
     if n == 0:
         engine.timing.first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
     for row, stream in enumerate(streams):

@@ -18,7 +18,7 @@ import checkpoint as ck
 from checkpoint import Source
 from cli import ArgumentParser, UserError, print_status, progress_bar, read_text, run_command
 from cpu.memory import release_freed_memory
-from engine import Engine, Request, generate
+from engine import Engine, Request
 from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
 from kernels import Backend
 from model import Linear, Transformer
@@ -139,7 +139,13 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     if length == 1:
         return first_tokens
     requests = [Request(first, SamplingParams(seed=i), length - 1) for i, first in enumerate(first_tokens)]
-    generate(Engine(model, SEQUENCES, length), requests)
+    engine = Engine(model, SEQUENCES, length)
+    for request in requests:
+        engine.add(request)
+    with progress_bar(SEQUENCES * (length - 1), "writing the calibration text", " tokens", delay=2) as bar:
+        while engine.has_requests:
+            engine.step()
+            bar.n = sum(len(request.new_tokens) for request in requests)
     if failed := next((request for request in requests if request.error), None):
         raise UserError(f"the model cannot write its calibration text: {failed.error}")
     return [request.prompt + request.new_tokens for request in requests]

@@ -1,6 +1,6 @@
 """From an opened checkpoint to a running engine: the check of memory, the weights, the drafts, compiled steps.
 
-Read down: `load_engine`, which puts everything together; the compiled steps; warming up.
+Read down: `load_engine`, which puts everything together; the compiled steps; reading prompts, warming up.
 The files of optional features (kernels, drafts, several ranks) are imported only if they are used.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import check_memory
-from cli import Stopwatch, UserError, first_line, print_status
+from cli import Stopwatch, UserError, first_line, print_status, progress_bar
 from config import Config
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
 from load import Checkpoint, SingleProcess, choose_device, load_model
@@ -139,7 +139,18 @@ def compile_counts() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-# ---------------------------------------------------------------- warming up
+# ---------------------------------------------------------------- reading prompts, warming up
+
+
+def read_with_progress(engine: Engine, requests: list[Request]):
+    """Do the engine's steps until it has read the prompts of these requests. If that takes long, show how far it is."""
+    total = sum(len(request.prompt) for request in requests)
+    with progress_bar(total, "reading the prompt", " tokens", delay=2) as bar:
+        while not all(request.new_tokens or request.finish_reason for request in requests):
+            engine.step()
+            reading = [row for row in engine.rows if row.request is not None and not row.is_decoding]
+            unread = sum(len(row.unread) for row in reading)
+            bar.n = total - unread - sum(len(request.prompt) for request in engine.waiting)
 
 
 @torch.no_grad()

@@ -19,16 +19,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_prompts
 from programs import main
 
 import chat
+import cli
+import engine as engine_module
 from chat import Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
+from start import read_with_progress
 from tokenizer import ChatTemplate, Tokenizer
 
 PROGRAM = [sys.executable, str(ROOT / "generate.py")]
@@ -336,6 +339,89 @@ def test_a_progress_bar_counts_in_its_unit(monkeypatch):
         bar.update(2000)
         bar.refresh()
     assert "2.00k/2.00k" in terminal.getvalue() and " tokens/s" in terminal.getvalue()
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal: bool):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize(
+    "total, unit, n, line, bar",
+    [
+        (117_000_000, "B", 58_000_000, "58 of 117 MB", "58.0M/117M"),
+        (6007, " tokens", 2048, "2,048 of 6,007 tokens", "2.05k/6.01k"),
+        (30, " steps", 0, "0 of 30 steps", "0.00/30.0"),
+    ],
+)
+def test_progress_is_shown_while_one_step_takes_long(monkeypatch, is_terminal, total, unit, n, line, bar):
+    """As a bar that is removed at the end, or as lines; nothing, if it ends before the first is due."""
+    monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
+    monkeypatch.setattr(cli, "LINE_S", 0.02)
+    monkeypatch.setattr(cli, "REFRESH_S", 0.02)
+    with progress_bar(total, "working", unit, delay=0.02) as progress:
+        progress.update(n)
+        wait_until(lambda: bar in sys.stderr.getvalue() if is_terminal else sys.stderr.getvalue().count("\n") > 1)
+        progress.write("a line")
+    shown = sys.stderr.getvalue()
+    assert "a line\n" in shown
+    if is_terminal:
+        assert shown.endswith("\r") and "working" in shown
+    else:
+        assert set(shown.splitlines()) == {f"working: {line}", "a line"} and "\r" not in shown
+
+    monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
+    monkeypatch.setattr(cli, "LINE_S", 60)
+    with pytest.raises(KeyboardInterrupt), progress_bar(total, "working", unit, delay=60) as progress:
+        progress.update(n)
+        raise KeyboardInterrupt
+    assert sys.stderr.getvalue() == ""
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("lengths, rows", [([300], 1), ([40, 7, 23], 2), ([5, 9], 2)])
+def test_reading_prompts_shows_how_far_it_is(tiny_model, monkeypatch, lengths, rows):
+    """The tokens that were read are counted over all prompts, those in a prefix cache included, also while others wait
+    or are answered. Afterwards each request has its first token."""
+    bars = []
+
+    class Bar(cli.Progress):
+        def __init__(self, *about):
+            super().__init__(*about)
+            self.seen = []
+            bars.append(self)
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "n" and "seen" in self.__dict__:
+                self.seen.append(value)
+
+    engine = Engine(tiny_model("llama-mha", rows=rows), rows, 512, chunk_tokens=16)
+    monkeypatch.setattr(cli, "Progress", Bar)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
+    prompts = random_prompts(lengths)
+    for again in range(2):
+        requests = [Request(list(prompt), SamplingParams(temperature=0.0), 4) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        read_with_progress(engine, requests)
+        assert all(request.new_tokens for request in requests)
+        assert bars[again].total == sum(lengths) == bars[again].seen[-1]
+        assert bars[again].seen == sorted(bars[again].seen) and bars[again].seen[0] > 0
+        while engine.has_requests:
+            engine.step()
+    assert max(lengths) < 64 or len(bars[0].seen) > 1 == len(bars[1].seen)
 
 
 def test_help_shows_each_default_that_is_a_value():

@@ -181,7 +181,7 @@ class Trainer:
                 bar.update(1)
                 if self.step % every == 0 or self.step == self.steps:
                     mean, losses = sum(losses) / len(losses), []
-                    bar.write(f"step {self.step} of {self.steps}: loss {mean:.3f}, {report()}", file=sys.stderr)
+                    bar.write(f"step {self.step} of {self.steps}: loss {mean:.3f}, {report()}")
                 if time.monotonic() - saved > SAVE_S or self.step == self.steps:
                     self.save()
                     saved = time.monotonic()

@@ -93,20 +93,22 @@ class Source:
 class FileStates:
     """The identities, sizes and times of some files, to notice that one was replaced or changed while it was read."""
 
-    def __init__(self, path: Path):
-        """path: a file, or a directory, of which the files of models count."""
-        self.path, self.found = path, self._look(path)
+    def __init__(self, path: Path, *others: Path):
+        """path: a file, or a directory, of which the files of models count. others: further files of the same model."""
+        self.path, self.others = path, others
+        self.found = self._look()
 
-    @staticmethod
-    def _look(path: Path) -> list[tuple]:
-        paths = [file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES] if path.is_dir() else [path]
+    def _look(self) -> list[tuple]:
+        paths = [self.path, *self.others]
+        if self.path.is_dir():
+            paths = [file for file in sorted(self.path.iterdir()) if file.suffix in MODEL_FILES]
         stats = [(file.name, file.stat()) for file in paths if file.is_file()]
         return [(name, s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
 
     def check(self):
         """Raise UserError if anything is different now."""
         with suppress(OSError):
-            if self._look(self.path) == self.found:
+            if self._look() == self.found:
                 return
         raise UserError(f"{self.path} was changed while it was read; try again")
 

@@ -225,10 +225,10 @@ class Progress:
     unit: of total and n, as it follows a number: "B" for bytes, " tokens", " steps".
     """
 
-    def __init__(self, total: int, description: str, unit: str):
+    def __init__(self, total: int, description: str, unit: str, initial: int = 0):
         self.total, self.unit = total, unit
         self.description = description
-        self.n = 0  # how much is done
+        self.n = self.initial = initial  # how much is done, and how much was done before
         self.start = time.time()
         self.bar = None  # once it is shown
 
@@ -243,7 +243,7 @@ class Progress:
         if self.bar is None:
             from tqdm import tqdm
 
-            options = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
+            options = {"unit_scale": True, "leave": False, "dynamic_ncols": True, "initial": self.initial}
             self.bar = tqdm(total=self.total, desc=self.description, unit=self.unit, **options)
             self.bar.start_t = self.start
         self.bar.n = self.n
@@ -263,10 +263,13 @@ class Progress:
 
 
 @contextmanager
-def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
+def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0):
     """A context manager that yields a Progress, and shows it from a thread, so that it moves, too, while one step takes
-    long: on a terminal after `delay` seconds and then twice a second, elsewhere every LINE_S seconds."""
-    progress, done = Progress(total, description, unit), threading.Event()
+    long: on a terminal after `delay` seconds and then twice a second, elsewhere every LINE_S seconds.
+
+    initial: how much an earlier process has done.
+    """
+    progress, done = Progress(total, description, unit, initial), threading.Event()
     is_terminal = sys.stderr.isatty()
 
     def show():
@@ -285,6 +288,24 @@ def progress_bar(total: int, description: str, unit: str, delay: float = 0.0):
         thread.join()
         if progress.bar is not None:
             progress.bar.close()
+
+
+@contextmanager
+def locked(path: Path, what: str):
+    """A context manager that holds a lock among processes: a file, which stays. If another process, which does `what`,
+    holds it for long, a line says so. The lock of a process that is killed is free at once."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=2)
+    except Timeout:
+        with Stopwatch(f"waiting for another process that {what}"):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Stopwatch:

@@ -86,7 +86,7 @@ def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
 
 def main():
     parser = ArgumentParser(description="Convert a model to a fastpath checkpoint directory.")
-    parser.add_argument("source", help="a Hugging Face directory, a hub id (organization/name) or a .gguf file")
+    parser.add_argument("source", help="a Hugging Face directory, a .gguf file, or a name as for generate.py")
     parser.add_argument("--out", type=Path, help="the directory to write (checkpoints/NAME)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights written (bfloat16)")
     keep = "keep the quantized tensors of a GGUF file that a format here holds exactly; others are dequantized"
@@ -96,7 +96,8 @@ def main():
     if args.keep_quantized and source.quantization is None:
         raise UserError(f"--keep_quantized is for .gguf files with quantized matrices, and {args.source} has none")
     if out is None:
-        name = args.source if hub.looks_like_hub_id(args.source) else Path(args.source).resolve().name
+        is_hub_id = hub.looks_like_hub_id(args.source) and ":" not in args.source
+        name = args.source if is_hub_id else source.name
         mode = f"-{source.quantization.mode}" if source.quantization else ""
         out = ck.converted_path(name.removesuffix(".gguf") + mode, args.dtype)
     print_written(convert(source, out, DTYPES[args.dtype]))

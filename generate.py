@@ -9,7 +9,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_command handles Ctrl-C, it ends the process at once
 
-import io
 import json
 import os
 import sys
@@ -261,8 +260,8 @@ def main(ranks=None):
     """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
-    with redirect_stderr(io.StringIO()) if args.quiet else nullcontext():  # run_command prints errors, after this block
-        run(args, ranks)
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere) if args.quiet else nullcontext():
+        run(args, ranks)  # run_command prints errors, after this block
 
 
 def run(args, ranks):

@@ -100,11 +100,25 @@ class ModelOptions:
         return bool(self.draft) or self.draft_checkpoint_path is not None
 
 
+class ListModels(argparse.Action):
+    """--list: print the models on this machine, and exit."""
+
+    def __call__(self, parser, *_):
+        from sources.names import print_models
+
+        print_models()
+        parser.exit()
+
+
 def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
     """The options that say which model is loaded, and how. Returns the method that adds others to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
-    sources = "a checkpoint directory, a Hugging Face directory or hub id, a .gguf file"
-    add("--checkpoint_path", help=f"{sources}; default: SmolLM2-135M-Instruct")
+    what = (
+        "a .gguf file, a Hugging Face directory or hub id, a GGUF file of the hub (organization/name:Q4_K_M), a short "
+    )
+    what += "name (--list), or a checkpoint directory; default: SmolLM2-135M-Instruct, a small demo"
+    add("--checkpoint_path", metavar="MODEL", help=what)
+    add("--list", action=ListModels, nargs=0, help="list the models that are on this machine, with their sizes")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")

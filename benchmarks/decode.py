@@ -32,7 +32,7 @@ from checkpoint import is_ours
 from cli import print_status, run_command
 from cpu.memory import keep_freed_memory
 from load import choose_device, find_source
-from sources.hub import default_gguf
+from sources.wheels import default_gguf
 
 
 def transformers_contestant(args, source: str | None, device: torch.device) -> Callable[[], dict]:

@@ -40,7 +40,7 @@ from formats import Quantization
 from quantize import quantize_checkpoint
 from report import synchronize
 from sampling import SamplingParams
-from sources.hub import default_gguf
+from sources.wheels import default_gguf
 from start import compile_counts
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -3,7 +3,7 @@
 gguf_header.py parses the header, and gguf_tokenizer.py reads the tokenizer. This file knows what the metadata means
 (with the names that llama.cpp writes); families.py knows which architectures there are, and which of their tensors have
 another layout than ours; formats.py knows the quantized types. The `gguf` package dequantizes other types. Nothing is
-guessed from the file's name.
+guessed from the file's name, except where the other files of a split model are.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from checkpoint import TokenizerFiles, make_config
-from cli import UserError, first_line, print_status, printable
+from cli import UserError, and_more, first_line, print_status, printable
 from config import Config, RopeScaling
 from formats import FORMATS, Packed, Quantization, Scheme
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
-from sources.gguf_header import TensorInfo, open_file, read_header
+from sources.gguf_header import TensorInfo, open_file, read_header, split_files
 from sources.gguf_tokenizer import gguf_tokenizer_files, short
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
@@ -39,23 +39,58 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile:
-    """An open GGUF file. If anything is wrong with it, a UserError names the file and the field or tensor."""
+    """An open GGUF file, or the files of a split model, of which the first has the metadata. If anything is wrong, a
+    UserError names the file and the field or tensor."""
 
     def __init__(self, path: Path):
-        self.path = path
-        try:
-            self.file = open_file(path)
-            weakref.finalize(self, os.close, self.file)
-            self.metadata, self.infos = read_header(self.file)
-        except (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error) as error:
-            raise UserError(f"{path} is not a readable GGUF file: {error}") from None
+        self.path, self.files = path, []
+        self.metadata, self.infos = self.open_part(path)
+        if self.value("split.count", 0) not in (0, 1):
+            self.open_split(split_files(path))
         self.architecture = str(self.value("general.architecture", None))
         if self.architecture not in GGUF_FAMILIES:
             known = ", ".join(GGUF_FAMILIES)
             raise UserError(f"{path}: architecture {self.architecture} is not known; known in GGUF files: {known}")
-        if (parts := self.value("split.count", 0)) not in (0, 1):
-            raise UserError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
         self.family = GGUF_FAMILIES[self.architecture]
+
+    def open_part(self, path: Path) -> tuple[dict, dict[str, TensorInfo]]:
+        """(metadata, tensors by name) of a file, which stays open."""
+        try:
+            file = open_file(path)
+            weakref.finalize(self, os.close, file)
+            metadata, infos = read_header(file)
+        except (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error) as error:
+            raise UserError(f"{path} is not a readable GGUF file: {error}") from None
+
+        for info in infos.values():
+            info.part = len(self.files)
+        self.files.append(file)
+        return metadata, infos
+
+    def open_split(self, paths: list[Path]):
+        """Open all files of a split model, after one of them said that it is one."""
+        count = self.value("split.count")
+        if count != len(paths):
+            name = "MODEL-00001-of-00003.gguf"
+            raise UserError(f"{self.path} is one of {count} files of a model, so its name must end as {name} does")
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise UserError(f"{self.path} is one of {count} files of a model; beside it {and_more(missing)} is missing")
+
+        self.path = paths[0]
+        self.files = []
+        self.infos = {}
+        for number, path in enumerate(paths):
+            metadata, infos = self.open_part(path)
+            if number == 0:
+                self.metadata = metadata
+            if (metadata.get("split.no"), metadata.get("split.count")) != (number, count):
+                raise UserError(f"{path} is not number {number + 1} of {count} files of a model, as its name says")
+            if twice := self.infos.keys() & infos.keys():
+                raise UserError(f"{path}: tensor {min(twice)} is in another file of the model, too")
+            self.infos |= infos
+        if self.value("split.tensors.count", len(self.infos)) != len(self.infos):
+            total = self.value("split.tensors.count")
+            raise UserError(f"{self.path} names {total} tensors, but its {count} files have {len(self.infos)}")
 
     def value(self, name: str, *default):
         """A field of the metadata, or the default. UserError if the field is missing and there is no default."""
@@ -229,7 +264,7 @@ class GgufFile:
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         buffer, done = memoryview(data.numpy()), 0
         while done < info.nbytes:
-            count = os.preadv(self.file, [buffer[done : done + (1 << 30)]], info.start + done)
+            count = os.preadv(self.files[info.part], [buffer[done : done + (1 << 30)]], info.start + done)
             if count == 0:
                 raise UserError(f"{self.path} was truncated while it was read")
             done += count

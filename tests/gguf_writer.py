@@ -87,13 +87,13 @@ def pair_rows(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None):
+def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None, per_file=0):
     """Write a transformers model. quantize(name) -> a GGMLQuantizationType, or None for float32. extra: fields to add.
-    tensors: tensors to add or replace, or None to leave one out."""
+    tensors: tensors to add or replace, or None to leave one out. per_file: split it into files with so many tensors."""
     config = model.config
     family = ARCHITECTURES.get(config.model_type, config.model_type)
     names = NAMES | OTHER_NAMES.get(config.model_type, {})
-    writer = gguf.GGUFWriter(str(path), family)
+    writer = gguf.GGUFWriter(str(path), family, split_max_tensors=per_file)
     for theirs, name in FIELDS.items():
         value = getattr(config, theirs)
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{name}", value)

@@ -22,8 +22,8 @@ from convert_hf_checkpoint import convert
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import end_tokens, token_types
 from sources.hf_directory import hf_tokenizer_files
-from sources.hub import default_gguf
 from sources.opening import open_gguf
+from sources.wheels import default_gguf
 from tokenizer import ChatTemplate, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)

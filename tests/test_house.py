@@ -16,7 +16,7 @@ ORDER = """
     cpu.memory cpu.threads cpu.install kernels_triton tp
     checkpoint ranks tokenizer grammar
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
-    sources.gguf_file sources.hub
+    sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint
     report engine load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading

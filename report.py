@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from cli import print_status
+from cli import print_status, size_text
 from config import Config
 from formats import FORMATS, Quantization, swap
 from model import Transformer
@@ -208,8 +208,7 @@ def short_report(result: dict, timing) -> str:
         few = timing.prefill_tokens < FEW_TOKENS
         line += f"; prefill {1e3 * timing.prefill_s:.0f} ms" if few else f"; prefill {rate:.0f}"
 
-    peak = result["peak_memory_bytes"]
-    line += f"; {peak / 1e9:.1f} GB" if peak >= 1e9 else f"; {peak / 1e6:.0f} MB"
+    line += f"; {size_text(result['peak_memory_bytes'])}"
     if "ranks" in result:
         line += f" on one of {result['ranks']} ranks"
     if result["recompiles"]:

@@ -490,7 +490,7 @@ def build(compiler: str, instructions: InstructionSet) -> Path:
         wait_for_lock(lock)
         if not path.exists():
             with (
-                Stopwatch("building the CPU kernels", "some 40 seconds on two cores, once"),
+                Stopwatch("building the CPU kernels", "some 40 seconds, once"),
                 tempfile.TemporaryDirectory(dir=folder, prefix=".build.") as temporary,
                 ThreadPoolExecutor() as pool,
             ):

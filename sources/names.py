@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import checkpoint
 from checkpoint import DEFAULT_NAME, is_ours
-from cli import UserError, print_status
+from cli import UserError, print_status, size_text
 from sources import hub, wheels
 from sources.gguf_header import gguf_name, split_files
 from sources.wheels import Wheels
@@ -151,10 +151,6 @@ def print_models():
         print_status(f"to download by name: {', '.join(missing)}; or any organization/name:Q4_K_M of the hub")
 
 
-def size_text(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
-
-
 def downloaded() -> Iterator[tuple[str, int]]:
     """(name, bytes) of each model on this machine that was downloaded or written by fastpath."""
     default = checkpoint.CHECKPOINTS / wheels.DEFAULT.file
@@ -173,11 +169,11 @@ def downloaded() -> Iterator[tuple[str, int]]:
 
 def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
     """The models in huggingface_hub's cache, but for these files: (repository, file)."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repository in repositories:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import Writer, empty_model, read_quantization
+from checkpoint import Writer, empty_model, read_quantization, total_weight_bytes
 from cli import UserError
 from config import Config
 from formats import (
@@ -262,7 +262,9 @@ def test_a_second_loss_is_named_before_it_begins(capsys, mode):
     expected = (
         f"quantized already (q4_1, q8_0); rounding its weights again, to {mode}, changes those of the first block"
     )
-    assert f"{expected} by {error:.1%}\n" in capsys.readouterr().err
+    result = total_weight_bytes(dense.config, torch.bfloat16, Quantization(mode, 32, "none"))
+    sizes = f"the checkpoint will have {result / 1e6:.0f} MB, the file has 98 MB"
+    assert f"{expected} by {error:.1%}; {sizes}\n" in capsys.readouterr().err
 
 
 def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):

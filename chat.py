@@ -1,31 +1,44 @@
 """A conversation at the terminal, turn by turn (`generate.py --interactive`).
 
-`Session` keeps the messages and sends requests to the engine. `chat` is the loop around it: lines, commands, Ctrl-C.
+Read down: `Session` keeps the messages and sends requests to the engine; `AnswerPrinter` prints an answer with dim
+thoughts; `chat` is the loop around them: messages, commands, Ctrl-C; then how a message is read, and the files.
 `run_chat` is called by generate.py.
 The engine finds earlier turns in its cache and reads only what is new.
 
 Answers go to stdout, everything else to stderr.
 """
 
+import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from cli import UserError, has_colours, print_status, without_newline
+from cli import UserError, first_line, has_colours, print_status, read_text, without_newline
 from engine import Engine, Plan, Request, check_prompt
 from sampling import SamplingParams
 from start import read_with_progress, warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation
+/regenerate     answer the last message again
 /system TEXT    set the system message (without TEXT: show it)
+/save FILE      write the conversation to a file, as JSON
+/load FILE      go on with the conversation of a file
+/thoughts       hide the model's thoughts, or show them again
 /stats          show what was read, reused and written so far
-/exit           leave (so does Ctrl-D)
+/bye            leave (so do exit, quit, /exit, /quit and Ctrl-D)
 //TEXT          send /TEXT, which could be a command
+Pasted lines are one message. \"\"\" begins a message of several lines, and ends it.
 Ctrl-C stops an answer; an empty line is not sent; all other lines are sent"""
-COMMANDS = ("/reset", "/system", "/stats", "/help", "/exit", "/quit")
+ENDS = ("/bye", "/exit", "/quit")
+COMMANDS = ("/reset", "/regenerate", "/system", "/save", "/load", "/thoughts", "/stats", "/help", *ENDS)
+QUOTES = '"""'
+HISTORY_LINES = 1000
+LARGEST_CONVERSATION = 1 << 24  # bytes of a file
 
 
 @dataclass
@@ -40,8 +53,13 @@ class Session:
     max_new_tokens: int | None = None  # per answer; None: as many as the context holds
     stop_ids: frozenset[int] = frozenset()
     stop: Iterable[str] = ()
+    thinking: tuple[str, str] | None = None  # the marks around the model's thoughts, if it has any
+    keeps_all: bool = False  # refuse a message for which there is no room, instead of dropping the oldest turns
+    hides_thoughts: bool = False
     system: str | None = None  # the system message
     messages: list[dict] = field(default_factory=list)  # without the system message
+    dropped: int = 0  # of the messages, the oldest, which the model no longer sees
+    retries: int = 0  # answers that were asked for again
     turns: list[Request] = field(default_factory=list)
 
     @property
@@ -73,31 +91,31 @@ class Session:
         Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the conversation.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.encode(messages)
+        prompt = self.make_room(messages)
         room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position in the cache
-        if room < 1:
-            raise UserError(
-                f"the context is full: with this message the conversation has {len(prompt)} tokens, but the context "
-                f"holds {self.context}; shorten it, or /reset"
-            )
         check_prompt(prompt, self.engine.model.config, self.context)
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
             more = f"room for {room} more tokens in the context of {self.context}"
             print_status(f"({more}; /reset frees all of it)", dim=True)
-        stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop)
+        marks = self.mark_ids()
+        stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop, marks)
+        before = TextStream(self.tokenizer, (), (), marks).add(prompt[-8:], last=True) if self.thinking else ""
+        printer = AnswerPrinter(show, self.thinking, before, self.hides_thoughts)
         answer, pieces = "", []
 
         def on_token(token: int) -> bool:
             pieces.append(stream.add(() if token in self.stop_ids else (token,)))
             return stream.stopped
 
-        def show_pieces():  # not called in on_token, where the error of a closed pipe would only end the request
+        def show_pieces(last: bool = False):  # not in on_token, where the error of a closed pipe only ends the request
             nonlocal answer
-            while pieces:
-                answer += pieces[0]
-                show(pieces.pop(0))
+            text = "".join(pieces)
+            pieces.clear()
+            answer += text
+            printer.add(text, last)
 
-        request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids, on_token)
+        params = replace(self.params, seed=self.params.seed + self.retries)
+        request = Request(prompt, params, min(room, self.max_new_tokens or room), self.stop_ids, on_token)
         self.engine.add(request)
         try:
             read_with_progress(self.engine, [request])
@@ -108,14 +126,56 @@ class Session:
         except KeyboardInterrupt:
             self.engine.cancel(request)
             self.engine.step()
+        pieces.append(stream.add((), last=True))
+        show_pieces(last=True)
         if request.finish_reason == "error":
             raise UserError(f"the answer failed: {request.error}")
-        pieces.append(stream.add((), last=True))
-        show_pieces()
         if request.new_tokens:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.turns.append(request)
         return request
+
+    def make_room(self, messages: list[dict]) -> list[int]:
+        """The token ids of a conversation, of whose oldest turns as many are dropped that half of the context is free,
+        if it has no room for an answer otherwise. UserError if there is no room for the last message alone, or, with
+        keeps_all, for all of them."""
+        dropped = self.dropped
+        prompt = self.encode(messages[dropped:])
+        if self.context + 1 - len(prompt) <= self.low_water and not self.keeps_all:
+            while len(prompt) > self.context // 2 and dropped < len(messages) - 1:
+                dropped += 2
+                prompt = self.encode(messages[dropped:])
+        if len(prompt) > self.context:
+            alone = dropped == len(messages) - 1
+            what = "this message alone" if alone else "with this message the conversation"
+            advice = "shorten it" if alone else "shorten it, or /reset"
+            holds = f"but the context holds {self.context}"
+            raise UserError(f"the context is full: {what} has {len(prompt)} tokens, {holds}; {advice}")
+        if turns := (dropped - self.dropped) // 2:
+            what = "the oldest turn is" if turns == 1 else f"the {turns} oldest turns are"
+            print_status(f"(the context is full: {what} dropped; --keep_all_turns refuses instead)", dim=True)
+            self.dropped = dropped
+        return prompt
+
+    def mark_ids(self) -> list[int]:
+        """The special tokens that are marks of thoughts. Others have no text."""
+        if self.thinking is None:
+            return []
+        vocabulary = self.tokenizer.vocabulary
+        return [i for i in vocabulary.special_ids if vocabulary.name(i) in self.thinking]
+
+    def regenerate(self, show: Callable[[str], None]) -> Request:
+        """Answer the last message again, with another seed. UserError if there is none."""
+        if not self.messages:
+            raise UserError("there is no answer yet")
+        before, self.messages = self.messages, self.messages[:-2]
+        self.dropped = min(self.dropped, len(self.messages))
+        self.retries += 1
+        try:
+            return self.ask(before[-2]["content"], show)
+        finally:
+            if len(self.messages) < len(before):  # it was refused, or interrupted before the answer
+                self.messages = before
 
     @property
     def low_water(self) -> int:
@@ -125,6 +185,29 @@ class Session:
     def reset(self):
         """Forget the messages. The cache keeps them, since the next conversation may begin in the same way."""
         self.messages = []
+        self.dropped = 0
+
+    def save(self, path: Path):
+        """Write the conversation to a file, which is new or holds another one. UserError if that fails."""
+        if path.exists():
+            read_conversation(path)
+        text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be written: {first_line(error)}") from None
+
+    def load(self, path: Path):
+        """Go on with the conversation of a file. UserError if it has none, or the template refuses it."""
+        system, messages = read_conversation(path)
+        before = self.system, self.messages, self.dropped
+        self.system, self.messages = system, messages
+        self.dropped = 0
+        try:
+            self.encode([*messages, {"role": "user", "content": "?"}])
+        except BaseException:
+            self.system, self.messages, self.dropped = before
+            raise
 
     def summary(self, turn: Request) -> str:
         """One line about a turn."""
@@ -135,12 +218,12 @@ class Session:
         used = len(turn.prompt) + n - 1
         line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.context}"
         if used >= self.context:
-            line += ", full: the answer is cut; /reset"
+            line += ", full: the answer is cut" + ("; /reset" if self.keeps_all else "")
         elif turn.finish_reason == "length":
             line += "; cut at --max_new_tokens"
         elif turn.finish_reason == "cancelled":
             line += "; interrupted"
-        if self.context - self.low_water <= used < self.context:
+        if self.keeps_all and self.context - self.low_water <= used < self.context:
             line += "; nearly full: /reset makes room"
         return f"[{line}]"
 
@@ -167,6 +250,76 @@ def rate(tokens: int, seconds: float) -> str:
     return f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
 
 
+class AnswerPrinter:
+    """Passes an answer on, piece by piece, with its thoughts, which stand between two marks, dim on a terminal or not
+    at all. Text that may belong to a mark is held back."""
+
+    def __init__(self, show: Callable[[str], None], marks: tuple[str, str] | None, prompt: str, hides_thoughts: bool):
+        """prompt: the end of the text before the answer, which may end with the first mark."""
+        self.show, self.hides_thoughts = show, hides_thoughts
+        self.begin, self.end = marks or ("", "")
+        self.held = ""
+        self.is_dim = False
+        self.read = self.pass_on if marks is None else self.read_beginning
+        if marks is not None and prompt.rstrip().endswith(self.begin):
+            self.start_thoughts()
+
+    def add(self, text: str, last: bool = False):
+        """last: no more text follows."""
+        self.held += text
+        self.read(last)
+        if last and self.is_dim:
+            self.show("\033[0m")
+
+    def pass_on(self, last: bool):
+        text = self.held
+        self.held = ""
+        if text:
+            self.show(text)
+
+    def read_beginning(self, last: bool):
+        start = self.held.lstrip()
+        if not last and len(start) < len(self.begin) and self.begin.startswith(start):
+            return
+        if start.startswith(self.begin):
+            self.start_thoughts()
+        else:
+            self.read = self.pass_on
+        self.read(last)
+
+    def start_thoughts(self):
+        self.read = self.read_thoughts
+        self.is_dim = has_colours(sys.stdout) and not self.hides_thoughts
+        if self.is_dim:
+            self.show("\033[2m")
+        if self.hides_thoughts:
+            print_status("(thinking; /thoughts shows it)", dim=True)
+
+    def read_thoughts(self, last: bool):
+        before, mark, after = self.held.partition(self.end)
+        is_held = not mark and not last
+        kept = max((n for n in range(len(self.end)) if before.endswith(self.end[:n])), default=0) if is_held else 0
+        self.held = before[len(before) - kept :]
+        if not self.hides_thoughts:
+            self.show(before[: len(before) - kept] + mark)
+        if mark:
+            self.end_thoughts(after)
+
+    def end_thoughts(self, after: str):
+        if self.is_dim:
+            self.show("\033[0m")
+        self.is_dim = False
+        self.held = after
+        self.read = self.skip_space if self.hides_thoughts else self.pass_on
+        self.read(False)
+
+    def skip_space(self, last: bool):
+        self.held = self.held.lstrip()
+        if self.held:
+            self.read = self.pass_on
+            self.pass_on(last)
+
+
 @contextmanager
 def one_interrupt():
     """A context manager: the first Ctrl-C in it raises KeyboardInterrupt, and further ones do nothing."""
@@ -187,53 +340,61 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
     for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
         warm_up(engine, [[0] * min(n, engine.length)], random=args.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
+    session.keeps_all = args.keep_all_turns
+    session.thinking = None if template is None else template.thinking_marks()
     if args.system is not None:
         session.set_system(args.system)
     chat(session, args.prompt)
 
 
 def chat(session: Session, first: Iterable[str] = ()):
-    """Run a conversation until /exit or the end of the input. first: messages that are asked before the input."""
+    """Run a conversation until /bye or the end of the input. first: messages that are asked before the input."""
     sys.stdin.reconfigure(errors="replace", newline="\n")  # bytes that are not UTF-8 become U+FFFD
     if sys.stdin.isatty():
         kind = "" if session.template else "This model has no chat template: it continues your text. "
         print_status(f"{kind}Context: {session.context} tokens. /help lists the commands, Ctrl-D leaves.", dim=True)
-        with suppress(ImportError):
-            import readline  # noqa: F401 - gives input() line editing, and history with the arrow keys
+        start_readline()
     first = list(first)
     has_hinted = False
     while True:
         try:
             if first:
-                line = first.pop(0)
-                print_status(f"> {line}", dim=True)
+                text = first.pop(0)
+                print_status(f"> {text}", dim=True)
             else:
                 with idle(session.engine):
-                    line = read_line()
-                if line is None:
-                    return
-            command = next(iter(line.split()), "")
-            if command in ("/exit", "/quit"):
+                    text = read_message()
+            if text is None or text.strip().lower() in ("exit", "quit"):
                 return
-            if command in COMMANDS:
-                handle_command(session, command, line.strip().removeprefix(command).strip())
-            elif command:
-                if command[0] == "/" and "/" not in command[1:] and not has_hinted:
-                    print_status(f"({command} is not a command, so it is sent; /help lists the commands)", dim=True)
+            word = next(iter(text.split()), "")
+            command = word.lower()
+            if command in ENDS:
+                return
+            if command in COMMANDS and ("\n" not in text or command == "/system"):
+                handle_command(session, command, text.strip()[len(word) :].strip())
+            elif word:
+                is_odd = command[0] == "/" and "/" not in command[1:] and "\n" not in text
+                if is_odd and not has_hinted:
+                    print_status(f"({word} is not a command, so it is sent; /help lists the commands)", dim=True)
                     has_hinted = True
-                send(session, line)
+                send(session, text)
         except UserError as error:
             print_status(f"error: {error}", dim=True)
         except KeyboardInterrupt:
-            print_status("\n(/exit or Ctrl-D leaves)", dim=True)
+            print_status("\n(/bye or Ctrl-D leaves)", dim=True)
 
 
-def send(session: Session, line: str):
-    """Ask a line, with one slash in the place of two at its beginning, and print the answer."""
-    if line.lstrip().startswith("//"):
-        line = line.replace("//", "/", 1)
+def send(session: Session, text: str):
+    """Ask a message, with one slash in the place of two at its beginning, and print the answer."""
+    if text.lstrip().startswith("//"):
+        text = text.replace("//", "/", 1)
+    print_answer(session, lambda show: session.ask(text, show))
+
+
+def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Request]):
+    """Print what `ask` shows, and a line about it."""
     with one_interrupt() if session.engine.ranks is None else nullcontext():  # Ctrl-C ends torchrun
-        turn = session.ask(line, lambda piece: print(piece, end="", flush=True))
+        turn = ask(lambda piece: print(piece, end="", flush=True))
         print(flush=True)
         print_status(session.summary(turn), dim=True)
 
@@ -245,6 +406,8 @@ def idle(engine: Engine):
 
 def handle_command(session: Session, command: str, rest: str):
     """command: one of COMMANDS that does not end the conversation. rest: what follows it in the line."""
+    if command == "/regenerate":
+        return print_answer(session, session.regenerate)
     if command == "/reset":
         session.reset()
         text = "(the conversation is forgotten)"
@@ -253,6 +416,18 @@ def handle_command(session: Session, command: str, rest: str):
         text = "(system message set)"
     elif command == "/system":
         text = "(no system message is set; the template may have its own)" if session.system is None else session.system
+    elif command in ("/save", "/load"):
+        if not rest:
+            raise UserError(f"{command} needs the name of a file")
+        path = Path(os.path.expanduser(rest))
+        if command == "/save":
+            session.save(path)
+        else:
+            session.load(path)
+        text = f"({path}: {len(session.messages)} messages)"
+    elif command == "/thoughts":
+        session.hides_thoughts = not session.hides_thoughts
+        text = f"(the model's thoughts are {'hidden' if session.hides_thoughts else 'shown'})"
     elif command == "/stats":
         text = session.statistics()
     else:
@@ -260,14 +435,33 @@ def handle_command(session: Session, command: str, rest: str):
     print_status(text, dim=True)
 
 
-def read_line() -> str | None:
-    """The next line of input, or None at its end. A prompt is shown only on a terminal."""
+# ---------------------------------------------------------------- reading messages
+
+
+def read_message() -> str | None:
+    """The next message of the input: a line, lines that were pasted, or lines between two \"\"\". None at its end."""
+    text = read_line("> ")
+    if text is None or "\n" in text or not text.lstrip().startswith(QUOTES):
+        return text
+    lines = [text.lstrip().removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        if (line := read_line(". ")) is None:
+            break
+        lines.append(line)
+    return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
+
+
+def read_line(prompt: str) -> str | None:
+    """The next line of input, or None at its end; from a terminal also several lines that were pasted at once. A prompt
+    is shown only on a terminal."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
             # \001 and \002 enclose characters without width on the screen, so that readline counts columns correctly.
-            return input("\001\033[1m\002> \001\033[0m\002" if has_colours(sys.stdout) else "> ")
+            line = input(f"\001\033[1m\002{prompt}\001\033[0m\002" if has_colours(sys.stdout) else prompt)
+            write_history(line)
+            return without_newline(line)
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
+            print(prompt, end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if line:
             return without_newline(line)
@@ -276,3 +470,69 @@ def read_line() -> str | None:
     if sys.stdin.isatty():
         print(file=sys.stderr)
     return None
+
+
+def start_readline():
+    """Give input() line editing, pasted lines as one input, and the history of earlier conversations."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # where it is GNU's
+    for line in read_history():
+        readline.add_history(line)
+
+
+# ---------------------------------------------------------------- files
+
+
+def history_path() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fastpath" / "history.jsonl"
+
+
+def read_history() -> list[str]:
+    """What was typed in earlier conversations: a JSON string in each line. The file is shortened when it is long."""
+    try:
+        lines = history_path().read_text(encoding="utf-8").splitlines()
+        found = [line for line in map(json.loads, lines[-HISTORY_LINES:]) if isinstance(line, str)]
+        if len(lines) > 2 * HISTORY_LINES:
+            history_path().write_text("\n".join(lines[-HISTORY_LINES:]) + "\n", encoding="utf-8")
+    except (OSError, ValueError, RuntimeError):  # no such file, one of something else, no home directory
+        return []
+    return found
+
+
+def write_history(line: str):
+    """Add a line to the history, which only the user may read. Without a place for it there is none."""
+    if not line.strip():
+        return
+    with suppress(OSError, RuntimeError):
+        history_path().parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(history_path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
+    """(system message, messages) of a file that /save wrote, or of a list of messages as OpenAI's API has them.
+    UserError if it holds something else."""
+    if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_CONVERSATION):
+        raise UserError(f"{path} is no file of a conversation")
+    text = read_text(path, str(path))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no conversation: {first_line(error)}") from None
+    if isinstance(found, list):
+        found = {"system": None, "messages": found}
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f"{path} is no conversation: it has no list of messages")
+    messages = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
+    system = found.get("system")
+    if messages and messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+    roles = [message["role"] for message in messages]
+    texts = [message["content"] for message in messages] + ([] if system is None else [system])
+    if roles != ["user", "assistant"] * (len(roles) // 2) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{path}: messages of the user and the assistant must take turns, and their contents be texts")
+    return system, messages

@@ -195,7 +195,10 @@ positive = number(int, "at least 1", lambda n: n >= 1)
 
 def token_ids(text: str) -> list[int]:
     """An argparse type: token ids, separated by commas or spaces."""
-    return [int(part) for part in text.replace(",", " ").split()]
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be token ids such as 5,17,33, not {text!r}") from None
 
 
 # ---------------------------------------------------------------- messages, all on stderr

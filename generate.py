@@ -59,6 +59,8 @@ def parse_arguments(argv=None):
     add("--system", metavar="TEXT", help="a system message before the prompts (implies --chat)")
     interactive = "chat at the terminal, turn by turn (a --prompt is the first turn); /help lists the commands"
     add("--interactive", action="store_true", help=interactive)
+    keep = "with --interactive: when the context is full, refuse a message instead of dropping the oldest turns"
+    add("--keep_all_turns", action="store_true", help=keep)
 
     add = parser.add_argument_group("generation").add_argument
     any_length = "at most this many per prompt (default: 200; with --interactive, as many as the context holds)"
@@ -308,7 +310,7 @@ def run(args, ranks):
     if ranks.rank == 0:
         if engine.speculation is not None:
             result |= engine.speculation.report.numbers(0 if args.profile else engine.timing.decode_s)
-        print_report(result, engine.timing, args.report)
+        print_report(result, engine.timing, args)
         if args.json:
             print(json.dumps(result))
 

@@ -182,9 +182,12 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
     return fields
 
 
-def print_report(result: dict, timing, in_full: bool):
-    """Print the measurements of a run on stderr: one line of them, or all."""
-    if in_full:
+def print_report(result: dict, timing, args):
+    """Print the measurements of a run on stderr: one line of them, or all. args: of generate.py."""
+    cut = [sample for sample in result["samples"] if sample["finish_reason"] == "length"]
+    if args.chat and cut and not args.json:
+        print_status(f"(cut at --max_new_tokens {args.max_new_tokens})", dim=True)
+    if args.report:
         print_status("\n" + full_report(result, timing))
     else:
         print_status(short_report(result, timing), dim=True)

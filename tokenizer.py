@@ -175,6 +175,7 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
 
 
 MAX_TEMPLATE_S = 2  # of processor time for a template to write a conversation; long ones take some ms
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after the content of a message that is to be continued
 
 
@@ -245,6 +246,10 @@ class ChatTemplate:
         if not ids:
             raise UserError(f"{self.path}: the chat template writes no text for this conversation")
         return ids
+
+    def thinking_marks(self) -> tuple[str, str] | None:
+        """The marks before and after the thoughts of the model, if its template knows them."""
+        return next((marks for marks in THINKING_MARKS if marks[1] in self.source), None)
 
     def end_ids(self) -> set[int]:
         """The special tokens that the template writes after an answer: the model ends its own answers with them.

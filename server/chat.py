@@ -19,7 +19,6 @@ from server.tools import (
     NAME_PATTERN,
     Tool,
     ToolGrammar,
-    find_thinking_marks,
     find_tool_format,
     json_text,
     place_tools,
@@ -77,7 +76,7 @@ class ChatModel:
             if "has no chat template" not in str(error):
                 print_status(f"chat completions are not available: {error}")
         if self.template is not None and tokenizer.vocabulary is not None:
-            self.tool_format, self.thinking = find_tool_format(self.tool_template), find_thinking_marks(self.template)
+            self.tool_format, self.thinking = find_tool_format(self.tool_template), self.template.thinking_marks()
         sources = [template.source for template in (self.template, self.tool_template) if template is not None]
         self.template_words = set(re.findall(r"\w+", "\n".join(sources)))
         if not self.template_words.isdisjoint(THOUGHTS):

@@ -21,7 +21,7 @@ from os.path import commonprefix
 
 from cli import UserError
 from grammar import schema_rule
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import THINKING_MARKS, ChatTemplate, Tokenizer
 
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # of a function, as Anthropic allows it; OpenAI has a limit of 64
 ID_PATTERN = "[a-zA-Z0-9]{9}"  # of a call, in the formats that write ids (Mistral's)
@@ -124,7 +124,6 @@ KNOWN_FORMATS = {
 
 # ---------------------------------------------------------------- finding a model's format
 
-THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 PROBE_FUNCTION = {"name": "probe_tool", "description": "A probe.", "parameters": {"type": "object", "properties": {}}}
 PROBE_TOOL = {"type": "function", "function": PROBE_FUNCTION}
 PROBE_NAMES = ("probe_first", "probe_second")  # of functions that are called
@@ -266,11 +265,6 @@ def split_between(start: str, between: str, rest: str, middle: str) -> ToolForma
     prefix = commonprefix([between[::-1], start[::-1]])[::-1]
     begin, end = start.removesuffix(prefix), rest.removeprefix(suffix)
     return ToolFormat(prefix, middle, suffix, begin, between.removesuffix(prefix), end)
-
-
-def find_thinking_marks(template: ChatTemplate) -> tuple[str, str] | None:
-    """The marks before and after the thoughts of the model, if its template knows them."""
-    return next((marks for marks in THINKING_MARKS if marks[1] in template.source), None)
 
 
 # ---------------------------------------------------------------- grammars

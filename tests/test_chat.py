@@ -25,7 +25,7 @@ from programs import main
 import chat
 import cli
 import engine as engine_module
-from chat import Session
+from chat import AnswerPrinter, Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
 from engine import Engine, Request, generate
 from generate import parse_arguments
@@ -195,7 +195,10 @@ def sent_lines(monkeypatch, capsys, *lines):
         ("  /think", "  /think", 1),
         ("/", "/", 1),
         ("/hlep", "/hlep", 1),
-        ("/RESET", "/RESET", 1),
+        ("/Reset", "RESET", 0),
+        ("/SYSTEM Be brief.", "SYSTEM 'Be brief.'", 0),
+        ("exit the room", "exit the room", 0),
+        ("byebye", "byebye", 0),
         ("/exit! she said", "/exit! she said", 1),
         ("/systemctl status", "/systemctl status", 1),
         ("/etc/hosts is a file", "/etc/hosts is a file", 0),
@@ -228,7 +231,7 @@ def test_a_line_of_input_ends_at_a_newline(monkeypatch, capsys):
 def test_a_full_context(tiny_model, monkeypatch, capsys):
     """A warning says how much room is left before an answer that could need more. What does not fit is refused."""
     letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 100, letters, letters)
+    session = make_session(tiny_model("llama-mha"), 100, letters, letters, keeps_all=True)
     out, err = run_lines(
         session,
         monkeypatch,
@@ -245,8 +248,201 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
     refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
     assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
-    assert remarks[4].startswith(refusal.format(103))
+    alone = "error: the context is full: this message alone has 103 tokens, but the context holds 100; shorten it"
+    assert remarks[4] == alone
     assert session.messages[0]["content"] == text_of(62), "a message that did not fit is not in the conversation"
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model, monkeypatch, capsys):
+    """So many that half of it is free, and one line says how many. The rest equals a conversation without them; the
+    system message stays. What is refused changes nothing."""
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 350, letters, letters, max_new_tokens=21, system=text_of(90, 91))
+    for n in range(12):
+        turn = session.ask(text_of(*range(20 + n, 31 + n)), lambda piece: None)
+        assert turn.prompt[:4] == [1, 90, 91, 4] and len(turn.new_tokens) == 21
+        assert turn.prompt == letters.encode(
+            [{"role": "system", "content": text_of(90, 91)}, *session.messages[session.dropped : -1]]
+        )
+        if n in (7, 11):
+            session.engine.clear()
+            assert turn.new_tokens == answer_without_cache(load_model(tiny("llama-mha")[2], dtype=torch.float32), turn)
+    said = re.findall(r"the context is full: the (\d+) oldest turns are dropped", capsys.readouterr().err)
+    assert len(said) == 1 and 2 * int(said[0]) == session.dropped > 0, "not at every turn"
+    assert len(session.messages) == 24, "the conversation itself is whole"
+    before = session.dropped, list(session.messages)
+    with pytest.raises(UserError, match="this message alone has 407 tokens, but the context holds 350; shorten it"):
+        session.ask(text_of(*([7] * 400)), lambda piece: None)
+    assert (session.dropped, session.messages) == before
+    session.reset()
+    assert session.ask(text_of(50), lambda piece: None).prompt == [1, 90, 91, 4, 2, 50, 4, 3]
+
+
+def test_a_last_message_is_answered_again(tiny, tiny_model):
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, temperature=1.0, max_new_tokens=9)
+    with pytest.raises(UserError, match="there is no answer yet"):
+        session.regenerate(lambda piece: None)
+    session.ask(text_of(50, 51), lambda piece: None)
+    first = session.ask(text_of(60), lambda piece: None)
+    again = [session.regenerate(lambda piece: None) for _ in range(3)]
+    assert all(turn.prompt == first.prompt and turn.cached_tokens == len(first.prompt) - 1 for turn in again)
+    assert len({tuple(turn.new_tokens) for turn in [first, *again]}) == 4, "each with another seed"
+    assert len(session.messages) == 4 and session.messages[-1]["content"] == text_of(*again[-1].new_tokens)
+    before = list(session.messages)
+    session.messages[-2] = {"role": "user", "content": "refuse this"}
+    with pytest.raises(UserError, match="the template refuses this"):
+        session.regenerate(lambda piece: None)
+    assert len(session.messages) == len(before)
+
+
+def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
+    letters = Letters()
+    model, file = tiny_model("llama-mha"), tmp_path / "talk.json"
+    session = make_session(model, 256, letters, letters, max_new_tokens=5)
+    lines = [f"/system {text_of(90)}", text_of(50, 51), text_of(52), f"/save {file}", text_of(53), f"/save {file}"]
+    run_lines(session, monkeypatch, capsys, *lines)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert saved == {"system": text_of(90), "messages": session.messages} and len(saved["messages"]) == 6
+
+    another = make_session(model, 256, letters, letters, max_new_tokens=5)
+    run_lines(another, monkeypatch, capsys, f"/LOAD {file}", text_of(54))
+    expected = session.ask(text_of(54), lambda piece: None)
+    assert another.turns[-1].prompt == expected.prompt and another.turns[-1].new_tokens == expected.new_tokens
+
+    openai = [
+        {"role": "system", "content": text_of(8)},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": ""},
+    ]
+    file.write_text(json.dumps(openai))
+    another.load(file)
+    assert (another.system, len(another.messages)) == (text_of(8), 2)
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (None, "cannot be read"),
+        ("", "is no conversation"),
+        ("[" * 100_000, "is no conversation"),
+        ("3", "it has no list of messages"),
+        ('{"messages": {}}', "it has no list of messages"),
+        ('{"messages": [3]}', "it has no list of messages"),
+        ('[{"role": "user", "content": "a"}]', "must take turns"),
+        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "must take turns"),
+        ('[{"role": "user", "content": [3]}, {"role": "assistant", "content": "a"}]', "must take turns"),
+        ('{"system": 3, "messages": []}', "must take turns"),
+        ('[{"role": "user", "content": "refuse this"}, {"role": "assistant", "content": ""}]', "refuses this"),
+        (b"\xff\xfe[]", "cannot be read"),
+        (bytes(chat.LARGEST_CONVERSATION + 1), "is no file of a conversation"),
+    ],
+)
+def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, capsys, content, why):
+    """They are refused in one line, whether they are read or written, and are left as they are."""
+    letters, file = Letters(), tmp_path / "x.json"
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
+    session.messages = before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    _, err = run_lines(session, monkeypatch, capsys, f"/load {file}", "/load", "/save", f"/save {tmp_path}")
+    lines = err.splitlines()
+    assert len(lines) == 4 and re.search(why, lines[0]) and lines[0].startswith("error: ")
+    assert lines[1:3] == ["error: /load needs the name of a file", "error: /save needs the name of a file"]
+    assert session.messages == before
+    if content is not None and why != "refuses this":
+        _, err = run_lines(session, monkeypatch, capsys, f"/save {file}")
+        assert err.startswith("error: ") and file.stat().st_size == len(content)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("colours", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    "prompt, answer, thoughts",
+    [
+        ("", "<think>a\n<b</think>\n\nc <think> d", "<think>a\n<b</think>"),
+        ("", " \n<think>\n\n</think>\n\nc", " \n<think>\n\n</think>"),
+        ("x <think>\n", "a </thin</think>c</think>d", "a </thin</think>"),
+        ("x <think>", "it never ends </thi", "it never ends </thi"),
+        ("<think></think>", "no <think>thoughts</think>", ""),
+        ("", "<thin", ""),
+        ("", "", ""),
+    ],
+)
+def test_thoughts_are_dim_or_hidden(monkeypatch, capsys, hides, colours, size, prompt, answer, thoughts):
+    monkeypatch.setattr(chat, "has_colours", lambda stream: colours)
+    shown = []
+    printer = AnswerPrinter(shown.append, ("<think>", "</think>"), prompt, hides)
+    for at in range(0, len(answer), size):
+        printer.add(answer[at : at + size])
+    printer.add("", last=True)
+    rest = answer[len(thoughts) :]
+    if hides and thoughts:
+        assert "".join(shown) == rest.lstrip() and "thinking" in capsys.readouterr().err
+    elif colours and thoughts:
+        space = len(thoughts) - len(thoughts.lstrip())
+        assert "".join(shown) == f"\033[2m{thoughts}\033[0m{rest}" and space < 3
+    else:
+        assert "".join(shown) == answer
+
+
+def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch, capsys):
+    """Marks that are special tokens are text of the answer, and so are read again with it."""
+    tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
+    monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
+    session = make_session(model, 256, None, tokenizer, thinking=("<|im_start|>", "<|im_end|>"))
+    answer = tokenizer.encode("<|im_start|> a cat<|im_end|> Miau", add_bos=False)
+
+    def add(request):  # instead of running a model
+        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
+        request.new_tokens, request.finish_reason = answer, "stop"
+        for token in answer:
+            request.on_token(token)
+
+    monkeypatch.setattr(session.engine, "add", add)
+    out, err = run_lines(session, monkeypatch, capsys, "Hi", "/thoughts", "Ho", "/thoughts", "Hu")
+    assert out == "<|im_start|> a cat<|im_end|> Miau\nMiau\n<|im_start|> a cat<|im_end|> Miau\n"
+    assert session.messages[1]["content"] == "<|im_start|> a cat<|im_end|> Miau"
+    assert "(the model's thoughts are hidden)" in err and "(the model's thoughts are shown)" in err
+
+
+@pytest.mark.parametrize(
+    "lines, messages",
+    [
+        (['"""one', "two", 'three"""', "four"], ["one\ntwo\nthree", "four"]),
+        (['"""', "  one", "", "/reset", '"""', "four"], ["  one\n\n/reset", "four"]),
+        (['"""one line"""', "two"], ["one line", "two"]),
+        (['"""open', "to the end"], ["open\nto the end"]),
+        (['say """hi', "two"], ['say """hi', "two"]),
+        (['"""', '"""', "x"], ["x"]),
+        (["a", "EXIT", "b"], ["a"]),
+        (["a", "quit ", "b"], ["a"]),
+        (["a", "/Bye", "b"], ["a"]),
+        (["exit now", "quit it"], ["exit now", "quit it"]),
+    ],
+)
+def test_messages_of_several_lines_and_ends(monkeypatch, capsys, lines, messages):
+    assert sent_lines(monkeypatch, capsys, *lines)[0] == messages
+
+
+def test_the_history_is_bounded_private_and_may_be_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert chat.read_history() == []
+    for n in range(2 * chat.HISTORY_LINES + 3):
+        chat.write_history(f"line {n}\nof two")
+    chat.write_history("  ")
+    file = tmp_path / "state" / "fastpath" / "history.jsonl"
+    assert file.stat().st_mode & 0o777 == 0o600
+    found = chat.read_history()
+    assert len(found) == chat.HISTORY_LINES and found[-1] == f"line {2 * chat.HISTORY_LINES + 2}\nof two"
+    assert len(file.read_text().splitlines()) == chat.HISTORY_LINES and chat.read_history() == found
+    for broken in (b"\xff\n", b"not JSON\n", b"[1]\n3\n"):
+        file.write_bytes(broken)
+        assert chat.read_history() == []
+    monkeypatch.setenv("XDG_STATE_HOME", str(file))
+    chat.write_history("no place")
+    assert chat.read_history() == []
 
 
 def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, monkeypatch, capsys):
@@ -452,6 +648,12 @@ class Terminal:
             os.execve(PROGRAM[0], [*PROGRAM, *map(str, args)], os.environ | {"TERM": "xterm"} | environment)
         self.seen = ""
 
+    def resize(self, columns: int):
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def paste(self, text: str):
+        self.type(f"\x1b[200~{text}\x1b[201~")
+
     def type(self, text: str | bytes):
         os.write(self.fd, text.encode() if isinstance(text, str) else text)
 
@@ -468,9 +670,9 @@ class Terminal:
         shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return shown
 
-    def prompt(self) -> str:
+    def prompt(self, pattern: str = "") -> str:
         """Wait for the prompt and for readline, which ignores earlier keys; returns what was shown."""
-        shown = self.until(PROMPT)
+        shown = self.until(pattern or PROMPT)
         time.sleep(0.5)
         return shown
 
@@ -485,10 +687,15 @@ class Terminal:
 
 
 @pytest.fixture
-def start():
+def start(tmp_path):
     """Starts programs in terminals, and kills them after the test."""
     started = []
-    yield lambda *args, **options: started.append(Terminal(*args, **options)) or started[-1]
+
+    def start_program(*args, **options):
+        started.append(Terminal(*args, **{"XDG_STATE_HOME": str(tmp_path / "state")} | options))
+        return started[-1]
+
+    yield start_program
     for program in started:
         with suppress(OSError):
             os.kill(program.pid, signal.SIGKILL)
@@ -497,6 +704,7 @@ def start():
 
 
 PROMPT = r"> (\x1b\[0m)?$"
+INNER_PROMPT = r"\. (\x1b\[0m)?$"  # between two """
 
 
 @pytest.mark.slow
@@ -543,6 +751,62 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "columns, environment",
+    [
+        (80, {}),
+        pytest.param(20, {"NO_COLOR": "1"}, marks=pytest.mark.full),
+        pytest.param(80, {"TERM": "dumb"}, marks=pytest.mark.full),
+        pytest.param(80, {"INPUTRC": "/dev/null", "TERM": "vt100"}, marks=pytest.mark.full),
+    ],
+)
+def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environment):
+    """They are one message, also across a change of the terminal's size, and in the history of the next run."""
+    options = ["--interactive", "--temperature", 0, "--max_new_tokens", 3]
+    talk = start(*options, columns=columns, **environment)
+    talk.prompt()
+    talk.paste("\n".join(f"line {n} /reset" for n in range(60)) + "\n")
+    talk.until("line 59")
+    talk.resize(57)
+    talk.type(" THE END\r")
+    shown = talk.until(r"\d+ read, \d+ reused; ")
+    assert int(re.search(r"(\d+) read, ", shown)[1]) > 300
+    talk.prompt()
+    talk.type('"""one\r')
+    talk.prompt(INNER_PROMPT)
+    talk.type("/reset\r")
+    talk.prompt(INNER_PROMPT)
+    talk.type('three"""\r')
+    talk.until(r"\d+ read, \d+ reused; ")
+    talk.prompt()
+    talk.type('"""a block that\r')
+    talk.prompt(INNER_PROMPT)
+    talk.type("\x03")
+    talk.until(r"Ctrl-D leaves\)")
+    talk.prompt()
+    talk.paste("\n".join(["many words to read"] * 300))
+    talk.until("many")
+    talk.type("\r")
+    time.sleep(0.2)
+    talk.type("\x03")  # while the message is shown or read, or answered
+    talk.until(r"(interrupted|many words|; \d+ read)")
+    talk.prompt()
+    talk.type("\x15/stats\r")
+    assert int(re.search(r"turns: (\d)", talk.until("written: "))[1]) in (2, 3)
+    talk.prompt()
+    talk.type("exit\r")
+    assert talk.exit_code() == 0
+
+    again = start(*options, columns=columns, **environment)
+    again.prompt()
+    again.type("\x1b[A\x1b[A\r")  # /stats
+    assert "turns: 0" in again.until("written: ")
+    again.prompt()
+    again.type("/bye\r")
+    assert again.exit_code() == 0
+
+
+@pytest.mark.slow
 def test_a_session_in_pipes(default_checkpoint, tmp_path):
     command = [*PROGRAM, "--interactive", "--temperature", "0", "--max_new_tokens", "12", "--prompt", "Hi"]
     text = b"What is 2+2?\n\n\xff\xfe not UTF-8\r\nlast line without an end"
@@ -579,4 +843,4 @@ def test_one_conversation_at_a_time(monkeypatch):
             parse_arguments(["--interactive", *args])
     assert parse_arguments(["--interactive"]).max_new_tokens is None
     assert parse_arguments(["--system", "x"]).chat and parse_arguments([]).max_new_tokens == 200
-    assert chat.HELP.count("\n") < 8
+    assert chat.HELP.count("\n") < 12

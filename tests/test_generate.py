@@ -310,7 +310,7 @@ def test_cache_length(tiny_model, length):
         (["--batch_size", "0"], "--batch_size: must be at least 1"),
         (["--num_samples", "-3"], "--num_samples: must be at least 1"),
         (["--seed", str(2**63)], "--seed: must be within"),
-        (["--prompt_ids", "1,x"], "--prompt_ids: invalid token_ids value: '1,x'"),
+        (["--prompt_ids", "1,x"], "--prompt_ids: must be token ids such as 5,17,33, not '1,x'"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["--speed", "11"], "unrecognized arguments: --speed 11"),
         (["--device", "cuda"], "--device cuda cannot be used here"),

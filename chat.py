@@ -35,7 +35,8 @@ HELP = """/reset          forget the conversation
 Pasted lines are one message. \"\"\" begins a message of several lines, and ends it.
 Ctrl-C stops an answer; an empty line is not sent; all other lines are sent"""
 ENDS = ("/bye", "/exit", "/quit")
-COMMANDS = ("/reset", "/regenerate", "/system", "/save", "/load", "/thoughts", "/stats", "/help", *ENDS)
+WITH_TEXT = ("/system", "/save", "/load")  # the commands that take a text
+COMMANDS = ("/reset", "/regenerate", "/thoughts", "/stats", "/help", *WITH_TEXT, *ENDS)
 QUOTES = '"""'
 HISTORY_LINES = 1000
 LARGEST_CONVERSATION = 1 << 24  # bytes of a file
@@ -136,12 +137,13 @@ class Session:
         return request
 
     def make_room(self, messages: list[dict]) -> list[int]:
-        """The token ids of a conversation, of whose oldest turns as many are dropped that half of the context is free,
-        if it has no room for an answer otherwise. UserError if there is no room for the last message alone, or, with
+        """The token ids of a conversation. If there is too little room for an answer, as many of the oldest turns are
+        dropped that half of the context is free. UserError if there is no room for the last message alone, or, with
         keeps_all, for all of them."""
         dropped = self.dropped
         prompt = self.encode(messages[dropped:])
-        if self.context + 1 - len(prompt) <= self.low_water and not self.keeps_all:
+        needed = max(self.low_water, min(self.max_new_tokens or 0, self.context // 2))
+        if self.context + 1 - len(prompt) < needed and not self.keeps_all:
             while len(prompt) > self.context // 2 and dropped < len(messages) - 1:
                 dropped += 2
                 prompt = self.encode(messages[dropped:])
@@ -368,7 +370,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 return
             word = next(iter(text.split()), "")
             command = word.lower()
-            if command in ENDS:
+            if command in ENDS and text.strip() == word:
                 return
             if command in COMMANDS and ("\n" not in text or command == "/system"):
                 handle_command(session, command, text.strip()[len(word) :].strip())
@@ -406,6 +408,8 @@ def idle(engine: Engine):
 
 def handle_command(session: Session, command: str, rest: str):
     """command: one of COMMANDS that does not end the conversation. rest: what follows it in the line."""
+    if rest and command not in WITH_TEXT:
+        raise UserError(f"{command} takes no text; /{command} sends the line as a message")
     if command == "/regenerate":
         return print_answer(session, session.regenerate)
     if command == "/reset":
@@ -444,11 +448,15 @@ def read_message() -> str | None:
     if text is None or "\n" in text or not text.lstrip().startswith(QUOTES):
         return text
     lines = [text.lstrip().removeprefix(QUOTES)]
-    while not lines[-1].rstrip().endswith(QUOTES):
-        if (line := read_line(". ")) is None:
+    if lines[0].rstrip().endswith(QUOTES):
+        return lines[0].rstrip().removesuffix(QUOTES)
+    stands_alone = not lines[0].strip()  # then the end does, too, so that code with docstrings can be between them
+    while (line := read_line(". ")) is not None:
+        if line.strip() == QUOTES or (not stands_alone and line.rstrip().endswith(QUOTES)):
+            lines.append(line.rstrip().removesuffix(QUOTES))
             break
         lines.append(line)
-    return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
+    return "\n".join(lines).strip("\n")
 
 
 def read_line(prompt: str) -> str | None:
@@ -478,7 +486,9 @@ def start_readline():
         import readline
     except ImportError:  # Windows
         return
-    readline.parse_and_bind("set enable-bracketed-paste on")  # where it is GNU's
+    if os.environ.get("TERM", "dumb") != "dumb":  # such terminals would show the escape sequences
+        readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
+        readline.parse_and_bind("set enable-active-region off")  # which would show pasted text in other colours
     for line in read_history():
         readline.add_history(line)
 

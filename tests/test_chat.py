@@ -416,6 +416,8 @@ def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch,
         (['"""open', "to the end"], ["open\nto the end"]),
         (['say """hi', "two"], ['say """hi', "two"]),
         (['"""', '"""', "x"], ["x"]),
+        (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
+        (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
         (["a", "EXIT", "b"], ["a"]),
         (["a", "quit ", "b"], ["a"]),
         (["a", "/Bye", "b"], ["a"]),
@@ -756,7 +758,6 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     [
         (80, {}),
         pytest.param(20, {"NO_COLOR": "1"}, marks=pytest.mark.full),
-        pytest.param(80, {"TERM": "dumb"}, marks=pytest.mark.full),
         pytest.param(80, {"INPUTRC": "/dev/null", "TERM": "vt100"}, marks=pytest.mark.full),
     ],
 )

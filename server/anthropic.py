@@ -10,8 +10,9 @@ import json
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.fields import ApiError, FieldReader, encode_json, read_stop_strings
+from server.fields import ApiError, FieldReader, read_stop_strings
 from server.messages import Update
+from server.responses import named_event
 
 # ---------------------------------------------------------------- errors
 
@@ -319,11 +320,6 @@ class MessageBuilder:
     def end_of_block(self) -> list[dict]:
         was_open, self.block = self.block is not None, None
         return [{"type": "content_block_stop", "index": self.index}] if was_open else []
-
-
-def named_event(event: dict) -> bytes:
-    """A server-sent event that is named after its type."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
 def content_blocks(events: list[Event]) -> list[dict]:

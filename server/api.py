@@ -95,6 +95,7 @@ class CompletionRequest:
     include_usage: bool = False  # at the end of a stream
     continuous_usage: bool = False  # in each chunk of a stream
     created: int = field(default_factory=lambda: int(time.time()))
+    turn: object = None  # openai_responses.Turn, of a request to /v1/responses
 
     def usage(self) -> dict:
         firsts = self.choices[:: self.n]  # one of each prompt

@@ -50,6 +50,7 @@ NEUTRAL_VALUES = {
     "echo": [False], "suffix": [""], "tools": [[]], "tool_choice": ["none", "auto"],
     "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
     "modalities": [["text"]], "audio": [], "moderation": [], "web_search_options": [], "verbosity": ["medium"],
+    "background": [False], "conversation": [], "truncation": ["disabled"],
     # vLLM and SGLang
     "use_beam_search": [False], "length_penalty": [1], "min_tokens": [0], "bad_words": [[]], "allowed_token_ids": [],
     "include_stop_str_in_output": [False], "skip_special_tokens": [True], "add_special_tokens": [True],

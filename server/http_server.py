@@ -488,6 +488,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> "Outermo
         Route("/health", health),
         Route("/metrics", metrics),
         *anthropic_routes(engine, model),
+        *responses_routes(engine, model),
         *page_routes(),
     ]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error)
@@ -499,9 +500,9 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> "Outermo
     return OutermostApp(app, CORS_HEADERS if key else {})
 
 
-def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: type = ResponseBuilder):
-    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object. builder: the class
-    that builds its response, ResponseBuilder or one with the same methods."""
+def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):
+    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object. builder: makes
+    what builds its response, a ResponseBuilder or another object with its methods."""
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
@@ -552,6 +553,29 @@ def anthropic_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
 
 def has_anthropic() -> bool:
     return Path(__file__).with_name("anthropic.py").exists()
+
+
+def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
+    """The paths of OpenAI's Responses API. No routes if openai_responses.py is missing."""
+    if not Path(__file__).with_name("openai_responses.py").exists():
+        return []
+    from server.openai_responses import ItemBuilder, KeptResponses, parse_response
+
+    kept = KeptResponses()
+    create = completion_endpoint(engine, model, partial(parse_response, model, kept), partial(ItemBuilder, kept))
+
+    async def kept_response(request: HttpRequest):
+        name = request.path_params["name"]
+        response = kept.find(name).response
+        if request.method == "DELETE":
+            kept.turns.pop(name, None)
+            response = {"id": name, "object": "response", "deleted": True}
+        return json_response(response)
+
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/{name}", kept_response, methods=["GET", "DELETE"]),
+    ]
 
 
 def page_routes() -> list[Route]:
@@ -670,7 +694,7 @@ CORS_HEADERS = {  # of every response
     "Access-Control-Expose-Headers": "Retry-After, WWW-Authenticate, x-should-retry, x-request-id, request-id",
 }
 PREFLIGHT_HEADERS = {
-    "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+    "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE, OPTIONS",
     "Access-Control-Allow-Private-Network": "true",  # for pages of the internet, to a server of a local network
     "Access-Control-Max-Age": "7200",
 }

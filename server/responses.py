@@ -103,6 +103,11 @@ def data_event(chunk: dict) -> bytes:
     return b"data: %b\n\n" % encode_json(chunk)
 
 
+def named_event(event: dict) -> bytes:
+    """A server-sent event that is named after its type, for other APIs."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+
+
 # ---------------------------------------------------------------- the events of a chat's answer
 
 

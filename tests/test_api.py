@@ -22,6 +22,7 @@ from server.constraints import GrammarChecker
 from server.fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
 from server.messages import EngineStatus, Update
 from server.metrics import Metrics
+from server.openai_responses import KeptResponses, parse_response
 from server.responses import ResponseBuilder
 
 
@@ -40,6 +41,7 @@ def test_another_name_is_refused_only_if_the_server_is_strict(checkpoints, name,
     calls = [(model.parse_completion, {"prompt": [5]}), (model.parse_chat, chat), (model.tokenize, {"prompt": "a"})]
     calls += [(model.detokenize, {"tokens": [5]}), (partial(parse_message, model), chat | {"max_tokens": 5})]
     calls += [(partial(count_tokens, model), chat)]
+    calls += [(partial(parse_response, model, KeptResponses()), {"input": "Why?"})]
     for call, body in calls:
         for own in ("tiny", "", None):
             call(body | {"model": own})

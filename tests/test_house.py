@@ -22,7 +22,7 @@ ORDER = """
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
     server.tools server.answers server.messages server.fields server.constraints server.chat server.api server.responses
-    server.anthropic server.metrics server.http_server serve
+    server.anthropic server.openai_responses server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

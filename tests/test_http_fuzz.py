@@ -177,10 +177,23 @@ FIELDS = {  # of each path that reads a body: its fields, as JSON
         "container": "null",
         "tool_choice": '{"type": "auto"}',
     },
+    "/v1/responses": SAMPLED
+    | {
+        "input": '[{"role": "user", "content": "Why?"}, {"type": "reasoning", "content": [{"text": "x"}]}]',
+        "max_output_tokens": "2",
+        "instructions": '"x"',
+        "previous_response_id": "null",
+        "metadata": '{"a": "b"}',
+        "include": "[]",
+        "reasoning": '{"effort": "low"}',
+        "text": '{"format": {"type": "json_schema", "name": "a", "schema": {}}}',
+        "tools": '[{"type": "x", "optional": true}]',
+        "tool_choice": '{"type": "allowed_tools", "tools": []}',
+    },
     "/tokenize": {"prompt": '"once"', "add_special_tokens": "true", "return_token_strs": "true", "model": '"tiny"'},
     "/detokenize": {"tokens": "[5, 6]", "model": '"tiny"'},
 }
-NEEDED = {"prompt", "messages", "tokens", "max_tokens"}
+NEEDED = {"prompt", "messages", "input", "tokens", "max_tokens", "max_output_tokens"}
 
 STRANGE = ["null", "true", "false", "0", "-0", "-1", "0.0", "-0.5", "1e999", "-1e999", "1e-999", "NaN", "-Infinity"]
 STRANGE += ["Infinity", str(2**31), str(2**63), str(-(2**63) - 1), str(10**400), "9" * 5000, '""', '"\\u0000"']

@@ -42,6 +42,7 @@ from server.api import ServedModel
 from server.http_server import EngineClient, is_loopback, make_app
 from server.messages import Settings, TextRequest, Update
 from server.metrics import Metrics
+from server.openai_responses import ItemBuilder
 from server.responses import ResponseBuilder
 
 pytestmark = pytest.mark.slow
@@ -363,7 +364,8 @@ class InProcess:
 
     def chat(self, path: str, stream: bool = False):
         messages = [{"role": "user", "content": "Why?"}]
-        return self.client.post(path, json={"messages": messages, "max_tokens": 9, "stream": stream})
+        name = "input" if path == "/v1/responses" else "messages"
+        return self.client.post(path, json={name: messages, "max_tokens": 9, "stream": stream})
 
 
 def fails(failure: BaseException, calls: int = 0):
@@ -379,7 +381,7 @@ def fails(failure: BaseException, calls: int = 0):
 
 
 FAILED = Update(0, "", 5, finish_reason="error", error="a secret", traceback="Traceback of a secret")
-CHATS = ["/v1/chat/completions", "/v1/messages"]
+CHATS = ["/v1/chat/completions", "/v1/messages", "/v1/responses"]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a secret"), KeyError("a secret"), Panic("a secret")], ids=repr)
@@ -418,7 +420,7 @@ def test_requests_that_fail_in_the_engine_are_logged_with_the_id_of_the_response
 @pytest.mark.parametrize("calls", [0, 1, 2])
 @pytest.mark.parametrize("path", CHATS)
 def test_errors_in_a_stream_are_its_last_event(checkpoints, monkeypatch, capsys, path, calls):
-    for builder in (ResponseBuilder, MessageBuilder):
+    for builder in (ResponseBuilder, MessageBuilder, ItemBuilder):
         monkeypatch.setattr(builder, "stream_update", fails(ValueError("a secret"), calls))
     app = InProcess(checkpoints[None])
     app.updates = [Update(0, "x", 1), Update(0, "y", 2), Update(0, "z", 3, finish_reason="stop")]

@@ -140,6 +140,40 @@ def test_chat_streams(client, oracle):
     assert last.choices == [] and last.usage.prompt_tokens == len(prompt)
 
 
+def test_responses_are_the_answers_of_chats(client, oracle):
+    """The second turn, which names the first one, reads only what is new."""
+    settings = {"model": "tiny", "max_output_tokens": 25, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages = [*MESSAGES]
+    previous, before = None, 0
+    for question in ("Why?", "And then?", "Really?"):
+        messages[-1] = {"role": "user", "content": question}
+        prompt = oracle.template.encode(messages)
+        fields = settings | {"input": question, "instructions": "Be brief.", "previous_response_id": previous}
+        *_, last = client.responses.create(**fields, stream=True)
+        response = client.responses.create(**fields)
+        text = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=25, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert response.output_text == last.response.output_text == text.choices[0].message.content
+        assert response.incomplete_details.reason == "max_output_tokens" and last.type == "response.incomplete"
+        usage = last.response.usage
+        assert (usage.input_tokens, usage.output_tokens) == (len(prompt), 25)
+        assert usage.input_tokens_details.cached_tokens >= before
+        messages += [{"role": "assistant", "content": response.output_text}, {}]
+        previous, before = response.id, len(prompt) - 2  # whose end the answer may change, when both are tokenized
+
+
+def test_a_stream_of_a_response_that_nobody_reads_ends(server, client):
+    fields = {"max_output_tokens": CONTEXT, "extra_body": {"ignore_eos": True}, "stream": True}
+    stream = client.responses.create(model="tiny", input="Why?", **fields)
+    events = [next(stream) for _ in range(5)]
+    assert events[0].type == "response.created" and events[-1].type == "response.output_text.delta"
+    assert server.metric("rows_active") == 1
+    stream.close()
+    wait_for(server.idle, "the row to be free")
+    assert server.request("GET", f"/v1/responses/{events[0].response.id}")[0] == 404
+
+
 def test_a_stream_on_the_wire(server):
     """Nothing but data lines with an empty line after each, and [DONE] at the end; usage only where it is asked for."""
     body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "stream": True}
@@ -402,7 +436,9 @@ def test_with_a_key_pages_of_any_site_can_read_every_response(server, start, lin
     assert status == 204 or answer
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize", "/health", "/", "/nowhere", "*"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/health", "/", "/nowhere", "*"]
+)
 def test_preflights(server, path):
     """What a browser asks without the key, before it sends a request with it."""
     written = server.metric("tokens_written_total")
@@ -412,7 +448,7 @@ def test_preflights(server, path):
     status, headers, answer = ask_from_another_origin(server, f"OPTIONS {path}", lines, CHAT)
     assert status == 204 and answer == b"" and headers["access-control-allow-origin"] == "*"
     assert headers["access-control-allow-headers"] == wanted and int(headers["access-control-max-age"]) >= 600
-    assert {"GET", "POST"} <= set(headers["access-control-allow-methods"].split(", "))
+    assert {"GET", "POST", "DELETE"} <= set(headers["access-control-allow-methods"].split(", "))
     assert headers["access-control-allow-private-network"] == "true"
     assert "access-control-allow-credentials" not in headers
     assert server.metric("tokens_written_total") == written

@@ -1,0 +1,364 @@
+"""OpenAI's Responses API, translated: requests to those of chat, and answers to responses that are lists of items.
+
+Read down: KeptResponses, which later requests continue; parse_response; Conversation, which makes a chat's messages of
+items; the tools; ItemBuilder, which builds responses. http_server.py has no such paths if this file is deleted.
+
+Source: OpenAI's API reference (Responses, Streaming events), and the types of its client for Python.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from itertools import takewhile
+
+from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
+from server.api import Choice, CompletionRequest, ServedModel
+from server.chat import check_content, check_name, check_string
+from server.fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json
+from server.messages import Update
+from server.responses import named_event
+
+MAX_KEPT, MAX_KEPT_BYTES = 1000, 1 << 26
+MAX_KEPT_S = 24 * 3600
+
+
+@dataclass
+class Turn:
+    response: dict
+    messages: list[dict]  # the conversation, as that of a chat, without instructions
+    is_kept: bool = True
+    size: int = 0  # bytes as JSON
+    expires: float = 0.0  # by time.monotonic()
+
+
+class KeptResponses:
+    """The latest turns, by the random ids of their responses. Several threads use it: each change is one operation."""
+
+    def __init__(self):
+        self.turns: dict[str, Turn] = {}
+
+    def add(self, turn: Turn):
+        turn.size, turn.expires = len(encode_json([turn.response, turn.messages])), time.monotonic() + MAX_KEPT_S
+        self.turns[turn.response["id"]] = turn
+        self.remove_old()
+
+    def remove_old(self):
+        size, now = 0, time.monotonic()
+        for n, (name, turn) in enumerate(reversed(list(self.turns.items()))):
+            size += turn.size
+            if n >= MAX_KEPT or size > MAX_KEPT_BYTES or turn.expires < now:
+                self.turns.pop(name, None)
+
+    def find(self, name: str, param: str | None = None, code: str | None = None) -> Turn:
+        self.remove_old()
+        turn = self.turns.get(name)
+        if turn is None:
+            raise ApiError(f"there is no response with the id {name[:64]!r} (any more)", 404, param, code)
+        return turn
+
+
+# ---------------------------------------------------------------- requests
+
+UNUSED = {"include": list, "service_tier": str, "max_tool_calls": int, "prompt_cache_retention": str}
+UNUSED |= {"stream_options": dict, "prompt_cache_options": dict, "client_metadata": dict}
+REFUSED = ("prompt", "messages", "n", "logprobs", "top_logprobs", "context_management")  # and fields.NEUTRAL_VALUES
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+OWN_NAMES = {  # patterns of what errors of the translated request say
+    r"messages(\[\d+\][\w.\[\]]*)?": "input",
+    r"response_format(\.json_schema)?": "text.format",
+    r"\.function\b": "",
+    r'"(function|allowed_tools)": \{(.*?)\}\}': r"\2}",
+    "^verbosity": "text.verbosity",
+}
+
+
+def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> CompletionRequest:
+    """Parse a body of /v1/responses."""
+    fields = FieldReader(body)
+    max_tokens, is_kept = fields.read("max_output_tokens", int, None, 1), fields.read("store", bool, True)
+    turn = Turn(read_repeated(fields) | {"max_output_tokens": max_tokens}, [], is_kept)
+    chat = read_chat(fields, kept, turn)
+    try:
+        completion = model.parse_chat(chat)
+    except ApiError as error:
+        message, param = str(error), error.param or ""
+        for pattern, own in OWN_NAMES.items():
+            message, param = re.sub(pattern, own, message), re.sub(pattern, own, param)
+        raise ApiError(message, error.status, param or None, error.code, error.retry_after) from None
+    request = completion.choices[0].request
+    if max_tokens is not None:  # which may be more than fits into the context
+        request.max_new_tokens = min(request.max_new_tokens, max_tokens)
+    completion.id, completion.turn = "resp_" + completion.id.partition("-")[2], turn
+    turn.response |= {
+        "id": completion.id, "object": "response", "created_at": completion.created, "status": "in_progress",
+        "background": False, "error": None, "incomplete_details": None, "model": model.name, "output": [],
+        "service_tier": "default", "temperature": request.params.temperature, "top_p": request.params.top_p,
+        "truncation": "disabled", "usage": None,
+    }  # fmt: skip
+    return completion
+
+
+def read_repeated(fields: FieldReader) -> dict:
+    """The fields without effect that the response repeats. Others are checked, and those that are not supported."""
+    for name, kind in UNUSED.items():
+        fields.read(name, kind)
+    for name in REFUSED:
+        if fields.unread.pop(name, None):
+            raise ApiError(f"{name} is not supported", param=name)
+    metadata = fields.read("metadata", dict, {})
+    if len(metadata) > 16 or not all(isinstance(text, str) and len(text) <= 512 for text in metadata.values()):
+        raise ApiError("metadata must have up to 16 texts of up to 512 characters", param="metadata")
+    texts = {name: fields.read(name, str) for name in ("prompt_cache_key", "safety_identifier", "user")}
+    return texts | {"metadata": metadata}
+
+
+def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
+    """The body of /v1/chat/completions that asks for the same. The turn gets the conversation, and what its response
+    repeats."""
+    instructions, previous = fields.read("instructions", str), fields.read("previous_response_id", str)
+    code, earlier = "previous_response_not_found", []
+    if previous is not None:
+        earlier = kept.find(previous, "previous_response_id", code).messages
+    given = fields.read("input", (str, list), [])
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    turn.messages = Conversation(earlier, items, "input").messages
+    if not turn.messages or "tool_calls" in turn.messages[-1]:
+        raise ApiError("input must be a string or a list of items, the last one no function_call", param="input")
+    if len(encode_json(turn.messages)) > 2 * MAX_BODY_BYTES:
+        raise ApiError(f"the conversation has more than {2 * MAX_BODY_BYTES} bytes", param="input")
+
+    choice, several = fields.unread.pop("tool_choice", None), fields.read("parallel_tool_calls", bool, True)
+    tools = read_tools(fields.read("tools", list, []), choice)
+    text = FieldReader(fields.read("text", dict, {}))
+    format, verbosity = text.read("format", dict, {"type": "text"}), text.read("verbosity", str)
+    effort = FieldReader(fields.read("reasoning", dict, {})).read("effort", str)
+    if effort not in (None, *EFFORTS):
+        raise ApiError(f"reasoning.effort must be one of {', '.join(EFFORTS)}", param="reasoning.effort")
+    turn.response |= {
+        "instructions": instructions, "previous_response_id": previous, "parallel_tool_calls": several, "tools": tools,
+        "tool_choice": choice or "auto", "text": {"format": format}, "reasoning": {"effort": effort, "summary": None},
+    }  # fmt: skip
+    if format.get("type") == "json_schema":
+        check_string(format.get("name"), "text.format.name")
+        format = {"type": "json_schema", "json_schema": format}
+    return fields.unread | {
+        "messages": with_instructions(instructions, turn.messages), "add_generation_prompt": True,
+        "tools": [nest(tool) for tool in tools], "tool_choice": translate_tool_choice(choice),
+        "parallel_tool_calls": several, "reasoning_effort": effort, "response_format": format, "verbosity": verbosity,
+    }  # fmt: skip
+
+
+def with_instructions(instructions: str | None, messages: list[dict]) -> list[dict]:
+    """The messages with one system message at the beginning, as some templates refuse a second one."""
+    texts = [message["content"] for message in takewhile(lambda message: message["role"] == "system", messages)]
+    rest = messages[len(texts) :]
+    if instructions:
+        texts.insert(0, instructions)
+    return [{"role": "system", "content": "\n".join(texts)}, *rest] if texts else rest
+
+
+class Conversation:
+    """A chat's messages, made of items. Several items of one answer are one message."""
+
+    def __init__(self, earlier: list[dict], items: list, place: str):
+        """earlier: messages, which are not changed; place: of the items in the request, for errors."""
+        self.messages = list(earlier)
+        self.call_ids = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
+        for i, item in enumerate(items):
+            self._add(item, f"{place}[{i}]")
+
+    def _add(self, item, place: str):
+        kind = (item.get("type") or "message") if isinstance(item, dict) else None
+        if kind == "message":
+            role, content = item.get("role"), check_content(item.get("content"), f"{place}.content")
+            if not isinstance(role, str) or role not in ROLES:
+                raise ApiError(f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+            if role == "assistant":
+                self._add_answer({"content": content})
+            else:
+                self.messages.append({"role": ROLES[role], "content": content})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or ""
+            if isinstance(parts, list):
+                parts = [part | {"type": "text"} if isinstance(part, dict) else part for part in parts]
+            if thoughts := check_content(parts, f"{place}.content"):
+                self._add_answer({"reasoning_content": thoughts})
+        elif kind == "function_call":
+            call_id, arguments = (check_string(item.get(key), f"{place}.{key}") for key in ("call_id", "arguments"))
+            check_name(item.get("name"), f"{place}.name")
+            self._add_answer({"tool_calls": [nest({"name": item["name"], "arguments": arguments}) | {"id": call_id}]})
+            self.call_ids.add(call_id)
+        elif kind == "function_call_output":
+            call_id, output = item.get("call_id"), check_content(item.get("output"), f"{place}.output")
+            if not isinstance(call_id, str) or call_id not in self.call_ids:
+                raise ApiError(f"{place}: there is no function_call with its call_id", param=f"{place}.call_id")
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        else:
+            rule = "only message, reasoning, function_call and function_call_output"
+            raise ApiError(f"{place}: an item of type {str(kind)[:64]!r} is not supported, {rule}", param=place)
+
+    def _add_answer(self, part: dict):
+        """Add thoughts, content or a call of the assistant. After content, thoughts and content are the next answer,
+        unless there are calls, too."""
+        last = self.messages[-1] if self.messages else {"role": None}
+        if last["role"] == "assistant" and (last["content"] is None or "tool_calls" in last | part):
+            joined = {key: last[key] + value if last.get(key) else value for key, value in part.items()}
+            self.messages[-1] = last | joined
+        else:
+            self.messages.append({"role": "assistant", "content": None} | part)
+
+
+def read_tools(given: list, choice) -> list[dict]:
+    """The functions among the tools. Others are refused, unless the client marks them as optional, or its tool_choice
+    leaves them out."""
+    functions = []
+    for i, tool in enumerate(given):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            names = ("type", "name", "description", "parameters", "strict")
+            functions.append({name: tool.get(name) for name in names})
+        elif choice in (None, "auto", "required") and not (isinstance(tool, dict) and tool.get("optional") is True):
+            text = f"tools[{i}]: a tool of type {str(kind)[:64]!r} is not supported, only functions"
+            raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")
+        else:
+            FieldReader.log_once(f"tool: {kind}", f"a request has a tool of type {str(kind)[:60]!r}, which is ignored")
+    return functions
+
+
+def nest(function: dict) -> dict:
+    """A function as chat has it, in tools, calls and tool_choice."""
+    return {"type": "function", "function": {key: value for key, value in function.items() if key != "type"}}
+
+
+def translate_tool_choice(choice):
+    """The field tool_choice of a chat."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        tools = [nest(tool) for tool in FieldReader(choice).read("tools", list, []) if isinstance(tool, dict)]
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return nest(choice) if kind == "function" else choice
+
+
+# ---------------------------------------------------------------- responses
+
+STARTS = {  # of the items
+    Content: {"type": "message", "role": "assistant", "content": []},
+    Reasoning: {"type": "reasoning", "summary": [], "content": []},
+    CallArguments: {"type": "function_call", "arguments": ""},
+}
+PREFIXES = {Content: "msg", Reasoning: "rs", CallArguments: "fc"}  # of their ids
+NAMES = {Content: "output_text", Reasoning: "reasoning_text", CallArguments: "function_call_arguments"}  # of events
+
+
+class ItemBuilder:
+    """Builds the response of /v1/responses, as responses.ResponseBuilder does for OpenAI's other paths."""
+
+    def __init__(self, kept: KeptResponses, model: ServedModel, completion: CompletionRequest):
+        self.kept, self.model = kept, model
+        self.completion = completion
+        self.response, self.output = completion.turn.response, []  # the latter has the items that are complete
+        self.kind: type | None = None  # the kind of event whose item is open
+        self.item, self.where = {}, {}  # the open item as it began, and its place for events
+        self.text, self.sent_events = "", 0  # the former of the open item
+
+    def whole(self) -> dict:
+        choice = self.completion.choices[0]
+        self.add_update(choice, choice.combined())
+        return self.response
+
+    def stream_update(self, choice: Choice, update: Update) -> bytes:
+        names = () if choice.updates else ("created", "in_progress")
+        events = [{"type": f"response.{name}", "response": self.response} for name in names]
+        choice.updates.append(update)
+        return self.encode(events + self.add_update(choice, update))
+
+    def stream_end(self) -> bytes:
+        return b""  # the last update had the end
+
+    def stream_error(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = {"status": "failed", "output": self.output, "error": {"code": code, "message": str(error)}}
+        event = {"type": "error", "code": error.code or code, "message": str(error), "param": error.param}
+        return self.encode([event, {"type": "response.failed", "response": self.response | failed}])
+
+    def encode(self, events: list[dict]) -> bytes:
+        first = self.sent_events
+        self.sent_events += len(events)
+        return b"".join(named_event(event | {"sequence_number": n}) for n, event in enumerate(events, first))
+
+    def add_update(self, choice: Choice, update: Update) -> list[dict]:
+        """The stream's events for an update."""
+        events = [made for event in choice.events(update) for made in self.add(event)]
+        return events if update.finish_reason is None else events + self.end(choice, update)
+
+    def add(self, event: Event) -> list[dict]:
+        if isinstance(event, CallBegins):
+            return self.begin(CallArguments, {"call_id": event.id, "name": event.name})
+        begins = [] if type(event) is self.kind else self.begin(type(event), {})
+        self.text += event.text
+        return [*begins, self.text_event("delta", delta=event.text)]
+
+    def text_event(self, what: str, **text) -> dict:
+        event = {"type": f"response.{NAMES[self.kind]}.{what}", **self.where, **text}
+        return event | {"logprobs": []} if self.kind is Content else event
+
+    def part(self) -> dict:
+        """The only part of the open item's content."""
+        part = {"type": NAMES[self.kind], "text": self.text}
+        return part | {"annotations": [], "logprobs": []} if self.kind is Content else part
+
+    def begin(self, kind: type, fields: dict) -> list[dict]:
+        """Begin an item. Returns the events for it, and for the end of the one before."""
+        events, place = self.close("completed"), {"output_index": len(self.output)}
+        self.kind, self.text = kind, ""
+        self.item = {"id": f"{PREFIXES[kind]}_{secrets.token_hex(12)}", **STARTS[kind], **fields}
+        self.where = place | {"item_id": self.item["id"]}
+        events.append({"type": "response.output_item.added", **place, "item": self.item | {"status": "in_progress"}})
+        if kind is not CallArguments:
+            self.where["content_index"] = 0
+            events.append({"type": "response.content_part.added", **self.where, "part": self.part()})
+        return events
+
+    def close(self, status: str) -> list[dict]:
+        """End the open item, if there is one. Returns the events for it."""
+        if self.kind is None:
+            return []
+        if self.kind is CallArguments:
+            content, events = {"arguments": self.text}, [self.text_event("done", arguments=self.text)]
+        else:
+            content, events = {"content": [self.part()]}, [self.text_event("done", text=self.text)]
+            events.append({"type": "response.content_part.done", **self.where, "part": self.part()})
+        item = self.item | content | {"status": status}
+        events.append({"type": "response.output_item.done", "output_index": len(self.output), "item": item})
+        self.output.append(item)
+        self.kind = None
+        return events
+
+    def end(self, choice: Choice, update: Update) -> list[dict]:
+        """End the response, and keep it. Returns the events for it."""
+        is_cut, events = choice.finish_reason(update) == "length", []
+        if not is_cut and self.kind in (None, Reasoning) and all(item["type"] == "reasoning" for item in self.output):
+            events = self.begin(Content, {})  # clients expect a message or a call
+        is_cut_call = self.kind is CallArguments and not choice.parser.has_whole_calls
+        events += self.close("incomplete" if is_cut or is_cut_call else "completed")
+        status = "incomplete" if is_cut else "completed"
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": time.time()}
+        self.response = self.response | details | {"status": status, "output": self.output, "usage": self.usage()}
+        if self.completion.turn.is_kept:
+            messages = Conversation(self.completion.turn.messages, self.output, "output").messages
+            self.kept.add(Turn(self.response, messages))
+        return [*events, {"type": f"response.{status}", "response": self.response}]
+
+    def usage(self) -> dict:
+        usage = self.completion.usage()
+        thoughts = [item["content"][0]["text"] for item in self.output if item["type"] == "reasoning"]
+        tokens = sum(len(self.model.tokenizer.encode(text, False)) for text in thoughts)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": min(tokens, usage["completion_tokens"])},
+            "total_tokens": usage["total_tokens"],
+        }

@@ -1,0 +1,696 @@
+"""OpenAI's Responses API: what requests are translated to, and the responses and streams that answers become.
+
+The app is the server's, with an engine that answers with given texts. Every response and every event is checked against
+the types that the official client publishes. test_serve.py has a running server, test_clients.py real models.
+"""
+
+import json
+import typing
+
+import openai
+import pydantic
+import pytest
+from openai.types import responses
+from servers import CONTEXT, KEY, MESSAGES
+from starlette.testclient import TestClient
+from test_anthropic import TEMPLATE, Engine, events_of
+
+from checkpoint import read_config, read_tokenizer_files
+from server import http_server, openai_responses
+from server.api import ServedModel
+from server.fields import ApiError
+from server.messages import Settings
+
+PATH = "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}
+TOOL, CHAT_TOOL = {"type": "function"} | FUNCTION, {"type": "function", "function": FUNCTION}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALLED = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Rome"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "sunny"}
+USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}
+EVENTS = {  # the published types of events, by their names
+    typing.get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in typing.get_args(typing.get_args(responses.ResponseStreamEvent)[0])
+}
+
+
+@pytest.fixture(scope="module")
+def settings(checkpoints):
+    files = read_tokenizer_files(checkpoints[None])
+    files.template = TEMPLATE
+    return Settings(read_config(checkpoints[None]), files, "tiny", CONTEXT, 1, 1, KEY)
+
+
+@pytest.fixture(scope="module")
+def model(settings):
+    return ServedModel(settings.config, settings.tokenizer_files, "tiny", CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine()
+
+
+@pytest.fixture(scope="module")
+def client(settings, engine):
+    app = http_server.make_app(settings, engine, "127.0.0.1")
+    headers = {"authorization": f"Bearer {KEY}"}
+    return TestClient(app, "http://localhost", headers=headers, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def official(client):
+    """The official client's `responses`, with its arguments."""
+    return openai.OpenAI(base_url="http://localhost/v1", api_key=KEY, http_client=client, max_retries=0).responses
+
+
+def answer_with(engine, text: str, pieces: int = 1, **last):
+    """Let the engine answer with a text, in so many pieces."""
+    ends = [len(text) * (i + 1) // pieces for i in range(pieces)]
+    engine.updates = [{"text": text[start:end]} for start, end in zip([0, *ends], ends)]
+    engine.updates[-1] |= {"finish_reason": "stop"} | last
+
+
+def extra_fields(value, path="") -> list[str]:
+    """The fields that no published type has."""
+    if isinstance(value, list):
+        return [found for i, one in enumerate(value) for found in extra_fields(one, f"{path}[{i}]")]
+    if not isinstance(value, pydantic.BaseModel):
+        return []
+    found = [f"{path}.{name}" for name in value.__pydantic_extra__ or ()]
+    for name in type(value).model_fields:
+        found += extra_fields(getattr(value, name), f"{path}.{name}")
+    return found
+
+
+def check_published(value: dict, kind: type) -> dict:
+    """Check that a value has exactly the fields of a published type."""
+    assert extra_fields(kind.model_validate(value, strict=True)) == []
+    return value
+
+
+def whole_response(response) -> dict:
+    assert response.status_code == 200, response.text
+    return check_published(response.json(), responses.Response)
+
+
+def streamed_response(response) -> dict:
+    """The response at the end of a stream, each event of which is checked: its type, its number, and its place."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = events_of(response)
+    for n, event in enumerate(events):
+        check_published(event, EVENTS[event["type"]])
+        assert event["sequence_number"] == n
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:2] == ["created", "in_progress"]
+    first, last = events[0]["response"], events[-1]["response"]
+    assert events[1]["response"] == first and first["status"] == "in_progress" and first["output"] == []
+    items, rest = [], events[2:-1]
+    while rest:
+        item, rest = read_item(rest, len(items))
+        items.append(item)
+    assert last["output"] == items and last.keys() - first.keys() <= {"completed_at"}
+    assert names[-1] == last["status"]
+    return last
+
+
+def read_item(events: list[dict], index: int) -> tuple[dict, list[dict]]:
+    """The item that a stream goes on with, put together from its events; and the events after it."""
+    added = events[0]
+    assert added["type"] == "response.output_item.added" and added["item"]["status"] == "in_progress"
+    kind = added["item"]["type"]
+    name = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}[kind]
+    at = 1 if kind == "function_call" else 2
+    deltas = []
+    while events[at]["type"] == f"response.{name}.delta":
+        deltas.append(events[at]["delta"])
+        at += 1
+    text, done = "".join(deltas), events[at]
+    assert done["type"] == f"response.{name}.done" and "" not in deltas
+    if kind == "function_call":
+        assert done["arguments"] == text and added["item"]["arguments"] == ""
+        item = added["item"] | {"arguments": text}
+    else:
+        part = events[at + 1]["part"]
+        begun = events[1]
+        assert begun["type"] == "response.content_part.added" and begun["part"] == part | {"text": ""}
+        assert events[at + 1]["type"] == "response.content_part.done" and done["text"] == part["text"] == text
+        item = added["item"] | {"content": [part]}
+        at += 1
+    ended = events[at + 1]
+    assert ended["type"] == "response.output_item.done"
+    assert ended["item"] == item | {"status": ended["item"]["status"]}
+    for event in events[: at + 2]:
+        assert event["output_index"] == index and event.get("item_id", item["id"]) == item["id"]
+        assert event.get("content_index", 0) == 0
+    return ended["item"], events[at + 2 :]
+
+
+# ---------------------------------------------------------------- requests
+
+
+def prompt_of(model, **body) -> str:
+    """The prompt that a request is translated to."""
+    kept = openai_responses.KeptResponses()
+    completion = openai_responses.parse_response(model, kept, body)
+    return model.tokenizer.decode(completion.choices[0].request.prompt)
+
+
+def chat_prompt(model, messages: list[dict], **body) -> str:
+    completion = model.parse_chat({"messages": messages} | body)
+    return model.tokenizer.decode(completion.choices[0].request.prompt)
+
+
+def parts(*texts: str, kind="input_text") -> list[dict]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+def called(*ids: str) -> list[dict]:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    return [{"id": name, "type": "function", "function": function} for name in ids]
+
+
+ANSWERED = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
+ANSWERED |= {"content": [{"type": "output_text", "text": "Hi.", "annotations": [], "logprobs": []}]}
+THOUGHTS = {"type": "reasoning", "id": "rs_1", "summary": [], "content": parts("Hm.", kind="reasoning_text")}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "sunny"}
+
+
+@pytest.mark.parametrize(
+    "given, messages",
+    [
+        ("Hello", [USER]),
+        ("", [USER | {"content": ""}]),
+        ([USER, ASSISTANT, USER], [USER, ASSISTANT, USER]),
+        ([{"type": "message"} | USER | {"content": parts("Hel", "lo")}], [USER]),
+        ([{"role": "developer", "content": parts("Be brief.")}, USER], [MESSAGES[0], USER]),
+        ([{"role": "system", "content": "Be"}, {"role": "developer", "content": "brief."}, USER],
+         [{"role": "system", "content": "Be\nbrief."}, USER]),
+        ([USER, {"role": "developer", "content": "Be brief."}], [USER, MESSAGES[0]]),
+        ([USER, ANSWERED, USER], [USER, ASSISTANT, USER]),
+        ([USER, ASSISTANT, ASSISTANT, USER], [USER, ASSISTANT, ASSISTANT, USER]),
+        ([USER, THOUGHTS, ANSWERED, USER], [USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]),
+        ([USER, THOUGHTS | {"content": None, "summary": parts("Hm.", kind="summary_text")}, ANSWERED, USER],
+         [USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]),
+        ([USER, {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}, ANSWERED, USER],
+         [USER, ASSISTANT, USER]),
+        ([USER, {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}, USER], [USER, USER]),
+        ([USER, ASSISTANT, THOUGHTS, ANSWERED, USER],
+         [USER, ASSISTANT, ASSISTANT | {"reasoning_content": "Hm."}, USER]),
+        ([USER, CALLED, OUTPUT], [USER, {"role": "assistant", "tool_calls": called("a")}, RESULT]),
+        ([USER, THOUGHTS, ANSWERED, CALLED, CALLED | {"call_id": "b", "id": None}, OUTPUT | {"call_id": "b"}, OUTPUT],
+         [USER, ASSISTANT | {"reasoning_content": "Hm.", "tool_calls": called("a", "b")},
+          RESULT | {"tool_call_id": "b"}, RESULT]),
+        ([USER, CALLED, ANSWERED, OUTPUT | {"output": parts("sun", "ny")}],  # text after the call, by the same model
+         [USER, ASSISTANT | {"tool_calls": called("a")}, RESULT]),
+        ([USER, CALLED, OUTPUT, CALLED, OUTPUT, ANSWERED, USER],
+         [USER, {"role": "assistant", "tool_calls": called("a")}, RESULT,
+          {"role": "assistant", "tool_calls": called("a")}, RESULT, ASSISTANT, USER]),
+        ([USER, {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "Hi."}]}, USER],
+         [USER, ASSISTANT, USER]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tools", [False, True])
+def test_a_conversation_has_the_tokens_of_openais_chat(model, given, messages, tools):
+    ours, theirs = ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]}) if tools else ({}, {})
+    text = chat_prompt(model, messages, **theirs)
+    assert prompt_of(model, input=given, **ours) == text
+    if messages[0]["role"] == "system":
+        instructed = [{"role": "system", "content": f"Always.\n{messages[0]['content']}"}, *messages[1:]]
+    else:
+        instructed = [{"role": "system", "content": "Always."}, *messages]
+    assert prompt_of(model, input=given, instructions="Always.", **ours) == chat_prompt(model, instructed, **theirs)
+    assert prompt_of(model, input=given, instructions="", **ours) == text
+
+
+def test_an_answer_at_the_end_is_not_continued(model):
+    """Every response is an item of its own."""
+    text = chat_prompt(model, [USER, ASSISTANT], add_generation_prompt=True)
+    assert prompt_of(model, input=[USER, ANSWERED]) == text and text.endswith("Hi.\n[assistant] ")
+
+
+FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
+NAMED = {"type": "function", "name": "weather"}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+
+
+@pytest.mark.parametrize(
+    "fields, translated",
+    [
+        ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
+        ({"top_k": 7, "seed": 5, "min_p": 0.1, "stop": ["a"]}, {"top_k": 7, "seed": 5, "min_p": 0.1, "stop": ["a"]}),
+        ({"reasoning": {"effort": "none", "summary": "auto"}}, {"reasoning_effort": "none"}),
+        ({"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": None}, "enable_thinking": True}, {"enable_thinking": True}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"text": {"format": {"type": "text"}, "verbosity": "medium"}}, {}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        ({"text": {"format": FORMAT}},
+         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}}),
+        ({"text": {"format": FORMAT | {"strict": None, "description": "x"}}},
+         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+        ({"tools": [TOOL | {"strict": True}]}, {"tools": [CHAT_TOOL | {"function": FUNCTION | {"strict": True}}]}),
+        ({"tools": [TOOL | {"strict": None, "defer_loading": True}]}, {"tools": [CHAT_TOOL]}),
+        ({"tools": [{"type": "function", "name": "f"}]}, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, {"tools": [CHAT_TOOL], "parallel_tool_calls": False}),
+        ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [CHAT_TOOL], "tool_choice": "required"}),
+        ({"tools": [TOOL], "tool_choice": "none"}, {}),
+        ({"tools": [TOOL], "tool_choice": NAMED},
+         {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ({"tools": [TOOL], "tool_choice": ALLOWED},
+         {"tools": [CHAT_TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+             "mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}}}),
+        # Other tools are left out if the client says so, or may not be called.
+        ({"tools": [TOOL, {"type": "web_search", "optional": True}]}, {"tools": [CHAT_TOOL]}),
+        ({"tools": [{"type": "mcp", "optional": True, "server_label": "x"}]}, {}),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "none"}, {}),
+        ({"tools": [TOOL, {"type": "custom", "name": "x"}], "tool_choice": NAMED},
+         {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        # Fields without effect.
+        ({"include": ["reasoning.encrypted_content"], "store": False, "service_tier": "flex", "user": "me",
+          "prompt_cache_key": "x", "safety_identifier": "y", "truncation": "disabled", "background": False,
+          "max_tool_calls": 3, "stream_options": {"include_obfuscation": False}, "client_metadata": {"a": "b"},
+          "prompt_cache_retention": "24h", "metadata": {"a": "b"}, "conversation": None, "prompt": None,
+          "previous_response_id": None, "tools": None, "tool_choice": None, "text": None, "reasoning": None}, {}),
+    ],
+)  # fmt: skip
+def test_fields_are_those_of_openais_chat(model, client, engine, fields, translated):
+    kept = openai_responses.KeptResponses()
+    (ours,) = openai_responses.parse_response(model, kept, {"input": "Hello", "seed": 1} | fields).choices
+    (theirs,) = model.parse_chat({"messages": [USER], "seed": 1} | translated).choices
+    assert vars(ours.request) == vars(theirs.request)
+    assert (ours.text_request.grammar, ours.text_request.stop) == (
+        theirs.text_request.grammar,
+        theirs.text_request.stop,
+    )
+    assert ours.text_request.syntax == theirs.text_request.syntax
+    answer_with(engine, "Hi.")
+    whole_response(client.post(PATH, json={"input": "Hello"} | fields))  # whose fields are the published ones
+
+
+@pytest.mark.parametrize("given, limit", [(None, None), (5, 5), (10**6, None)])
+def test_the_limit_may_be_more_than_fits(model, given, limit):
+    kept = openai_responses.KeptResponses()
+    (choice,) = openai_responses.parse_response(model, kept, {"input": "Hello", "max_output_tokens": given}).choices
+    assert choice.request.max_new_tokens == limit or CONTEXT - len(choice.request.prompt)
+
+
+def items(*more) -> dict:
+    return {"input": [USER, *more]}
+
+
+def tools(*more, **fields) -> dict:
+    return {"tools": [TOOL, *more]} | fields
+
+
+DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
+WEB_SEARCH = {"type": "web_search", "external_web_access": False}
+HOSTILE = [  # (fields, the one that is named, a part of the message)
+    ({"input": None}, "input", "input must be a string or a list of items"), ({"input": []}, "input", "must be a"),
+    ({"input": 5}, "input", "must be a string or a list"), ({"input": {"role": "user"}}, "input", "must be a string"),
+    ({"input": True}, "input", "must be"), ({"input": [5]}, "input[0]", "an item of type 'None' is not supported"),
+    ({"input": [[USER]]}, "input[0]", "only message"), ({"input": [None]}, "input[0]", "only message, reasoning"),
+    ({"input": [{}]}, "input[0].content", "input[0].content must be a string or a list of text parts"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "must be a string"),
+    ({"input": [{"content": "x"}]}, "input[0].role", "input[0].role must be one of user, assistant, system, developer"),
+    ({"input": [USER | {"role": "tool"}]}, "input[0].role", "must be one of"),
+    ({"input": [USER | {"role": ["user"]}]}, "input[0].role", "must be one of"),
+    ({"input": [USER | {"type": "msg"}]}, "input[0]", "an item of type 'msg' is not supported"),
+    ({"input": [USER | {"type": 5}]}, "input[0]", "an item of type '5'"),
+    ({"input": [USER | {"type": ["message"]}]}, "input[0]", "an item of type"),
+    (items({"type": "item_reference", "id": "msg_1"}), "input[1]", "an item of type 'item_reference' is not supported"),
+    (items({"type": "web_search_call", "id": "x"}), "input[1]", "'web_search_call'"),
+    (items({"type": "x" * 5000}), "input[1]", "is not supported"),
+    (items({"type": "compaction", "encrypted_content": "x"}), "input[1]", "'compaction'"),
+    (items({"type": "custom_tool_call_output", "call_id": "a", "output": "x"}), "input[1]", "custom_tool_call_output"),
+    (items(USER | {"content": 5}), "input[1].content", "must be a string"),
+    (items(USER | {"content": {"type": "input_text"}}), "input[1].content", "must be a string"),
+    (items(USER | {"content": ["x"]}), "input[1].content", "input[1].content[0]: only parts of text"),
+    (items(USER | {"content": [{"type": "input_image", "image_url": "data:"}]}), "input[1].content", "'input_image'"),
+    (items(USER | {"content": [{"type": "input_file", "file_id": "x"}]}), "input[1].content", "'input_file'"),
+    (items(USER | {"content": [{"type": "input_text"}]}), "input[1].content", "input[1].content[0].text must be a"),
+    (items(USER | {"content": [{"type": "input_text", "text": {}}]}), "input[1].content", "text must be a string"),
+    (items(USER | {"content": [{"type": ["input_text"]}]}), "input[1].content", "only parts of text"),
+    (items(OUTPUT), "input[1].call_id", "input[1]: there is no function_call with its call_id"),
+    (items(CALLED, OUTPUT | {"call_id": "b"}), "input[2].call_id", "there is no function_call with its call_id"),
+    (items(OUTPUT, CALLED), "input[1].call_id", "there is no function_call"),
+    (items(CALLED, OUTPUT | {"call_id": None}), "input[2].call_id", "there is no function_call"),
+    (items(CALLED, OUTPUT | {"call_id": ["a"]}), "input[2].call_id", "there is no function_call"),
+    (items(CALLED, OUTPUT | {"output": None}), "input[2].output", "must be a string or a list of text parts"),
+    (items(CALLED, OUTPUT | {"output": {"a": 1}}), "input[2].output", "must be a string"),
+    (items(CALLED, OUTPUT | {"output": [{"type": "input_image"}]}), "input[2].output", "'input_image'"),
+    (items(CALLED), "input", "the last one no function_call"),
+    (items(CALLED | {"call_id": 5}, OUTPUT), "input[1].call_id", "input[1].call_id must be a string"),
+    (items(CALLED | {"call_id": None}), "input[1].call_id", "must be a string"),
+    (items(CALLED | {"name": None}, OUTPUT), "input[1].name", "input[1].name must have 1 to 128 letters"),
+    (items(CALLED | {"name": "a b"}, OUTPUT), "input[1].name", "must have"),
+    (items(CALLED | {"arguments": {"city": "x"}}, OUTPUT), "input[1].arguments", "input[1].arguments must be a string"),
+    (items(CALLED | {"arguments": None}, OUTPUT), "input[1].arguments", "must be a string"),
+    (items({"type": "reasoning", "summary": "x", "content": 5}), "input[1].content", "must be a string or a list"),
+    (items({"type": "reasoning", "summary": {}, "content": [5]}), "input[1].content", "only parts of text"),
+    (items({"type": "reasoning", "content": [{"type": "reasoning_text", "text": 5}]}), "input[1].content", "must be a"),
+    (items(USER | {"content": "a\ud800"}), "input", "not valid UTF"), ({"input": "a\ud800"}, "input", "not valid UTF"),
+    ({"input": "x " * CONTEXT}, "input", "the prompt has"), ({"input": [USER] * 2000}, "input", "the prompt has"),
+    ({"instructions": 5}, "instructions", "must be a string"), ({"instructions": [USER]}, "instructions", "must be"),
+    ({"instructions": "x " * CONTEXT}, "input", "the prompt has"), ({"model": 5}, "model", "must be a string"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+    ({"max_output_tokens": "9"}, "max_output_tokens", "must be an integer"),
+    ({"max_output_tokens": 1.5}, "max_output_tokens", "must be an integer"),
+    ({"temperature": -1}, "temperature", "temperature"), ({"top_p": 2}, "top_p", "top_p"),
+    ({"top_p": "x"}, "top_p", "must be a number"), ({"stream": "yes"}, "stream", "must be true or false"),
+    ({"tools": 5}, "tools", "must be a list"), ({"tools": {"type": "function"}}, "tools", "must be a list"),
+    (tools("x"), "tools[1]", "a tool of type 'None'"), (tools({}), "tools[1]", "a tool of type 'None'"),
+    (tools(WEB_SEARCH), "tools[1]", "tools[1]: a tool of type 'web_search' is not supported, only functions; with opt"),
+    (tools({"type": "web_search", "optional": "yes"}), "tools[1]", "'web_search'"),
+    (tools(WEB_SEARCH, tool_choice="required"), "tools[1]", "'web_search'"),
+    (tools({"type": "custom", "name": "x"}), "tools[1]", "a tool of type 'custom'"),
+    (tools({"type": "namespace", "name": "x", "description": "", "tools": [TOOL]}), "tools[1]", "'namespace'"),
+    (tools({"type": "mcp", "server_label": "x"}), "tools[1]", "'mcp'"), (tools({"type": [5]}), "tools[1]", "of type"),
+    (tools(CHAT_TOOL), "tools[1].name", "tools[1].name must have"), (tools(TOOL), "tools", "has 'weather' twice"),
+    (tools(TOOL | {"name": 5}), "tools[1].name", "tools[1].name must have"),
+    (tools(TOOL | {"name": "f", "parameters": "x"}), "tools[1].parameters", "tools[1].parameters must be the JSON sch"),
+    (tools(TOOL | {"name": "f", "strict": "yes"}), "tools[1]", "strict true or false"),
+    (tools(TOOL | {"name": "f", "description": 5}), "tools[1]", "must be a string"),
+    ({"tools": [TOOL | {"name": f"f{i}"} for i in range(129)]}, "tools", "at most 128"),
+    (tools(tool_choice="maybe"), "tool_choice", 'auto, required, {"type": "function", "name": ...} or {"type": "allo'),
+    (tools(tool_choice=5), "tool_choice", "must be"), (tools(tool_choice=["auto"]), "tool_choice", "must be"),
+    (tools(tool_choice={}), "tool_choice", '"mode": "auto" or "required", "tools": [...]}'),
+    (tools(tool_choice={"type": "web_search"}), "tool_choice", "must be none"),
+    (tools(tool_choice=NAMED | {"name": "g"}), "tool_choice", "there is no tool 'g'"),
+    (tools(tool_choice={"type": "function"}), "tool_choice", "there is no tool"),
+    (tools(tool_choice=ALLOWED | {"mode": "often"}), "tool_choice", "must be"),
+    (tools(tool_choice=ALLOWED | {"tools": 5}), "tools", "must be a list"),
+    (tools(tool_choice=ALLOWED | {"tools": ["x"]}), "tool_choice", "must be"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"), ({"tool_choice": NAMED}, "tool_choice", "needs tools"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
+    ({"text": "json"}, "text", "must be an object"), ({"text": {"format": "json"}}, "format", "must be an object"),
+    ({"text": {"format": {}}}, "text.format", "text.format.type must be text, json_object or json_schema"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format.type must be"),
+    ({"text": {"format": FORMAT | {"name": None}}}, "text.format.name", "text.format.name must be a string"),
+    ({"text": {"format": FORMAT | {"schema": 5}}}, "text.format", "text.format.schema must be a JSON schema"),
+    ({"text": {"format": FORMAT | {"schema": None}}}, "text.format", "text.format.schema must be"),
+    ({"text": {"format": FORMAT | {"schema": {"type": "x"}}}}, "text.format", "not supported: text.format.schema.type"),
+    ({"text": {"format": FORMAT | {"schema": DEEP}}}, "text.format", "the schema is not supported"),
+    ({"text": {"format": FORMAT | {"strict": 1}}}, "text.format", "text.format.strict must be true or false"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is not supported, except"),
+    ({"text": {"verbosity": 5}}, "verbosity", "must be a string"),
+    ({"reasoning": "high"}, "reasoning", "must be an object"), ({"reasoning": {"effort": 5}}, "effort", "must be a"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "must be one of none, minimal, low"),
+    ({"metadata": "x"}, "metadata", "must be an object"), ({"metadata": {"a": 5}}, "metadata", "must have up to 16"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "must have up to 16 texts"),
+    ({"metadata": {"a": "x" * 513}}, "metadata", "512"), ({"store": "no"}, "store", "must be true or false"),
+    ({"background": True}, "background", "background is not supported"),
+    ({"truncation": "auto"}, "truncation", "truncation is not supported"), ({"truncation": 5}, "truncation", "not sup"),
+    ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
+    ({"conversation": {"id": "conv_1"}}, "conversation", "not supported"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "prompt is not supported"), ({"n": 2}, "n", "n is not supported"),
+    ({"messages": [USER]}, "messages", "messages is not supported"), ({"logprobs": True}, "logprobs", "not supported"),
+    ({"top_logprobs": 2}, "top_logprobs", "not supported"), ({"moderation": {"model": "x"}}, "moderation", "not sup"),
+    ({"include": "x"}, "include", "must be a list"), ({"service_tier": 5}, "service_tier", "must be a string"),
+    ({"user": 5}, "user", "must be a string"), ({"prompt_cache_key": {}}, "prompt_cache_key", "must be a string"),
+    ({"stream_options": []}, "stream_options", "must be an object"),
+    ({"previous_response_id": 5}, "previous_response_id", "must be a string"),
+    ({"functions": [FUNCTION]}, "functions", "not supported"), ({"suffix": "x"}, "suffix", "not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, param, why", HOSTILE)
+def test_requests_that_are_refused(client, fields, param, why):
+    body = json.dumps({"input": [USER]} | fields)
+    response = client.post(PATH, content=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and why in error["message"] and len(error["message"]) <= 500
+
+
+@pytest.mark.parametrize(
+    "name", ["", "resp_", "resp_" + "0" * 24, "x" * 5000, "../resp", "chatcmpl-1", "\u0000", "resp_\ud83d"]
+)
+def test_ids_that_nobody_has(client, name):
+    response = client.post(PATH, content=json.dumps({"input": "Hello", "previous_response_id": name}))
+    error = response.json()["error"]
+    assert response.status_code == 404 and error["code"] == "previous_response_not_found"
+    assert error["type"] == "invalid_request_error" and error["param"] == "previous_response_id"
+
+
+# ---------------------------------------------------------------- responses
+
+
+def message(text: str, status="completed") -> dict:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "role": "assistant", "content": [part], "status": status}
+
+
+def thoughts(text: str, status="completed") -> dict:
+    return {"type": "reasoning", "summary": [], "content": parts(text, kind="reasoning_text"), "status": status}
+
+
+def call(arguments='{"city": "Rome"}', status="completed") -> dict:
+    return {"type": "function_call", "name": "weather", "arguments": arguments, "status": status}
+
+
+LENGTH = {"finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    "text, last, output",
+    [
+        ("Hi.", {}, [message("Hi.")]),
+        ("Hi.", LENGTH, [message("Hi.", "incomplete")]),
+        ("", {}, [message("")]),
+        ("", LENGTH, []),
+        ("<think>Hm.</think>\n\nHi.", {}, [thoughts("Hm."), message("Hi.")]),
+        ("<think>Hm.</think>", {}, [thoughts("Hm."), message("")]),
+        ("<think>Hm.", {}, [thoughts("Hm."), message("")]),
+        ("<think>Hm.", LENGTH, [thoughts("Hm.", "incomplete")]),
+        (CALL, {}, [call()]),
+        (f"<think>Hm.</think>\nHi.{CALL}\n{CALL}", {}, [thoughts("Hm."), message("Hi."), call(), call()]),
+        (f"<think>Hm.</think>{CALL}\nBye.", {}, [thoughts("Hm."), call(), message("\nBye.")]),
+        (CALL.partition("Ro")[0], LENGTH, [call('{"city": "', "incomplete")]),
+        (CALL.partition("Ro")[0], {}, [call('{"city": "', "incomplete")]),  # a mistake of the model
+        (f"{CALL}\n{CALL.partition('Ro')[0]}", LENGTH, [call(), call('{"city": "', "incomplete")]),
+    ],
+)
+def test_answers(client, engine, text, last, output):
+    """Whole, and streamed in one piece, in three or letter by letter."""
+    body = {"input": "Hello", "tools": [TOOL], "metadata": {"a": "b"}, "instructions": "Be brief.", "user": "me"}
+    body |= {"max_output_tokens": 50, "prompt_cache_key": "k", "reasoning": {"effort": "low"}}
+    answer_with(engine, text, **last)
+    found = [whole_response(client.post(PATH, json=body))]
+    for pieces in (1, 3, len(text) + 1):
+        answer_with(engine, text, pieces, **last)
+        found.append(streamed_response(client.post(PATH, json=body | {"stream": True})))
+    for response in found:
+        assert whole_response(client.get(f"{PATH}/{response['id']}")) == response
+        ids = [item.pop("id") for item in response["output"]]
+        prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+        assert [name.partition("_")[0] for name in ids] == [prefixes[item["type"]] for item in output]
+        calls = [item.pop("call_id") for item in response["output"] if "call_id" in item]
+        assert len({*ids, *calls}) == len(ids) + len(calls) and all(name.startswith("call_") for name in calls)
+        assert response["output"] == output
+        assert response.pop("id").startswith("resp_") and response.pop("created_at") > 0
+        assert (response.pop("completed_at", None) is None) == bool(last)
+        assert response["status"] == ("incomplete" if last else "completed")
+        assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if last else None)
+        usage = response["usage"]
+        assert usage["input_tokens"] == len(engine.completion.choices[0].request.prompt)
+        assert usage["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
+        assert usage["output_tokens"] == 9 and usage["total_tokens"] == usage["input_tokens"] + 9
+        assert (usage["output_tokens_details"]["reasoning_tokens"] > 0) == ("<think>" in text)
+        assert {
+            name: response[name] for name in body if name not in ("input", "tools", "reasoning")
+        }.items() <= body.items()
+        assert response["tools"] == [TOOL | {"strict": None}] and response["tool_choice"] == "auto"
+        assert response["reasoning"] == {"effort": "low", "summary": None} and response["model"] == "tiny"
+    assert all(response == found[0] for response in found)
+
+
+def ask(client, engine, text: str, answer: str, **fields) -> dict:
+    answer_with(engine, answer)
+    return whole_response(client.post(PATH, json={"input": text} | fields))
+
+
+def last_prompt(model, engine) -> str:
+    return model.tokenizer.decode(engine.completion.choices[0].request.prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_next_turn_has_the_conversation_before(client, engine, model, stream):
+    """But not its instructions and tools. A turn can be continued in several ways."""
+    answer_with(engine, f"<think>Hm.</think>Wait.{CALL}")
+    body = {"input": [USER], "tools": [TOOL], "instructions": "Be brief.", "stream": stream}
+    response = client.post(PATH, json=body)
+    first = streamed_response(response) if stream else whole_response(response)
+    asked = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": called("a")}
+    messages = [USER, asked, RESULT]
+    result = OUTPUT | {"call_id": first["output"][2]["call_id"]}
+    for _ in range(2):
+        second = ask(client, engine, [result], "Sunny.", previous_response_id=first["id"], tools=[TOOL])
+        assert last_prompt(model, engine) == chat_prompt(model, messages, tools=[CHAT_TOOL])
+        assert second["previous_response_id"] == first["id"] and second["instructions"] is None
+    third = ask(client, engine, "Thanks.", "Bye.", previous_response_id=second["id"], instructions="Smile.")
+    messages += [{"role": "assistant", "content": "Sunny."}, USER | {"content": "Thanks."}]
+    smile = {"role": "system", "content": "Smile."}
+    assert last_prompt(model, engine) == chat_prompt(model, [smile, *messages])
+    ask(client, engine, [], "More.", previous_response_id=third["id"])
+    messages += [{"role": "assistant", "content": "Bye."}]
+    assert last_prompt(model, engine) == chat_prompt(model, messages, add_generation_prompt=True)
+    # The call of another conversation, or a call that is not answered.
+    for given, why in (([OUTPUT], "there is no function_call"), ([], "the last one no function_call")):
+        refused = client.post(PATH, json={"input": given, "previous_response_id": first["id"]})
+        assert refused.status_code == 400 and why in refused.json()["error"]["message"]
+
+
+def is_kept(client, name: str) -> bool:
+    found = client.get(f"{PATH}/{name}").status_code
+    continued = client.post(PATH, json={"input": "Go on.", "previous_response_id": name, "store": False}).status_code
+    assert (found, continued) in ((200, 200), (404, 404))
+    return found == 200
+
+
+def test_responses_are_found_and_deleted(client, engine):
+    kept, other = (ask(client, engine, "Hello", "Hi.") for _ in range(2))
+    unkept = ask(client, engine, "Hello", "Hi.", store=False)
+    assert [is_kept(client, one["id"]) for one in (kept, other, unkept)] == [True, True, False]
+    assert client.delete(f"{PATH}/{kept['id']}").json() == {"id": kept["id"], "object": "response", "deleted": True}
+    assert not is_kept(client, kept["id"]) and is_kept(client, other["id"])
+    for method in ("GET", "DELETE"):
+        response = client.request(method, f"{PATH}/{kept['id']}")
+        assert response.status_code == 404 and response.json()["error"]["type"] == "invalid_request_error"
+        unkeyed = client.request(method, f"{PATH}/{other['id']}", headers={"authorization": "Bearer no"})
+        assert unkeyed.status_code == 401 and is_kept(client, other["id"])
+    assert client.post(f"{PATH}/{other['id']}/cancel").status_code == 404
+    assert client.post(f"{PATH}/{other['id']}").status_code == 405
+
+
+def test_the_kept_responses_are_bounded(client, engine, monkeypatch):
+    """By their number, their bytes and their age."""
+    ids = [ask(client, engine, "Hello", "Hi.")["id"] for _ in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(openai_responses, "MAX_KEPT", 2)
+        ids.append(ask(client, engine, "Hello", "Hi.")["id"])
+        assert [is_kept(client, name) for name in ids] == [False, False, False, True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(openai_responses, "MAX_KEPT_BYTES", 5000)
+        ids.append(ask(client, engine, "Hello", "Hi.", metadata={str(i): "x" * 500 for i in range(6)})["id"])
+        assert [is_kept(client, name) for name in ids[3:]] == [False, False, True]
+        ids.append(ask(client, engine, "Hello", "Hi.", metadata={str(i): "x" * 500 for i in range(12)})["id"])
+        assert [is_kept(client, name) for name in ids[5:]] == [False, False], "it is too large by itself"
+    with monkeypatch.context() as patch:
+        patch.setattr(openai_responses, "MAX_KEPT_S", 0)
+        assert not is_kept(client, ask(client, engine, "Hello", "Hi.")["id"])
+
+
+def test_a_huge_history(client, engine, monkeypatch):
+    """Otherwise, one that the prompt has little of could grow without end."""
+    monkeypatch.setattr(openai_responses, "MAX_BODY_BYTES", 200)
+    turns = [None]
+    while len(turns) < 9:
+        answer_with(engine, "Hi.")
+        response = client.post(PATH, json={"input": "Hello", "previous_response_id": turns[-1]})
+        if response.status_code != 200:
+            break
+        turns.append(response.json()["id"])
+    assert response.status_code == 400 and len(turns) > 2
+    assert response.json()["error"]["message"] == "the conversation has more than 400 bytes"
+
+
+def test_errors(client, engine):
+    body = {"input": "Hello"}
+    for status in (429, 503, 500):
+        engine.error = ApiError("no", status)
+        response = client.post(PATH, json=body)
+        engine.error = None
+        assert response.status_code == status and response.json()["error"]["message"] == "no"
+    for content in (b"", b"{", b"[]", b"null", b'{"input": NaN}', b"\xff\xfe", b"[" * 100000):
+        assert client.post(PATH, content=content).status_code == 400
+    assert client.get(PATH).status_code == 405
+    for error, code in (
+        (ApiError("the engine has stopped", 503), "server_error"),
+        (ApiError("x", 400), "invalid_prompt"),
+    ):
+        engine.updates = [{"text": "Hi. "}, {"text": "You."}, error]
+        events = events_of(client.post(PATH, json=body | {"stream": True}))
+        for n, event in enumerate(events):
+            check_published(event, EVENTS[event["type"]])
+            assert event["sequence_number"] == n
+        assert events[-2] == {"type": "error", "code": code, "message": str(error), "param": None} | {
+            "sequence_number": len(events) - 2
+        }
+        failed = events[-1]["response"]
+        assert events[-1]["type"] == "response.failed" and failed["status"] == "failed"
+        assert failed["error"] == {"code": code, "message": str(error)} and not is_kept_after(
+            client, failed["id"], engine
+        )
+
+
+def is_kept_after(client, name: str, engine) -> bool:
+    answer_with(engine, "Hi.")
+    return is_kept(client, name)
+
+
+def test_the_file_can_be_deleted(settings, engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
+    client = TestClient(http_server.make_app(settings, engine, "127.0.0.1"), headers={"authorization": f"Bearer {KEY}"})
+    assert client.post(PATH, json={"input": "Hello"}).json()["error"]["code"] == "not_found"
+    assert client.get("/v1/models").status_code == 200
+
+
+# ---------------------------------------------------------------- the official client
+
+
+class Place(pydantic.BaseModel):
+    city: str
+
+
+class Weather(pydantic.BaseModel):
+    """Of a city."""
+
+    city: str
+
+
+def test_the_official_client(official, engine):
+    answer_with(engine, "<think>Hm.</think>Hi.")
+    response = official.create(model="tiny", input="Hello", instructions="Be brief.", max_output_tokens=9)
+    assert response.output_text == "Hi." and response.usage.input_tokens_details.cached_tokens == 4
+    answer_with(engine, "Bye.")
+    assert official.create(model="tiny", input="Go on.", previous_response_id=response.id).output_text == "Bye."
+    assert official.retrieve(response.id).output_text == "Hi."
+    official.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        official.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        official.create(model="tiny", input="Go on.", previous_response_id=response.id)
+    assert caught.value.code == "previous_response_not_found"
+    answer_with(engine, "Hello there.", 4)
+    deltas = [
+        event.delta for event in official.create(model="tiny", input="Hello", stream=True) if "delta" in event.type
+    ]
+    assert len(deltas) == 4 and "".join(deltas) == "Hello there."
+
+
+@pytest.mark.parametrize("pieces", [1, 30])
+def test_the_official_client_parses(official, engine, pieces):
+    """Schemas and tools, whole and streamed."""
+    tool = openai.pydantic_function_tool(Weather, name="weather")["function"]
+    tools = [{"type": "function"} | tool]
+    answer_with(engine, '{"city": "Rome"}', pieces)
+    assert official.parse(model="tiny", input="Hello", text_format=Place).output_parsed == Place(city="Rome")
+    with official.stream(model="tiny", input="Hello", text_format=Place) as stream:
+        *_, done, _, _, _ = list(stream)
+        assert done.parsed == Place(city="Rome") == stream.get_final_response().output_parsed
+    answer_with(engine, f"<think>Hm.</think>Wait.{CALL}", pieces)
+    (call,) = official.parse(model="tiny", input="Hello", tools=tools).output[2:]
+    assert call.parsed_arguments == Weather(city="Rome") or call.parsed_arguments == {"city": "Rome"}
+    with official.stream(model="tiny", input="Hello", tools=tools, tool_choice="required") as stream:
+        kinds = [event.type for event in stream]
+        thoughts, said, call = stream.get_final_response().output
+    assert "response.function_call_arguments.delta" in kinds and "response.reasoning_text.delta" in kinds
+    assert (thoughts.content[0].text, said.content[0].text, call.name) == ("Hm.", "Wait.", "weather")
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    answer_with(engine, "Sunny.", pieces)
+    turns = [USER, thoughts, said, call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    assert official.create(model="tiny", input=turns, tools=tools).output_text == "Sunny."

@@ -1,6 +1,6 @@
 """OpenAI's Responses API, translated: requests to those of chat, and answers to responses that are lists of items.
 
-Read down: KeptResponses, which later requests continue; parse_response; Conversation, which makes a chat's messages of
+Read down: KeptResponses, which later requests continue; parse_response; add_items, which makes a chat's messages of
 items; the tools; ItemBuilder, which builds responses. http_server.py has no such paths if this file is deleted.
 
 Source: OpenAI's API reference (Responses, Streaming events), and the types of its client for Python.
@@ -27,7 +27,7 @@ MAX_KEPT_S = 24 * 3600
 class Turn:
     response: dict
     messages: list[dict]  # the conversation, as that of a chat, without instructions
-    is_kept: bool = True
+    is_kept: bool
     size: int = 0  # bytes as JSON
     expires: float = 0.0  # by time.monotonic()
 
@@ -66,12 +66,9 @@ REFUSED = ("prompt", "messages", "n", "logprobs", "top_logprobs", "context_manag
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 OWN_NAMES = {  # patterns of what errors of the translated request say
-    r"messages(\[\d+\][\w.\[\]]*)?": "input",
-    r"response_format(\.json_schema)?": "text.format",
-    r"\.function\b": "",
-    r'"(function|allowed_tools)": \{(.*?)\}\}': r"\2}",
-    "^verbosity": "text.verbosity",
-}
+    r"messages(\[\d+\][\w.\[\]]*)?": "input", r"response_format(\.json_schema)?": "text.format", r"\.function\b": "",
+    r'"(function|allowed_tools)": \{(.*?)\}\}': r"\2}", "^verbosity": "text.verbosity",
+}  # fmt: skip
 
 
 def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> CompletionRequest:
@@ -118,12 +115,11 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     """The body of /v1/chat/completions that asks for the same. The turn gets the conversation, and what its response
     repeats."""
     instructions, previous = fields.read("instructions", str), fields.read("previous_response_id", str)
-    code, earlier = "previous_response_not_found", []
     if previous is not None:
-        earlier = kept.find(previous, "previous_response_id", code).messages
+        earlier = kept.find(previous, "previous_response_id", "previous_response_not_found")
+        turn.messages = list(earlier.messages)
     given = fields.read("input", (str, list), [])
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    turn.messages = Conversation(earlier, items, "input").messages
+    add_items(turn.messages, [{"role": "user", "content": given}] if isinstance(given, str) else given, "input")
     if not turn.messages or "tool_calls" in turn.messages[-1]:
         raise ApiError("input must be a string or a list of items, the last one no function_call", param="input")
     if len(encode_json(turn.messages)) > 2 * MAX_BODY_BYTES:
@@ -159,65 +155,61 @@ def with_instructions(instructions: str | None, messages: list[dict]) -> list[di
     return [{"role": "system", "content": "\n".join(texts)}, *rest] if texts else rest
 
 
-class Conversation:
-    """A chat's messages, made of items. Several items of one answer are one message."""
-
-    def __init__(self, earlier: list[dict], items: list, place: str):
-        """earlier: messages, which are not changed; place: of the items in the request, for errors."""
-        self.messages = list(earlier)
-        self.call_ids = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
-        for i, item in enumerate(items):
-            self._add(item, f"{place}[{i}]")
-
-    def _add(self, item, place: str):
-        kind = (item.get("type") or "message") if isinstance(item, dict) else None
+def add_items(messages: list[dict], items: list, place: str):
+    """Add items to the messages of a chat. place: of the items in the request, for errors."""
+    call_ids = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+    for i, item in enumerate(items):
+        name, kind = f"{place}[{i}]", None
+        if isinstance(item, dict):
+            kind = item.get("type") or "message"
         if kind == "message":
-            role, content = item.get("role"), check_content(item.get("content"), f"{place}.content")
+            role, content = item.get("role"), check_content(item.get("content"), f"{name}.content")
             if not isinstance(role, str) or role not in ROLES:
-                raise ApiError(f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+                raise ApiError(f"{name}.role must be one of {', '.join(ROLES)}", param=f"{name}.role")
             if role == "assistant":
-                self._add_answer({"content": content})
+                add_answer(messages, {"content": content})
             else:
-                self.messages.append({"role": ROLES[role], "content": content})
+                messages.append({"role": ROLES[role], "content": content})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ""
             if isinstance(parts, list):
                 parts = [part | {"type": "text"} if isinstance(part, dict) else part for part in parts]
-            if thoughts := check_content(parts, f"{place}.content"):
-                self._add_answer({"reasoning_content": thoughts})
+            if thoughts := check_content(parts, f"{name}.content"):
+                add_answer(messages, {"reasoning_content": thoughts})
         elif kind == "function_call":
-            call_id, arguments = (check_string(item.get(key), f"{place}.{key}") for key in ("call_id", "arguments"))
-            check_name(item.get("name"), f"{place}.name")
-            self._add_answer({"tool_calls": [nest({"name": item["name"], "arguments": arguments}) | {"id": call_id}]})
-            self.call_ids.add(call_id)
+            call_id, arguments = (check_string(item.get(key), f"{name}.{key}") for key in ("call_id", "arguments"))
+            check_name(item.get("name"), f"{name}.name")
+            call = nest({"name": item["name"], "arguments": arguments}) | {"id": call_id}
+            add_answer(messages, {"tool_calls": [call]})
+            call_ids.add(call_id)
         elif kind == "function_call_output":
-            call_id, output = item.get("call_id"), check_content(item.get("output"), f"{place}.output")
-            if not isinstance(call_id, str) or call_id not in self.call_ids:
-                raise ApiError(f"{place}: there is no function_call with its call_id", param=f"{place}.call_id")
-            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            call_id, output = item.get("call_id"), check_content(item.get("output"), f"{name}.output")
+            if not isinstance(call_id, str) or call_id not in call_ids:
+                raise ApiError(f"{name}: there is no function_call with its call_id", param=f"{name}.call_id")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
             rule = "only message, reasoning, function_call and function_call_output"
-            raise ApiError(f"{place}: an item of type {str(kind)[:64]!r} is not supported, {rule}", param=place)
+            raise ApiError(f"{name}: an item of type {str(kind)[:64]!r} is not supported, {rule}", param=name)
 
-    def _add_answer(self, part: dict):
-        """Add thoughts, content or a call of the assistant. After content, thoughts and content are the next answer,
-        unless there are calls, too."""
-        last = self.messages[-1] if self.messages else {"role": None}
-        if last["role"] == "assistant" and (last["content"] is None or "tool_calls" in last | part):
-            joined = {key: last[key] + value if last.get(key) else value for key, value in part.items()}
-            self.messages[-1] = last | joined
-        else:
-            self.messages.append({"role": "assistant", "content": None} | part)
+
+def add_answer(messages: list[dict], part: dict):
+    """Add thoughts, content or a call to the answer that the messages end with. After content, thoughts and content are
+    the next answer, unless there are calls, too."""
+    last = messages[-1] if messages else {"role": None}
+    if last["role"] == "assistant" and (last["content"] is None or "tool_calls" in last | part):
+        joined = {key: last[key] + value if last.get(key) else value for key, value in part.items()}
+        messages[-1] = last | joined
+    else:
+        messages.append({"role": "assistant", "content": None} | part)
 
 
 def read_tools(given: list, choice) -> list[dict]:
     """The functions among the tools. Others are refused, unless the client marks them as optional, or its tool_choice
     leaves them out."""
-    functions = []
+    functions, names = [], ("type", "name", "description", "parameters", "strict")
     for i, tool in enumerate(given):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
-            names = ("type", "name", "description", "parameters", "strict")
             functions.append({name: tool.get(name) for name in names})
         elif choice in (None, "auto", "required") and not (isinstance(tool, dict) and tool.get("optional") is True):
             text = f"tools[{i}]: a tool of type {str(kind)[:64]!r} is not supported, only functions"
@@ -243,12 +235,11 @@ def translate_tool_choice(choice):
 
 # ---------------------------------------------------------------- responses
 
-STARTS = {  # of the items
-    Content: {"type": "message", "role": "assistant", "content": []},
-    Reasoning: {"type": "reasoning", "summary": [], "content": []},
-    CallArguments: {"type": "function_call", "arguments": ""},
+STARTS = {  # of the items, with what their ids begin with
+    Content: {"id": "msg", "type": "message", "role": "assistant", "content": []},
+    Reasoning: {"id": "rs", "type": "reasoning", "summary": [], "content": []},
+    CallArguments: {"id": "fc", "type": "function_call", "arguments": ""},
 }
-PREFIXES = {Content: "msg", Reasoning: "rs", CallArguments: "fc"}  # of their ids
 NAMES = {Content: "output_text", Reasoning: "reasoning_text", CallArguments: "function_call_arguments"}  # of events
 
 
@@ -313,7 +304,7 @@ class ItemBuilder:
         """Begin an item. Returns the events for it, and for the end of the one before."""
         events, place = self.close("completed"), {"output_index": len(self.output)}
         self.kind, self.text = kind, ""
-        self.item = {"id": f"{PREFIXES[kind]}_{secrets.token_hex(12)}", **STARTS[kind], **fields}
+        self.item = STARTS[kind] | {"id": f"{STARTS[kind]['id']}_{secrets.token_hex(12)}"} | fields
         self.where = place | {"item_id": self.item["id"]}
         events.append({"type": "response.output_item.added", **place, "item": self.item | {"status": "in_progress"}})
         if kind is not CallArguments:
@@ -325,10 +316,10 @@ class ItemBuilder:
         """End the open item, if there is one. Returns the events for it."""
         if self.kind is None:
             return []
-        if self.kind is CallArguments:
-            content, events = {"arguments": self.text}, [self.text_event("done", arguments=self.text)]
-        else:
-            content, events = {"content": [self.part()]}, [self.text_event("done", text=self.text)]
+        content = {"arguments" if self.kind is CallArguments else "text": self.text}
+        events = [self.text_event("done", **content)]
+        if self.kind is not CallArguments:
+            content = {"content": [self.part()]}
             events.append({"type": "response.content_part.done", **self.where, "part": self.part()})
         item = self.item | content | {"status": status}
         events.append({"type": "response.output_item.done", "output_index": len(self.output), "item": item})
@@ -347,8 +338,9 @@ class ItemBuilder:
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": time.time()}
         self.response = self.response | details | {"status": status, "output": self.output, "usage": self.usage()}
         if self.completion.turn.is_kept:
-            messages = Conversation(self.completion.turn.messages, self.output, "output").messages
-            self.kept.add(Turn(self.response, messages))
+            add_items(self.completion.turn.messages, self.output, "output")
+            self.completion.turn.response = self.response
+            self.kept.add(self.completion.turn)
         return [*events, {"type": f"response.{status}", "response": self.response}]
 
     def usage(self) -> dict:
@@ -356,9 +348,8 @@ class ItemBuilder:
         thoughts = [item["content"][0]["text"] for item in self.output if item["type"] == "reasoning"]
         tokens = sum(len(self.model.tokenizer.encode(text, False)) for text in thoughts)
         return {
-            "input_tokens": usage["prompt_tokens"],
+            "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": min(tokens, usage["completion_tokens"])},
             "total_tokens": usage["total_tokens"],
-        }
+        }  # fmt: skip

@@ -192,6 +192,66 @@ def test_openai_json_object(chat):
     assert "Paris" in json.dumps(json.loads(text))
 
 
+@pytest.fixture
+def responses(server, openai_client):
+    """The `responses` of OpenAI's client, with its arguments."""
+    return openai_client.responses, {"model": server.model, "max_output_tokens": TOKENS, "temperature": 0}
+
+
+FLAT_TOOL = {"type": "function"} | FUNCTION
+
+
+def test_openai_responses_plain(responses):
+    api, settings = responses
+    response = api.create(input=QUESTION, instructions="You know geography.", **settings)
+    assert "Paris" in response.output_text and response.status == "completed"
+
+
+def test_openai_responses_streamed(responses):
+    api, settings = responses
+    with api.stream(input=QUESTION, **settings) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert "Paris" in text and stream.get_final_response().output_text == text
+
+
+def test_openai_responses_next_turn(responses):
+    api, settings = responses
+    first = api.create(input=QUESTION, **settings)
+    second = api.create(input="Repeat your answer.", previous_response_id=first.id, **settings)
+    assert "Paris" in second.output_text
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_openai_responses_tools(server, responses):
+    api, settings = responses
+    response = api.create(input=WEATHER, tools=[FLAT_TOOL], **settings)
+    call = next(item for item in response.output if item.type == "function_call")
+    assert call.name == "get_weather" and json.loads(call.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": REPORT}
+    turns = [*ask(WEATHER), *response.output, result]
+    answer = api.create(input=turns, tools=[FLAT_TOOL], **settings)
+    assert tells_report(server, answer.output_text or answer.output[0].name)
+
+
+def test_openai_responses_tools_streamed(responses):
+    api, settings = responses
+    with api.stream(input=WEATHER, tools=[FLAT_TOOL], tool_choice="required", **settings) as stream:
+        kinds = {event.type for event in stream}
+        call = stream.get_final_response().output[-1]
+    assert "response.function_call_arguments.delta" in kinds and json.loads(call.arguments) == {"city": "Paris"}
+
+
+def test_openai_responses_structured(responses):
+    api, settings = responses
+    assert is_paris(api.parse(input=FACTS, text_format=City, **settings).output_parsed)
+
+
+def test_openai_responses_structured_streamed(responses):
+    api, settings = responses
+    with api.stream(input=FACTS, text_format=City, **settings) as stream:
+        assert is_paris(stream.get_final_response().output_parsed)
+
+
 # ---------------------------------------------------------------- Anthropic
 
 

@@ -299,6 +299,18 @@ def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, in
 
 
 @contextmanager
+def announced(text: str):
+    """A context manager that prints a line if its block takes longer than 2 s."""
+    timer = threading.Timer(2, print_status, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def locked(path: Path, what: str):
     """A context manager that holds a lock among processes: a file, which stays. If another process, which does `what`,
     holds it for long, a line says so. The lock of a process that is killed is free at once."""

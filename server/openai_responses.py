@@ -6,6 +6,7 @@ items; the tools; ItemBuilder, which builds responses. http_server.py has no suc
 Source: OpenAI's API reference (Responses, Streaming events), and the types of its client for Python.
 """
 
+import json
 import re
 import secrets
 import time
@@ -28,41 +29,46 @@ class Turn:
     response: dict
     messages: list[dict]  # the conversation, as that of a chat, without instructions
     is_kept: bool
-    size: int = 0  # bytes as JSON
-    expires: float = 0.0  # by time.monotonic()
 
 
 class KeptResponses:
     """The latest turns, by the random ids of their responses. Several threads use it: each change is one operation."""
 
     def __init__(self):
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[
+            str, tuple[bytes, float]
+        ] = {}  # JSON, which takes less memory than its values; when it expires
 
     def add(self, turn: Turn):
-        turn.size, turn.expires = len(encode_json([turn.response, turn.messages])), time.monotonic() + MAX_KEPT_S
-        self.turns[turn.response["id"]] = turn
+        data = encode_json([turn.response, turn.messages])
+        self.turns[turn.response["id"]] = data, time.monotonic() + MAX_KEPT_S
         self.remove_old()
 
     def remove_old(self):
         size, now = 0, time.monotonic()
-        for n, (name, turn) in enumerate(reversed(list(self.turns.items()))):
-            size += turn.size
-            if n >= MAX_KEPT or size > MAX_KEPT_BYTES or turn.expires < now:
+        for n, (name, (data, expires)) in enumerate(reversed(list(self.turns.items()))):
+            size += len(data)
+            if n >= MAX_KEPT or size > MAX_KEPT_BYTES or expires < now:
                 self.turns.pop(name, None)
 
-    def find(self, name: str, param: str | None = None, code: str | None = None) -> Turn:
+    def find(self, name: str, param: str | None = None) -> tuple[dict, list[dict]]:
+        """(response, messages). ApiError if it is not kept (any more)."""
         self.remove_old()
-        turn = self.turns.get(name)
-        if turn is None:
+        data, _ = self.turns.get(name, (None, 0.0))
+        if data is None:
+            code = "previous_response_not_found" if param else None
             raise ApiError(f"there is no response with the id {name[:64]!r} (any more)", 404, param, code)
-        return turn
+        return tuple(json.loads(data))
 
 
 # ---------------------------------------------------------------- requests
 
 UNUSED = {"include": list, "service_tier": str, "max_tool_calls": int, "prompt_cache_retention": str}
 UNUSED |= {"stream_options": dict, "prompt_cache_options": dict, "client_metadata": dict}
-REFUSED = ("prompt", "messages", "n", "logprobs", "top_logprobs", "context_management")  # and fields.NEUTRAL_VALUES
+# Fields that are refused but for a value that changes nothing, with what to do; see also fields.NEUTRAL_VALUES.
+REFUSED = {"n": (1, ""), "logprobs": (False, ""), "top_logprobs": (0, ""), "prompt": ("", ""), "messages": ([], "")}
+REFUSED |= {"context_management": ([], ""), "response_format": (None, "; text.format is")}
+REFUSED |= {"reasoning_effort": (None, "; reasoning.effort is")}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 OWN_NAMES = {  # patterns of what errors of the translated request say
@@ -101,12 +107,15 @@ def read_repeated(fields: FieldReader) -> dict:
     """The fields without effect that the response repeats. Others are checked, and those that are not supported."""
     for name, kind in UNUSED.items():
         fields.read(name, kind)
-    for name in REFUSED:
-        if fields.unread.pop(name, None):
-            raise ApiError(f"{name} is not supported", param=name)
+    for name, (neutral, advice) in REFUSED.items():
+        if fields.unread.pop(name, None) not in (None, neutral):
+            raise ApiError(f"{name} is not supported{advice}", param=name)
     metadata = fields.read("metadata", dict, {})
-    if len(metadata) > 16 or not all(isinstance(text, str) and len(text) <= 512 for text in metadata.values()):
-        raise ApiError("metadata must have up to 16 texts of up to 512 characters", param="metadata")
+    is_short = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in metadata.items())
+    if len(metadata) > 16 or not is_short:
+        raise ApiError(
+            "metadata must have up to 16 texts of up to 512 characters, with names of up to 64", param="metadata"
+        )
     texts = {name: fields.read(name, str) for name in ("prompt_cache_key", "safety_identifier", "user")}
     return texts | {"metadata": metadata}
 
@@ -116,8 +125,7 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     repeats."""
     instructions, previous = fields.read("instructions", str), fields.read("previous_response_id", str)
     if previous is not None:
-        earlier = kept.find(previous, "previous_response_id", "previous_response_not_found")
-        turn.messages = list(earlier.messages)
+        _, turn.messages = kept.find(previous, "previous_response_id")
     given = fields.read("input", (str, list), [])
     add_items(turn.messages, [{"role": "user", "content": given}] if isinstance(given, str) else given, "input")
     if not turn.messages or "tool_calls" in turn.messages[-1]:
@@ -139,11 +147,23 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     if format.get("type") == "json_schema":
         check_string(format.get("name"), "text.format.name")
         format = {"type": "json_schema", "json_schema": format}
+    check_repeated({name: turn.response[name] for name in ("tools", "tool_choice", "text")})
     return fields.unread | {
         "messages": with_instructions(instructions, turn.messages), "add_generation_prompt": True,
         "tools": [nest(tool) for tool in tools], "tool_choice": translate_tool_choice(choice),
         "parallel_tool_calls": several, "reasoning_effort": effort, "response_format": format, "verbosity": verbosity,
     }  # fmt: skip
+
+
+def check_repeated(values: dict):
+    """ApiError if values that the response repeats cannot be written as JSON, also where less of the stack is free."""
+    for name, value in values.items():
+        for _ in range(200):
+            value = [value]
+        try:
+            encode_json(value)
+        except (ValueError, RecursionError):
+            raise ApiError(f"{name} must hold finite numbers, and not nest so deeply", param=name) from None
 
 
 def with_instructions(instructions: str | None, messages: list[dict]) -> list[dict]:
@@ -161,7 +181,7 @@ def add_items(messages: list[dict], items: list, place: str):
     for i, item in enumerate(items):
         name, kind = f"{place}[{i}]", None
         if isinstance(item, dict):
-            kind = item.get("type") or "message"
+            kind = "message" if item.get("type") is None else item["type"]
         if kind == "message":
             role, content = item.get("role"), check_content(item.get("content"), f"{name}.content")
             if not isinstance(role, str) or role not in ROLES:
@@ -332,8 +352,10 @@ class ItemBuilder:
         is_cut, events = choice.finish_reason(update) == "length", []
         if not is_cut and self.kind in (None, Reasoning) and all(item["type"] == "reasoning" for item in self.output):
             events = self.begin(Content, {})  # clients expect a message or a call
-        is_cut_call = self.kind is CallArguments and not choice.parser.has_whole_calls
-        events += self.close("incomplete" if is_cut or is_cut_call else "completed")
+        is_whole = not is_cut
+        if self.kind is CallArguments:  # which may be whole although the answer was cut in the next one
+            is_whole = choice.parser.has_whole_calls
+        events += self.close("completed" if is_whole else "incomplete")
         status = "incomplete" if is_cut else "completed"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": time.time()}
         self.response = self.response | details | {"status": status, "output": self.output, "usage": self.usage()}

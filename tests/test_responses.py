@@ -272,6 +272,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
           "prompt_cache_key": "x", "safety_identifier": "y", "truncation": "disabled", "background": False,
           "max_tool_calls": 3, "stream_options": {"include_obfuscation": False}, "client_metadata": {"a": "b"},
           "prompt_cache_retention": "24h", "metadata": {"a": "b"}, "conversation": None, "prompt": None,
+          "n": 1, "logprobs": False, "messages": [],
           "previous_response_id": None, "tools": None, "tool_choice": None, "text": None, "reasoning": None}, {}),
     ],
 )  # fmt: skip
@@ -294,6 +295,27 @@ def test_the_limit_may_be_more_than_fits(model, given, limit):
     kept = openai_responses.KeptResponses()
     (choice,) = openai_responses.parse_response(model, kept, {"input": "Hello", "max_output_tokens": given}).choices
     assert choice.request.max_new_tokens == limit or CONTEXT - len(choice.request.prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("deep", [300, 700, 900, 960, 970, 975, 980])
+@pytest.mark.parametrize("where", ["tools", "tool_choice", "text"])
+def test_values_that_the_response_cannot_repeat_are_refused_at_once(client, engine, where, deep, stream):
+    """Numbers beyond the range of a double, and values that nest so deeply that writing them may fail later."""
+    odd = "[" * deep + "1e400" * (deep == 300) + "]" * deep
+    function = {"type": "function", "name": "f"}
+    body = {
+        "tools": {"tools": [function | {"parameters": {"type": "object", "x": "ODD"}}]},
+        "tool_choice": {"tools": [function], "tool_choice": function | {"x": "ODD"}},
+        "text": {"text": {"format": {"type": "text", "x": "ODD"}}},
+    }[where]
+    content = json.dumps({"input": "Hello", "stream": stream} | body).replace('"ODD"', odd)
+    answer_with(engine, "Hi.")
+    response = client.post(PATH, content=content, headers={"content-type": "application/json"})
+    if deep >= 900 or deep == 300:
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    elif not stream and response.status_code == 200:
+        assert client.get(f"{PATH}/{response.json()['id']}").status_code == 200
 
 
 def items(*more) -> dict:
@@ -399,7 +421,13 @@ HOSTILE = [  # (fields, the one that is named, a part of the message)
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "must be one of none, minimal, low"),
     ({"metadata": "x"}, "metadata", "must be an object"), ({"metadata": {"a": 5}}, "metadata", "must have up to 16"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "must have up to 16 texts"),
-    ({"metadata": {"a": "x" * 513}}, "metadata", "512"), ({"store": "no"}, "store", "must be true or false"),
+    ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
+    ({"metadata": {"x" * 65: ""}}, "metadata", "names of up to 64"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported; text.format is"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "not supported; reasoning.effort is"),
+    ({"n": 2}, "n", "n is not supported"), ({"n": 0}, "n", "n is not supported"),
+    (items({"type": 0, "role": "user", "content": "x"}), "input[1]", "an item of type '0' is not supported"),
+    ({"store": "no"}, "store", "must be true or false"),
     ({"background": True}, "background", "background is not supported"),
     ({"truncation": "auto"}, "truncation", "truncation is not supported"), ({"truncation": 5}, "truncation", "not sup"),
     ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
@@ -562,6 +590,8 @@ def test_responses_are_found_and_deleted(client, engine):
         assert response.status_code == 404 and response.json()["error"]["type"] == "invalid_request_error"
         unkeyed = client.request(method, f"{PATH}/{other['id']}", headers={"authorization": "Bearer no"})
         assert unkeyed.status_code == 401 and is_kept(client, other["id"])
+    streamed = client.get(f"{PATH}/{other['id']}", params={"stream": "true"})
+    assert streamed.status_code == 400 and streamed.json()["error"]["param"] == "stream"
     assert client.post(f"{PATH}/{other['id']}/cancel").status_code == 404
     assert client.post(f"{PATH}/{other['id']}").status_code == 405
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import checkpoint as ck
 from checkpoint import Source
-from cli import ArgumentParser, UserError, print_status, progress_bar, read_text, run_command, size_text
+from cli import ArgumentParser, UserError, announced, print_status, progress_bar, read_text, run_command, size_text
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
@@ -263,7 +263,8 @@ def open_dense(name: str | None, quantization: Quantization) -> Source:
     known = ", ".join(sorted({piece for text in texts for piece in text.split("+")} - {"none"}))
     dense = open_source(name, dequantize=True)
     try:
-        error = rounding_error(dense, quantization)
+        with announced("comparing the weights of the first block before and after rounding"):
+            error = rounding_error(dense, quantization)
     except ValueError:
         return dense  # quantize_checkpoint says which tensor cannot be packed
     loss = f"rounding its weights again, to {quantization.mode}, changes those of the first block by {error:.1%}"

@@ -58,7 +58,10 @@ def what_failed(error: Exception) -> str:
         return "is on the hub, but only for those who accept its terms there; then set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
         return "is neither a local path nor on the hub (a private one needs HF_TOKEN)"
-    return f"is not a local path and cannot be downloaded from the hub ({first_line(error)})"
+    why = first_line(error)
+    if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
+        why = f"no connection: {why}"
+    return f"is not a local path and cannot be downloaded from the hub ({why})"
 
 
 def find_directory(repository: str) -> Path:

@@ -163,6 +163,10 @@ def downloaded() -> Iterator[tuple[str, int]]:
         in_wheels = short.wheels is not None and wheels.is_there(short.wheels, folder)
         if in_wheels or in_hub_cache(short):
             yield name, short.nbytes
+    ours = [short.wheels.file for short in SHORT_NAMES.values() if short.wheels is not None]
+    for path in folder.glob("*.gguf"):
+        if path.name not in ours:
+            yield str(path), path.stat().st_size
     yield from in_hub(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
 
 

@@ -844,4 +844,4 @@ def test_one_conversation_at_a_time(monkeypatch):
             parse_arguments(["--interactive", *args])
     assert parse_arguments(["--interactive"]).max_new_tokens is None
     assert parse_arguments(["--system", "x"]).chat and parse_arguments([]).max_new_tokens == 200
-    assert chat.HELP.count("\n") < 12
+    assert chat.HELP.count("\n") < 13

@@ -151,11 +151,11 @@ A page to use it is at this address. With curl:
     curl {address}/v1/{path}{header} -H "Content-Type: application/json" \\
         -d '{body}'
 From Python (pip install openai):
-    from openai import OpenAI
-    client = OpenAI(base_url="{address}/v1", api_key="{key}")
-    prompt = {json.dumps(prompt)}
-    answer = client.{call}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
-    print(answer.choices[0].{answer})
+from openai import OpenAI
+client = OpenAI(base_url="{address}/v1", api_key="{key}")
+prompt = {json.dumps(prompt)}
+answer = client.{call}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
+print(answer.choices[0].{answer})
 """
 
 

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from contextlib import closing, suppress
 from multiprocessing import resource_tracker
@@ -971,8 +970,7 @@ def test_the_examples_fit_the_model_and_the_key(has_template, api_key, expected)
     checkpoint = SimpleNamespace(name='the "model', tokenizer=tokenizer, tokenizer_files=files)
     said = serve.examples("a", checkpoint, api_key)
     assert all(one in said for one in expected) and "secret" not in said, said
-    code = textwrap.dedent(said.partition("(pip install openai):\n")[2])
-    compile(code, "example", "exec")
+    compile(said.partition("(pip install openai):\n")[2], "example", "exec")
     tokenizer.vocabulary = None  # then there is no text to ask with
     assert serve.examples("a", checkpoint, api_key) == ""
 

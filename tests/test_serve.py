@@ -947,7 +947,7 @@ def test_the_examples_at_the_start_work(server, oracle, capsys):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", done
     code = said.partition("(pip install openai):\n")[2].partition("\n\n")[0]
-    exec(textwrap.dedent(code.replace("the key", KEY)), {})
+    exec(code.replace("the key", KEY), {})
     assert capsys.readouterr().out.strip()
 
 

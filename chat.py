@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cli import UserError, first_line, has_colours, print_status, read_text, without_newline
+from cli import UserError, first_line, has_colours, print_status, printable, read_text, without_newline
 from engine import Engine, Plan, Request, check_prompt
 from sampling import SamplingParams
 from start import read_with_progress, warm_up
@@ -194,9 +194,13 @@ class Session:
         if path.exists():
             read_conversation(path)
         text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
+        new = path.with_name(f".{path.name}.new")  # a full disk leaves the earlier file as it is
         try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
+            new.write_text(text + "\n", encoding="utf-8")
+            new.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink()
             raise UserError(f"{path} cannot be written: {first_line(error)}") from None
 
     def load(self, path: Path):
@@ -375,7 +379,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 return
             word = next(iter(text.split()), "")
             command = word.lower()
-            if command in ENDS and text.strip() == word:
+            if command in ENDS and text.strip() == word and "\n" not in text:
                 return
             if command in COMMANDS and ("\n" not in text or command == "/system"):
                 handle_command(session, command, text.strip()[len(word) :].strip())
@@ -429,10 +433,13 @@ def handle_command(session: Session, command: str, rest: str):
         if not rest:
             raise UserError(f"{command} needs the name of a file")
         path = Path(os.path.expanduser(rest))
-        if command == "/save":
-            session.save(path)
-        else:
-            session.load(path)
+        try:
+            if command == "/save":
+                session.save(path)
+            else:
+                session.load(path)
+        except (OSError, ValueError) as error:  # a name that is too long, or has a null
+            raise UserError(f"{command} {printable(rest)}: {first_line(error)}") from None
         text = f"({path}: {len(session.messages)} messages)"
     elif command == "/thoughts":
         session.hides_thoughts = not session.hides_thoughts
@@ -495,7 +502,8 @@ def start_readline():
         readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
         readline.parse_and_bind("set enable-active-region off")  # which would show pasted text in other colours
     for line in read_history():
-        readline.add_history(line)
+        with suppress(ValueError):  # a line that this locale cannot show
+            readline.add_history(line)
 
 
 # ---------------------------------------------------------------- files
@@ -508,13 +516,16 @@ def history_path() -> Path:
 def read_history() -> list[str]:
     """What was typed in earlier conversations: a JSON string in each line. The file is shortened when it is long."""
     try:
-        lines = history_path().read_text(encoding="utf-8").splitlines()
-        found = [line for line in map(json.loads, lines[-HISTORY_LINES:]) if isinstance(line, str)]
+        lines = history_path().read_text(encoding="utf-8", errors="replace").splitlines()
         if len(lines) > 2 * HISTORY_LINES:
             history_path().write_text("\n".join(lines[-HISTORY_LINES:]) + "\n", encoding="utf-8")
-    except (OSError, ValueError, RuntimeError):  # no such file, one of something else, no home directory
+    except (OSError, RuntimeError):  # no such file, no home directory
         return []
-    return found
+    found = []
+    for line in lines[-HISTORY_LINES:]:
+        with suppress(ValueError):  # not whole, as after a full disk
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, str)]
 
 
 def write_history(line: str):

@@ -283,7 +283,7 @@ def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, in
     def show():
         wait = delay if is_terminal else LINE_S
         while not done.wait(wait):
-            with suppress(OSError):  # as in print_status
+            with suppress(Exception):  # as in print_status; tqdm also reads settings of the environment
                 progress.refresh()
             wait = REFRESH_S if is_terminal else LINE_S
 

@@ -136,10 +136,15 @@ class Ranks:
     # ------------------------------------------------------------ synchronization
 
     def share(self, work: Callable = lambda: None):
-        """Call work() on rank 0 only, and return its result on every rank. A short result takes one broadcast."""
+        """Call work() on rank 0 only, and return its result on every rank. A short result takes one broadcast. If it
+        ends the process, as --help does, all ranks end."""
         message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
         if self.rank == 0:
-            data = pickle.dumps(work())
+            try:
+                result = work()
+            except SystemExit as end:
+                result = end
+            data = pickle.dumps(result)
             data = len(data).to_bytes(8, "little") + data
             message[: len(data)] = torch.frombuffer(bytearray(data[:MESSAGE_BYTES]), dtype=torch.uint8)
         dist.broadcast(message, group_src=0, group=self.control)
@@ -148,7 +153,10 @@ class Ranks:
             rest = torch.frombuffer(bytearray(data[MESSAGE_BYTES:] or n + 8 - MESSAGE_BYTES), dtype=torch.uint8)
             dist.broadcast(rest, group_src=0, group=self.control)
             message = torch.cat([message, rest])
-        return pickle.loads(message[8 : 8 + n].numpy().tobytes())
+        result = pickle.loads(message[8 : 8 + n].numpy().tobytes())
+        if isinstance(result, SystemExit):
+            raise result
+        return result
 
     @contextmanager
     def repeat(self, work: Callable):

@@ -23,6 +23,7 @@ TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32
 TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
 TYPES |= {14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2)}
 
+MOST_FILES = 1000  # of a split model
 SPLIT_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
@@ -186,9 +187,10 @@ def open_file(path: Path) -> int:
 def split_files(path: Path) -> list[Path]:
     """The files of the model of which this is one, in their order: MODEL-00001-of-00003.gguf and so on, as
     llama-gguf-split names them. Any other file stands for itself."""
-    if (match := SPLIT_NAME.fullmatch(path.name)) is None:
+    match = SPLIT_NAME.fullmatch(path.name)
+    count = 0 if match is None else int(match["count"])
+    if not 1 <= count <= MOST_FILES:
         return [path]
-    count = int(match["count"])
     return [path.with_name(f"{match['model']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 

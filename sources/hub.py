@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from checkpoint import DEFAULT_NAME
-from cli import Progress, UserError, announced, first_line, locked, print_status, printable, progress_bar, size_text
+from cli import (
+    Progress,
+    UserError,
+    and_more,
+    announced,
+    first_line,
+    locked,
+    print_status,
+    printable,
+    progress_bar,
+    size_text,
+)
 from sources.gguf_header import split_files
 
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
@@ -28,6 +39,7 @@ FORMAT = re.compile(r"(?<![a-z0-9])(?:ud-)?(?:i?q\d\w*|mxfp4\w*|bf16|f16|f32)(?=
 NO_MODELS = ("mmproj", "imatrix")  # in the names of GGUF files that hold something else
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 RETRIES = 5  # attempts in a row that bring nothing
+BUSY = (408, 429, 500, 502, 503, 504)  # status codes after which another attempt may succeed
 PIECE = 1 << 20  # bytes
 
 
@@ -102,21 +114,27 @@ def download_directory(repository: str) -> Path:
 
 
 def download_gguf(repository: str, format: str | None) -> Path:
-    """The GGUF file of a repository in a format (see choose_gguf), or the first of the files of a split model. Files
-    that are in the cache are used without asking the hub."""
+    """The GGUF file of a repository in a format (see choose_gguf), or the first of the files of a split model. The hub
+    is asked which files there are, because in the cache another one may have the format; a file that is there is used.
+    """
     in_cache = cached_ggufs(repository)
-    if found := matching(in_cache, format or PREFERRED[0]):
-        return cached_folder(repository) / found[0]
+    if format in in_cache:
+        return cached_folder(repository) / format
     try:
         names = list_files(repository)
     except Exception as error:
-        if format is not None or not in_cache:
+        if not matching(in_cache, format or ""):
             raise
-        print_status(f"{repository} {what_failed(error)}")
+        print_status(f"{repository} {what_failed(error)}: what is in the cache is used")
         return cached_folder(repository) / choose_gguf(in_cache, format, repository)
 
     first = choose_gguf(names, format, repository)
-    paths = [download_file(repository, path.as_posix()) for path in split_files(Path(first))]
+    if first in in_cache:
+        return cached_folder(repository) / first
+    parts = [path.as_posix() for path in split_files(Path(first))]
+    if missing := [part for part in parts if part not in names]:
+        raise UserError(f"{repository} lacks {and_more(missing)} of {len(parts)} files of {first}")
+    paths = [download_file(repository, part) for part in parts]
     return paths[0]
 
 
@@ -233,18 +251,19 @@ def fetch_rest(url: str, path: Path, size: int, name: str):
     if free < size - done:
         raise UserError(f"{path.parent} has {free / 1e9:.2f} GB free, but {(size - done) / 1e9:.2f} GB are needed")
     attempts = 0
+    longest = done
     with progress_bar(size, f"downloading {name}", "B", initial=done) as bar, open(path, "ab") as file:
         while file.tell() < size:
-            before = file.tell()
             try:
                 fetch_once(url, file, bar)
-            except (OSError, HfHubHTTPError):  # a full disk, or an answer that will not change
-                raise
-            except Exception:
-                if attempts == RETRIES:
+            except Exception as error:
+                is_answer = isinstance(error, HfHubHTTPError)  # which is an OSError, too
+                is_final = error.response.status_code not in BUSY if is_answer else isinstance(error, OSError)
+                if is_final or attempts == RETRIES:
                     raise
                 time.sleep(attempts)
-            attempts = 0 if file.tell() > before else attempts + 1
+            attempts = 0 if file.tell() > longest else attempts + 1
+            longest = max(longest, file.tell())
             if attempts > RETRIES:
                 raise UserError(f"{name}: the hub sends {file.tell()} of {size} bytes")
 

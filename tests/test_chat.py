@@ -390,6 +390,19 @@ def test_thoughts_are_dim_or_hidden(monkeypatch, capsys, hides, colours, size, p
         assert "".join(shown) == answer
 
 
+def answer_always(session, answer, monkeypatch):
+    """Make a session answer with these token ids instead of running a model."""
+
+    def add(request):
+        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
+        request.new_tokens = answer
+        request.finish_reason = "stop"
+        for token in answer:
+            request.on_token(token)
+
+    monkeypatch.setattr(session.engine, "add", add)
+
+
 def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch, capsys):
     """Marks that are special tokens are text of the answer, and so are read again with it."""
     tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
@@ -397,13 +410,7 @@ def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch,
     session = make_session(model, 256, None, tokenizer, thinking=("<|im_start|>", "<|im_end|>"))
     answer = tokenizer.encode("<|im_start|> a cat<|im_end|> Miau", add_bos=False)
 
-    def add(request):  # instead of running a model
-        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
-        request.new_tokens, request.finish_reason = answer, "stop"
-        for token in answer:
-            request.on_token(token)
-
-    monkeypatch.setattr(session.engine, "add", add)
+    answer_always(session, answer, monkeypatch)
     out, err = run_lines(session, monkeypatch, capsys, "Hi", "/thoughts", "Ho", "/thoughts", "Hu")
     assert out == "<|im_start|> a cat<|im_end|> Miau\nMiau\n<|im_start|> a cat<|im_end|> Miau\n"
     assert session.messages[1]["content"] == "<|im_start|> a cat<|im_end|> Miau"
@@ -458,13 +465,7 @@ def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, mon
     session = make_session(model, 256, None, tokenizer)
     answer = tokenizer.encode(" a cat.", add_bos=False)
 
-    def add(request):  # instead of running a model
-        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
-        request.new_tokens, request.finish_reason = answer, "length"
-        for token in answer:
-            request.on_token(token)
-
-    monkeypatch.setattr(session.engine, "add", add)
+    answer_always(session, answer, monkeypatch)
     out, _ = run_lines(session, monkeypatch, capsys, "There was", "It said")
     assert out == " a cat.\n a cat.\n"
     assert tokenizer.decode(session.turns[1].prompt) == "There was a cat.\nIt said"

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cli import UserError, first_line, has_colours, print_status, printable, read_text, without_newline
-from engine import Engine, Plan, Request, check_prompt
+from compile import warm_up
+from engine import Engine, Plan, Request, check_prompt, read_with_progress
 from sampling import SamplingParams
-from start import read_with_progress, warm_up
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 HELP = """/reset          forget the conversation

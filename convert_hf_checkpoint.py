@@ -15,17 +15,16 @@ from checkpoint import (
     DTYPES,
     FileStates,
     Source,
-    Writer,
     check_memory,
     dtype_of,
     empty_model,
     is_ours,
-    print_written,
     total_weight_bytes,
 )
 from cli import ArgumentParser, UserError, print_status, progress_bar, run_command
 from sources import hub
 from sources.opening import open_source
+from writer import Writer, print_written
 
 
 def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
@@ -43,7 +42,7 @@ def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True)
             writer.add(name, tensor)
             bar.update(tensor.nbytes)
         writer.add_config(source.config, source.quantization)
-        source.tokenizer_files().write(writer)
+        writer.add_tokenizer(source.tokenizer_files())
         source.files.check()
     return out
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cli import UserError, first_line
+from cli import UserError, first_line, progress_bar
 from config import Config
 from kernels import MAX_DECODE_TOKENS
 from model import Transformer, pad_rows
@@ -364,7 +364,7 @@ class Engine:
         )
 
     def _decode(self, rows: list[Row]):
-        start, steps = time.perf_counter(), self.steps  # read once: start.compile_while_serving replaces it
+        start, steps = time.perf_counter(), self.steps  # read once: compile.compile_while_serving replaces it
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
         if steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
@@ -436,3 +436,14 @@ def generate(engine: Engine, requests: Iterable[Request]):
         engine.add(request)
     while engine.has_requests:
         engine.step()
+
+
+def read_with_progress(engine: Engine, requests: list[Request]):
+    """Do the engine's steps until it has read the prompts of these requests. If that takes long, show how far it is."""
+    total = sum(len(request.prompt) for request in requests)
+    with progress_bar(total, "reading the prompt", " tokens", delay=2) as bar:
+        while not all(request.new_tokens or request.finish_reason for request in requests):
+            engine.step()
+            reading = [row for row in engine.rows if row.request is not None and not row.is_decoding]
+            unread = sum(len(row.unread) for row in reading)
+            bar.n = total - unread - sum(len(request.prompt) for request in engine.waiting)

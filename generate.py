@@ -31,10 +31,11 @@ from cli import (
     run_command,
     token_ids,
 )
-from engine import Engine, Request, check_prompt
+from compile import compile_counts, warm_up
+from engine import Engine, Request, check_prompt, read_with_progress
 from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, open_checkpoint
 from sampling import SamplingParams
-from start import choose_cache_length, compile_counts, load_engine, read_with_progress, warm_up
+from start import choose_cache_length, load_engine
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance

@@ -24,6 +24,7 @@ from kernels import Backend
 from model import Linear, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer
+from writer import Writer, print_written
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -182,7 +183,7 @@ def quantize_checkpoint(
     if quantization.mode == "int4-gptq":
         gptq_packed = run_gptq(source, schemes, calibration_file)
     kept, from_directory = [], source.path.is_dir()  # whose dtype is kept
-    with ck.Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
+    with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
         for name, read in source.tensors():
             tensor = read()
             bar.update(4 * tensor.numel())
@@ -203,7 +204,7 @@ def quantize_checkpoint(
                 writer.add(f"{module}.{part}", value)
             release_freed_memory()
         writer.add_config(config, quantization)
-        source.tokenizer_files().write(writer)
+        writer.add_tokenizer(source.tokenizer_files())
         source.files.check()
     return kept
 
@@ -301,7 +302,7 @@ def main():
     folder = source.path.resolve().parent if is_directory else ck.CHECKPOINTS
     out = args.out or folder / f"{source.name}-{args.mode}-{group}{head}"
     print_status(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
-    ck.print_written(out)
+    print_written(out)
 
 
 if __name__ == "__main__":

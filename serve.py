@@ -30,12 +30,13 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
+from compile import compile_while_serving, warm_up
 from engine import Engine
 from grammar import GrammarThread
 from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.answers import AnswerParser
 from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
-from start import choose_cache_length, compile_while_serving, load_engine, warm_up
+from start import choose_cache_length, load_engine
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")

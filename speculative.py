@@ -317,7 +317,7 @@ class Speculation:
     """Runs the decode steps of the engine with drafts: propose, verify, and choose what to propose next.
 
     k is the number of tokens to propose, or if `automatic` the largest number. With a fixed k, the first of the drafts
-    that has a proposal is used. While `rehearsing` is True, as in start.warm_up, every step runs all graphs that a
+    that has a proposal is used. While `rehearsing` is True, as in compile.warm_up, every step runs all graphs that a
     later step may need, so that they are compiled.
     """
 

@@ -20,10 +20,10 @@ import torch
 from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
 
 from cli import run_command
+from compile import compiled_steps
 from cpu.threads import Threads, powers_of_two, processors
 from engine import Engine, Request, Timing, generate
 from load import load_model
-from start import compiled_steps
 
 
 @contextlib.contextmanager

@@ -42,12 +42,12 @@ except ModuleNotFoundError:
 
 import kernels_triton as kt
 from cli import UserError, print_status, run_command
+from compile import compiled_steps
 from config import Config, RopeScaling
 from engine import Engine
 from formats import Quantization, QuantizedLinear, Scheme, swap
 from model import Transformer
 from report import weight_bytes
-from start import compiled_steps
 
 BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
 LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from cli import ArgumentParser, UserError, positive, print_status
+from compile import compile_counts
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, Timing, generate
 from formats import Quantization
@@ -41,7 +42,6 @@ from quantize import quantize_checkpoint
 from report import synchronize
 from sampling import SamplingParams
 from sources.wheels import default_gguf
-from start import compile_counts
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

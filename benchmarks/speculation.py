@@ -20,6 +20,7 @@ from measure import FORMATS, ROOT, column, quantized
 
 from checkpoint import Source
 from cli import UserError, print_status, run_command
+from compile import compiled_steps
 from cpu.threads import Threads
 from drafts.controller import expected_tokens
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
@@ -29,7 +30,6 @@ from engine import Engine, Request, StepFunctions, Timing, generate
 from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, find_source, install_kernels, load_model
 from speculative import MAX_K, Report, Speculation
-from start import compiled_steps
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.

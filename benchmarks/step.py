@@ -26,12 +26,12 @@ from measure import BF16, FORMATS
 
 from checkpoint import Source
 from cli import positive, run_command
+from compile import compiled_steps
 from cpu.install import linears_of
 from engine import Engine
 from load import find_source, load_model
 from model import Transformer
 from report import weight_bytes
-from start import compiled_steps
 
 SHORT = 20  # tokens of a short context
 ROWS, STEPS = 8, 40  # consecutive steps

@@ -27,11 +27,10 @@ import cli
 import engine as engine_module
 from chat import AnswerPrinter, Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
-from engine import Engine, Request, generate
+from engine import Engine, Request, generate, read_with_progress
 from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
-from start import read_with_progress
 from tokenizer import ChatTemplate, Tokenizer
 
 PROGRAM = [sys.executable, str(ROOT / "generate.py")]

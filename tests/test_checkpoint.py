@@ -15,10 +15,11 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import Writer, available_memory, check_memory, read_config
+from checkpoint import available_memory, check_memory, read_config
 from cli import UserError
 from config import Config
 from load import load_model
+from writer import ShardFile, Writer
 
 
 @pytest.fixture
@@ -141,14 +142,14 @@ def test_loading_holds_little_besides_the_weights(tmp_path):
 
 
 def test_writer_leaves_nothing_after_an_error(tmp_path, monkeypatch):
-    class Full(checkpoint.ShardFile):
+    class Full(ShardFile):
         def close(self):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
         raise ZeroDivisionError
-    monkeypatch.setattr(checkpoint, "ShardFile", Full)
+    monkeypatch.setattr("writer.ShardFile", Full)
     why = "cannot write .*No space left on device; nothing was left"
     with pytest.raises(UserError, match=why), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
@@ -162,8 +163,8 @@ def test_shards_are_plain_safetensors_files(tmp_path, monkeypatch):
     tensors = {f"t{i}": torch.randn(i % 7, 3).to(dtype) for i, dtype in enumerate([*checkpoint.FLOATS] * 9)}
     tensors |= {"bytes": torch.arange(7, dtype=torch.uint8), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 5)}
     tensors |= {"turned": torch.randn(5, 6).t(), "signed": torch.tensor([[-3, 127]], dtype=torch.int8)}
-    for most in (checkpoint.ShardFile.MAX_TENSORS, 6):
-        monkeypatch.setattr(checkpoint.ShardFile, "MAX_TENSORS", most)
+    for most in (ShardFile.MAX_TENSORS, 6):
+        monkeypatch.setattr(ShardFile, "MAX_TENSORS", most)
         with Writer(tmp_path / "out", replace=True) as writer:
             writer.add_config(Config(1, 1, 1, 2, 2, 2, 2, 2))
             for name, tensor in tensors.items():
@@ -212,7 +213,7 @@ def test_a_checkpoint_that_was_moved_out_of_the_way_comes_back(tmp_path, monkeyp
             write(2.0)
     assert there() == 1
     (tmp_path / "out").rename(tmp_path / ".out.old.0123.tmp")  # as a killed writer leaves it
-    monkeypatch.setattr(checkpoint, "ABANDONED_S", 0.0)
+    monkeypatch.setattr("writer.ABANDONED_S", 0.0)
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out"):
         raise ZeroDivisionError
     assert there() == 1

@@ -48,6 +48,7 @@ from sources.opening import open_gguf, open_hf
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
+from writer import remove_abandoned
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -365,7 +366,7 @@ def test_every_format_gives_the_same_checkpoint(tmp_path):
 def test_our_own_shards(tiny, tmp_path, monkeypatch):
     """A checkpoint larger than a shard is written in several shards with an index, and loads the same."""
     expected = tiny("llama-mha")[2]
-    monkeypatch.setattr("checkpoint.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("writer.SHARD_BYTES", 20_000)
     out = convert(open_hf(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -959,8 +960,8 @@ def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
         assert [path.name[:5] for path in folder.iterdir()] == [".out."]
         convert(open_hf(hf), folder / "out", torch.float32)
         assert len(os.listdir(folder)) == 2
-        monkeypatch.setattr(checkpoint, "ABANDONED_S", 0.0)
-        checkpoint.remove_abandoned(folder / "out")
+        monkeypatch.setattr("writer.ABANDONED_S", 0.0)
+        remove_abandoned(folder / "out")
         assert os.listdir(folder) == ["out"]
     else:
         assert os.listdir(folder) == []
@@ -1184,10 +1185,10 @@ def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
 import resource, sys, torch
-import checkpoint
+import checkpoint, writer
 from convert_hf_checkpoint import convert
 from sources.opening import open_hf
-checkpoint.SHARD_BYTES = 20_000_000
+writer.SHARD_BYTES = 20_000_000
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 start = peak()
 convert(open_hf(checkpoint.Path(sys.argv[1])), checkpoint.Path(sys.argv[2]), torch.float32)

@@ -14,6 +14,7 @@ from schedules import GREEDY, masked_requests, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
+from compile import compile_counts, compiled_steps, warm_up
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
@@ -22,7 +23,6 @@ from load import load_model
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from speculative import Speculation
-from start import compile_counts, compiled_steps, warm_up
 
 LENGTH = 96
 
@@ -329,7 +329,7 @@ def test_a_request_that_only_reads_its_prompt_fails_as_well(models):
 
 
 def test_the_functions_of_a_step_may_be_replaced_during_it(models):
-    """As start.compile_while_serving does in another thread: a step is run by those with which it has begun."""
+    """As compile.compile_while_serving does in another thread: a step is run by those with which it has begun."""
     model, shapes = models(), []
 
     def decode(model, inputs, sampling):

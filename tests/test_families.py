@@ -39,6 +39,7 @@ from servers import running
 from tokenizers import Tokenizer as TokenizersLibrary
 
 from cli import UserError
+from compile import compiled_steps
 from convert_hf_checkpoint import convert
 from drafts.draft_model import ModelDraft, SelfDraft
 from drafts.retrieval import RetrievalDraft
@@ -51,7 +52,6 @@ from sampling import SamplingParams
 from sources.gguf_file import USED_FIELDS, GgufFile
 from sources.opening import open_gguf, open_hf
 from speculative import Speculation
-from start import compiled_steps
 from tokenizer import ChatTemplate, TextStream
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1

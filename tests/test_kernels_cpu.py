@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from programs import printed_lines
 from safetensors.torch import load_file, save_file
 
-from checkpoint import Writer, empty_model
+from checkpoint import empty_model
 from cli import UserError
 from config import Config
 from cpu import install as kernels_cpu
@@ -36,6 +36,7 @@ from load import install_kernels, kernels_module, load_model
 from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
+from writer import Writer
 
 if not kernels_cpu.load_kernels():
     pytest.skip("the kernels need AVX2 and a C++ compiler", allow_module_level=True)
@@ -992,7 +993,8 @@ def test_under_sanitizers(tmp_path, kernels):
         from cases import quantized
         from cpu import install as kernels_cpu
         import formats
-        from checkpoint import Writer, empty_model
+        from checkpoint import empty_model
+        from writer import Writer
         from config import Config
 
         kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

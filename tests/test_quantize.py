@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import Writer, empty_model, read_quantization, total_weight_bytes
+from checkpoint import empty_model, read_quantization, total_weight_bytes
 from cli import UserError
 from config import Config
 from formats import (
@@ -32,6 +32,7 @@ from formats import (
 from load import load_model
 from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
+from writer import Writer
 
 ROUNDING = 3e-7  # float32 rounding errors, as a fraction of the largest weight
 

@@ -23,6 +23,7 @@ from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, s
 
 import speculative
 from cli import UserError
+from compile import compile_counts, compiled_steps, warm_up
 from drafts import draft_model, loading
 from drafts.controller import Candidate
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
@@ -40,7 +41,6 @@ from load import (
 from quantize import quantize_checkpoint
 from sampling import SamplingParams, sample
 from speculative import MAX_K, Draft, FindingDraft, Proposal, ProposingDraft, Report, Speculation
-from start import compile_counts, compiled_steps, warm_up
 
 LENGTH = 96
 KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]

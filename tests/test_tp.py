@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-from checkpoint import Writer, empty_model, open_directory, read_model
+from checkpoint import empty_model, open_directory, read_model
 from cli import UserError
 from config import Config, RopeScaling
 from drafts.loading import DraftSources, load_self_draft
@@ -27,6 +27,7 @@ from load import ModelOptions, load_model
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
 from tp import SPLIT, Shard, check, split_of
+from writer import Writer
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine

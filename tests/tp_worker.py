@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from random_heads import random_heads
 
+from compile import compiled_steps
 from drafts.draft_model import ModelDraft
 from drafts.heads import MedusaDraft
 from drafts.retrieval import RetrievalDraft
@@ -23,7 +24,6 @@ from engine import Engine, Request, generate
 from load import load_model
 from sampling import SamplingParams
 from speculative import Speculation
-from start import compiled_steps
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths

@@ -30,6 +30,7 @@ from load import ModelOptions, load_model, open_checkpoint
 from model import Attention, Block, Transformer
 from positions import rope_frequencies, rope_table, rotate
 from tokenizer import answer_end_ids
+from writer import Writer, is_replaceable
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
@@ -190,11 +191,11 @@ class Distillation:
 
 def write_draft(draft: Transformer, tokenizer_files: ck.TokenizerFiles, out: Path):
     """Write a checkpoint in bfloat16."""
-    with ck.Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
+    with Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
         for name, tensor in draft.state_dict().items():
             writer.add(name, tensor.to(torch.bfloat16))
         writer.add_config(draft.config)
-        tokenizer_files.write(writer)
+        writer.add_tokenizer(tokenizer_files)
 
 
 # ---------------------------------------------------------------- the command
@@ -215,7 +216,7 @@ def main():
     checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
     source = checkpoint.path.resolve()
     out = args.out or source.with_name(f"{checkpoint.name}-draft")
-    if (out.exists() and not ck.is_replaceable(out)) or not out.parent.is_dir():
+    if (out.exists() and not is_replaceable(out)) or not out.parent.is_dir():
         raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
     target = load_model(checkpoint.source)
     text = read_teacher_text(args.text, target)

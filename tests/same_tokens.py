@@ -139,6 +139,16 @@ GENERATE = {
     "medusa": ("default", "GREEDY SHORT --chat --draft medusa --speculate_k 3"),
     "medusa, sampled": ("default", "F32 SAMPLED SHORT --draft medusa --speculate_k 2 --batch_size 2"),
     "all drafts": ("default", "F32 GREEDY REPEAT DRAFTS --speculate_k 3"),
+    "longrope, short rows": ("text-longrope", "F32 GREEDY IDS"),
+    "longrope, long rows": ("text-longrope", "F32 GREEDY --synthetic_prompt 121 --synthetic_prompt 99"),
+    "longrope, short and long rows": ("text-longrope", "F32 SAMPLED IDS --synthetic_prompt 121"),
+    "longrope, a row grows long": ("text-longrope", "F32 GREEDY --synthetic_prompt 70"),
+    "longrope, lookup": ("text-longrope", "F32 GREEDY --synthetic_prompt 121 --draft prompt-lookup --speculate_k 5"),
+    "longrope, draft model": (
+        "text-longrope",
+        "F32 GREEDY --synthetic_prompt 121 --draft_checkpoint_path @text-longrope --speculate_k 3",
+    ),
+    "longrope, int4-self": ("text-longrope", "F32 SAMPLED IDS --draft int4-self --speculate_k 4"),
     "draft model of another size": ("text", "F32 SAMPLED TEXTS --draft_checkpoint_path @text-small --speculate_k 2"),
     "draft model": ("text", "F32 SAMPLED TEXTS --draft_checkpoint_path @int4-text --speculate_k 4"),
     "draft model, auto": ("qwen2", "F32 GREEDY IDS --draft_checkpoint_path @int8-row"),
@@ -150,6 +160,7 @@ RANKED = {
     "2 ranks, int4": (2, "int4-ranks", "F32 SAMPLED IDS --kernels torch"),
     "2 ranks, bloom": (2, "bloom", "F32 SAMPLED IDS --top_p 0.9"),
     "2 ranks, lookup": (2, "qwen3", "F32 GREEDY IDS --draft prompt-lookup --speculate_k 3"),
+    "2 ranks, longrope": (2, "text-longrope", "F32 GREEDY --synthetic_prompt 121"),
     "3 ranks": (3, "llama-ranks", "F32 SAMPLED IDS --batch_size 2"),
     "3 ranks, int4": (3, "int4-ranks", "F32 GREEDY IDS"),
     "3 ranks, draft model": (3, "bloom", "F32 SAMPLED IDS --draft_checkpoint_path @bloom --speculate_k 3"),
@@ -166,6 +177,7 @@ PRINTED = {
 # Servers: checkpoint, options of serve.py. Each gets all requests of the next table, and then several at once.
 SERVERS = {
     "server": ("text", "F32 --max_batch_size 3 --prefill_chunk 16"),
+    "server, longrope": ("text-longrope", "F32 --max_batch_size 2"),
     "server, int4, lookup": ("int4-text", "F32 --max_batch_size 4 --draft prompt-lookup --speculate_k 3"),
 }
 MESSAGES = {"messages": [{"role": "system", "content": "one two"}, {"role": "user", "content": "In the end, three"}]}

@@ -13,11 +13,15 @@ from gguf_writer import bpe_fields, write_gguf
 
 LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
 QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
+PHI3 = transformers.Phi3Config
 BIASED = {"head_dim": 14, "attention_bias": True, "mlp_bias": True}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 40, "rope_theta": 500000.0}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
+CONTEXT = {"original_max_position_embeddings": 95}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1 + i / 9 for i in range(6)]}
+LONGROPE = {"rope_parameters": LONGROPE | {"long_factor": [2 + i * i for i in range(6)]} | CONTEXT} | CONTEXT
 SLIDING = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
 POST_NORM = {"apply_residual_connection_post_layernorm": True}
 
@@ -38,6 +42,7 @@ MODELS = {
     "bloom-post": (BLOOM, 55, 5, 5, 220, 3, True, POST_NORM),
     "text": (LLAMA, 42, 6, 3, 94, 2, True, {"head_dim": 10}),
     "text-small": (LLAMA, 32, 2, 1, 54, 1, True, {}),
+    "text-longrope": (PHI3, 48, 4, 2, 86, 2, False, LONGROPE | {"pad_token_id": 0}),
     "gguf-text": (LLAMA, 64, 4, 2, 96, 2, False, {}),
     "gguf-text-qwen2": (QWEN2, 96, 6, 2, 160, 2, True, {}),
 }

@@ -6,8 +6,8 @@ around the engine's steps. Generation itself is in engine.py.
 There are two processes, because in one process, HTTP and the engine would wait for each other: only one thread at a
 time can hold Python's global interpreter lock. The process that was started (with torchrun, rank 0) runs the engine and
 turns new tokens into text. It starts a second one, which has the sockets, knows JSON and tokenizes prompts
-(server/http_server.py). They exchange the messages of server/messages.py through a pipe. The engine's process imports
-no web library.
+(server/http_server.py). They exchange the messages of server/pipe_messages.py through a pipe. The engine's process
+imports no web library.
 """
 
 import os
@@ -35,7 +35,7 @@ from engine import Engine
 from grammar import GrammarThread
 from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
 from server.answers import AnswerParser
-from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
+from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import choose_cache_length, load_engine
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 

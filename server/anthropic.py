@@ -10,8 +10,8 @@ import json
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.fields import ApiError, FieldReader, read_stop_strings
-from server.messages import Update
+from server.pipe_messages import Update
+from server.request_fields import ApiError, FieldReader, read_stop_strings
 from server.responses import named_event
 
 # ---------------------------------------------------------------- errors

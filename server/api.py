@@ -1,7 +1,7 @@
 """OpenAI's API as data: parses the JSON of requests. responses.py builds responses, http_server.py is the HTTP side.
 
 Read down: Choice and CompletionRequest, a parsed request with its results; ServedModel, which parses bodies. The fields
-that are read are in fields.py, those of conversations in chat.py, those of grammars in constraints.py.
+that are read are in request_fields.py, those of conversations in chat_prompts.py, those of grammars in constraints.py.
 
 Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
 /tokenize ...).
@@ -19,9 +19,10 @@ from config import Config
 from engine import Request, check_prompt
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
-from server.chat import ChatModel, Conversation
+from server.chat_prompts import ChatModel, Conversation
 from server.constraints import AnswerRules, Constraint, GrammarChecker, read_constraint
-from server.fields import (
+from server.pipe_messages import TextRequest, Update
+from server.request_fields import (
     MAX_LOGPROBS,
     ApiError,
     FieldReader,
@@ -33,7 +34,6 @@ from server.fields import (
     read_stream_options,
     read_token_ids,
 )
-from server.messages import TextRequest, Update
 from tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of a request, each counted n times

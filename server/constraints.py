@@ -32,7 +32,7 @@ from grammar import (
     schema_reason,
     schema_rule,
 )
-from server.fields import ApiError, FieldReader
+from server.request_fields import ApiError, FieldReader
 from server.tools import Tool, ToolGrammar, literal
 from tokenizer import Tokenizer
 

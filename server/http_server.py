@@ -5,7 +5,8 @@ of the pipe; UpdateStream, what the engine sends for one HTTP request; the paths
 errors.
 
 The shapes of a request on its way: the body's JSON object; a CompletionRequest, with a Choice for each answer (api.py);
-a TextRequest for each Choice, which goes through the pipe (messages.py); in it, the engine's own Request (engine.py).
+a TextRequest for each Choice, which goes through the pipe (pipe_messages.py); in it, the engine's own Request
+(engine.py).
 
 What requests and responses look like is in api.py. The libraries are Starlette and uvicorn.
 """
@@ -47,9 +48,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cli import first_line, open_closed_streams, print_status
 from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest, ServedModel
-from server.fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
-from server.messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from server.metrics import Metrics
+from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
+from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.responses import ResponseBuilder
 
 VERSION = "0.1.0"  # of the API, for /version

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from server.api import Choice
-from server.messages import EngineStatus, Update
+from server.pipe_messages import EngineStatus, Update
 
 
 class Metrics:

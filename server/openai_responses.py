@@ -15,9 +15,9 @@ from itertools import takewhile
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.chat import check_content, check_name, check_string
-from server.fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json
-from server.messages import Update
+from server.chat_prompts import check_content, check_name, check_string
+from server.pipe_messages import Update
+from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json
 from server.responses import named_event
 
 MAX_KEPT, MAX_KEPT_BYTES = 1000, 1 << 26
@@ -65,7 +65,7 @@ class KeptResponses:
 
 UNUSED = {"include": list, "service_tier": str, "max_tool_calls": int, "prompt_cache_retention": str}
 UNUSED |= {"stream_options": dict, "prompt_cache_options": dict, "client_metadata": dict}
-# Fields that are refused but for a value that changes nothing, with what to do; see also fields.NEUTRAL_VALUES.
+# Fields that are refused but for a value that changes nothing, with what to do; see also NEUTRAL_VALUES.
 REFUSED = {"n": (1, ""), "logprobs": (False, ""), "top_logprobs": (0, ""), "prompt": ("", ""), "messages": ([], "")}
 REFUSED |= {"context_management": ([], ""), "response_format": (None, "; text.format is")}
 REFUSED |= {"reasoning_effort": (None, "; reasoning.effort is")}

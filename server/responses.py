@@ -8,8 +8,8 @@ import itertools
 from engine import Request
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.fields import ApiError, encode_json
-from server.messages import Update
+from server.pipe_messages import Update
+from server.request_fields import ApiError, encode_json
 from tokenizer import TextStream
 
 END_OF_STREAM = b"data: [DONE]\n\n"

@@ -16,9 +16,9 @@ from checkpoint import read_config, read_tokenizer_files
 from server import http_server
 from server.anthropic import chat_body, count_tokens, error_body, parse_message
 from server.api import ServedModel
-from server.fields import ApiError, FieldReader
-from server.messages import Settings, Update
 from server.metrics import Metrics
+from server.pipe_messages import Settings, Update
+from server.request_fields import ApiError, FieldReader
 
 # Writes everything that it gets, so that prompts show what was translated.
 TEMPLATE = """

@@ -19,10 +19,10 @@ from server import constraints
 from server.anthropic import count_tokens, parse_message
 from server.api import CompletionRequest, ServedModel
 from server.constraints import GrammarChecker
-from server.fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
-from server.messages import EngineStatus, Update
 from server.metrics import Metrics
 from server.openai_responses import KeptResponses, parse_response
+from server.pipe_messages import EngineStatus, Update
+from server.request_fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
 from server.responses import ResponseBuilder
 
 

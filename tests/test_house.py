@@ -21,8 +21,8 @@ ORDER = """
     report engine compile load
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
-    server.tools server.answers server.messages server.fields server.constraints server.chat server.api server.responses
-    server.anthropic server.openai_responses server.metrics server.http_server serve
+    server.tools server.answers server.pipe_messages server.request_fields server.constraints server.chat_prompts
+    server.api server.responses server.anthropic server.openai_responses server.metrics server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

@@ -23,9 +23,9 @@ from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, log_lines, prom
 
 from engine import Request
 from server.api import Choice, CompletionRequest
-from server.fields import MAX_BODY_BYTES, NEUTRAL_VALUES
 from server.http_server import LINGER_S, MAX_HEAD_BYTES, EngineClient, respond
-from server.messages import TextRequest, Update
+from server.pipe_messages import TextRequest, Update
+from server.request_fields import MAX_BODY_BYTES, NEUTRAL_VALUES
 
 LENGTH = 256  # of the context: short, so that a request without max_tokens ends soon
 HOST = b"Host: localhost\r\n"

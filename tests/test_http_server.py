@@ -40,9 +40,9 @@ from checkpoint import read_config, read_tokenizer_files
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
 from server.http_server import EngineClient, is_loopback, make_app
-from server.messages import Settings, TextRequest, Update
 from server.metrics import Metrics
 from server.openai_responses import ItemBuilder
+from server.pipe_messages import Settings, TextRequest, Update
 from server.responses import ResponseBuilder
 
 pytestmark = pytest.mark.slow

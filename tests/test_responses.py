@@ -18,8 +18,8 @@ from test_anthropic import TEMPLATE, Engine, events_of
 from checkpoint import read_config, read_tokenizer_files
 from server import http_server, openai_responses
 from server.api import ServedModel
-from server.fields import ApiError
-from server.messages import Settings
+from server.pipe_messages import Settings
+from server.request_fields import ApiError
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -38,9 +38,9 @@ from servers import (
 
 from engine import Request
 from server.api import Choice, CompletionRequest
-from server.fields import ApiError
 from server.http_server import MAX_UNSENT_BYTES, EngineClient
-from server.messages import TextRequest, Update
+from server.pipe_messages import TextRequest, Update
+from server.request_fields import ApiError
 
 MEBIBYTE = 1 << 20
 MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages, and thread pools grow for a while

@@ -21,7 +21,7 @@ import serve
 from checkpoint import read_config, read_tokenizer_files
 from server.anthropic import MessageBuilder, parse_message
 from server.api import CompletionRequest, ServedModel
-from server.messages import Update
+from server.pipe_messages import Update
 from server.responses import ResponseBuilder
 from tokenizer import TextStream
 

@@ -17,14 +17,14 @@ from servers import CONTEXT
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-import server.chat
+import server.chat_prompts
 import server.tools
 from checkpoint import read_config, read_tokenizer_files
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
-from server.fields import ApiError, FieldReader
-from server.messages import Update
+from server.pipe_messages import Update
+from server.request_fields import ApiError, FieldReader
 from server.responses import ResponseBuilder
 from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
 from tokenizer import Tokenizer
@@ -741,7 +741,7 @@ def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
         assert model.chat.read_conversation(FieldReader({"messages": with_arguments(arguments)})).text == empty
 
 
-@pytest.mark.parametrize("name, module", [("smollm3", server.chat), ("deepseek", server.tools)])
+@pytest.mark.parametrize("name, module", [("smollm3", server.chat_prompts), ("deepseek", server.tools)])
 def test_arguments_that_are_nested_too_deeply_to_be_written(served, name, module, monkeypatch):
     """Python may read a body that it cannot write again where less of the stack is left."""
 

@@ -14,7 +14,7 @@ from checkpoint import TokenizerFiles
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
 from server.constraints import AnswerRules, Constraint
-from server.fields import ApiError, FieldReader
+from server.request_fields import ApiError, FieldReader
 from server.tools import (
     NAME_PATTERN,
     Tool,

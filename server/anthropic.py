@@ -22,7 +22,7 @@ ERROR_TYPES = {
 }  # fmt: skip
 
 
-def error_body(error: ApiError) -> dict:
+def anthropic_error(error: ApiError) -> dict:
     """An error as Anthropic's error object."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
@@ -294,7 +294,7 @@ class MessageBuilder:
         return b""  # the last update had the end
 
     def stream_error(self, error: ApiError) -> bytes:
-        return named_event(error_body(error))
+        return named_event(anthropic_error(error))
 
     def block_events(self, event: Event) -> list[dict]:
         """The stream's events for a piece of the answer."""

@@ -13,8 +13,8 @@ from servers import CONTEXT, KEY
 from starlette.testclient import TestClient
 
 from checkpoint import read_config, read_tokenizer_files
-from server import http_server
-from server.anthropic import chat_body, count_tokens, error_body, parse_message
+from server import error_responses, http_server
+from server.anthropic import anthropic_error, chat_body, count_tokens, parse_message
 from server.api import ServedModel
 from server.metrics import Metrics
 from server.pipe_messages import Settings, Update
@@ -77,7 +77,7 @@ class Engine:
 
 
 class Answer:
-    """As http_server.UpdateStream."""
+    """As engine_client.UpdateStream."""
 
     def __init__(self, updates: list):
         self.updates = iter(updates)
@@ -297,7 +297,7 @@ def test_the_place_of_what_a_strict_schema_may_not_have_is_named_as_the_client_d
     place = "output_config: the schema is not supported: output_config.format.schema.properties.a.pattern: "
     with pytest.raises(ApiError, match=re.escape(place)) as caught:
         parse_message(model, {"messages": [QUESTION]} | fields)
-    assert caught.value.status == 400 and error_body(caught.value)["error"]["type"] == "invalid_request_error"
+    assert caught.value.status == 400 and anthropic_error(caught.value)["error"]["type"] == "invalid_request_error"
     tools = [TOOL, TOOL | {"name": "f", "input_schema": mail, "strict": True}]
     place = "tools: a schema is not supported: tools[1].input_schema.properties.a.pattern: "
     with pytest.raises(ApiError, match=re.escape(place)):
@@ -516,7 +516,7 @@ def test_the_key_may_be_in_either_header(client):
 
 
 def test_the_file_can_be_deleted(settings, engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
+    monkeypatch.setattr(error_responses, "__file__", str(tmp_path / "error_responses.py"))
     client = TestClient(http_server.make_app(settings, engine, "127.0.0.1"), headers={"authorization": f"Bearer {KEY}"})
     response = client.post("/v1/messages", json={"messages": [QUESTION]})
     assert response.status_code == 404 and response.json()["error"]["code"] == "not_found"

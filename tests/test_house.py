@@ -22,7 +22,8 @@ ORDER = """
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
     start chat generate
     server.tools server.answers server.pipe_messages server.request_fields server.constraints server.chat_prompts
-    server.api server.responses server.anthropic server.openai_responses server.metrics server.http_server serve
+    server.api server.responses server.anthropic server.openai_responses server.metrics server.engine_client
+    server.error_responses server.access server.connections server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

@@ -23,7 +23,9 @@ from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, log_lines, prom
 
 from engine import Request
 from server.api import Choice, CompletionRequest
-from server.http_server import LINGER_S, MAX_HEAD_BYTES, EngineClient, respond
+from server.connections import LINGER_S, MAX_HEAD_BYTES
+from server.engine_client import EngineClient
+from server.http_server import respond
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import MAX_BODY_BYTES, NEUTRAL_VALUES
 

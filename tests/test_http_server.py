@@ -37,9 +37,11 @@ from starlette.testclient import TestClient
 from texts import TEMPLATE
 
 from checkpoint import read_config, read_tokenizer_files
+from server.access import is_loopback
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
-from server.http_server import EngineClient, is_loopback, make_app
+from server.engine_client import EngineClient
+from server.http_server import make_app
 from server.metrics import Metrics
 from server.openai_responses import ItemBuilder
 from server.pipe_messages import Settings, TextRequest, Update

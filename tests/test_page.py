@@ -38,6 +38,7 @@ from texts import TEMPLATE
 
 from convert_hf_checkpoint import convert
 from server import http_server
+from server.access import ApiKey
 from sources.opening import open_hf
 
 HTML = (ROOT / "server" / "page.html").read_text(encoding="utf-8")
@@ -47,7 +48,7 @@ HTML = (ROOT / "server" / "page.html").read_text(encoding="utf-8")
 
 def get(path: str, key: str | None = None) -> SimpleNamespace:
     """The answer to a GET request, of an app that has the page and wants a key for everything else."""
-    app = Starlette(routes=http_server.page_routes(), middleware=[Middleware(http_server.ApiKey, key="k")])
+    app = Starlette(routes=http_server.page_routes(), middleware=[Middleware(ApiKey, key="k")])
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b""}
     sent = []

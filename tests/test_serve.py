@@ -53,7 +53,7 @@ from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
 from load import load_model
-from server.http_server import MAX_HEAD_BYTES
+from server.connections import MAX_HEAD_BYTES
 from server.pipe_messages import TextRequest
 from server.request_fields import MAX_BODY_BYTES
 from tokenizer import TextStream

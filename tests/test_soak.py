@@ -38,7 +38,7 @@ from servers import (
 
 from engine import Request
 from server.api import Choice, CompletionRequest
-from server.http_server import MAX_UNSENT_BYTES, EngineClient
+from server.engine_client import MAX_UNSENT_BYTES, EngineClient
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import ApiError
 

@@ -1,0 +1,179 @@
+"""Connections: sockets, the heads and the bodies of requests, and their limits.
+
+Read down: HttpServer, uvicorn's server as it is set up here; RequestParser; HttpConnection, one client's connection;
+reading a body. Knows nothing of what the paths do, of the engine, and of who may use the server.
+"""
+
+import asyncio
+import re
+import resource
+import sys
+from contextlib import contextmanager
+
+import h11
+import uvicorn
+from starlette.requests import Request as HttpRequest
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.error_responses import OutermostApp, error_body, new_request_id
+from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json
+
+BODY_TIMEOUT_S = 30  # for a request's body to arrive
+MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers
+HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
+MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
+READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
+LINGER_S = 2  # input is dropped after a refusal until none has come for this long, so that the client gets the response
+RESERVED_FILES = 40  # file descriptors that are not for connections
+ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
+
+
+class HttpServer(uvicorn.Server):
+    def __init__(self, app: OutermostApp):
+        config = uvicorn.Config(
+            app,
+            http=HttpConnection,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=HEAD_TIMEOUT_S,
+            timeout_graceful_shutdown=2,
+            backlog=16,  # connections that are accepted at once
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self):
+        yield  # uvicorn's signal handlers are not installed: the engine's process handles signals
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        for listener in sockets:
+            listener.listen(1024)  # connections that wait to be accepted
+
+
+class RequestParser(h11.Connection):
+    """h11's parser, which also refuses ambiguous lengths and what is too long, and accepts the absolute targets that
+    proxies send."""
+
+    request: h11.Request | None = None  # the current one, once its head is complete
+
+    def next_event(self):
+        before = len(self.trailing_data[0])
+        if self.their_state is h11.IDLE:
+            self.request = None
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        self.request = event
+        if before - len(self.trailing_data[0]) > MAX_HEAD_BYTES:  # h11 refuses only heads that are not complete
+            raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
+        fields = dict(event.headers)
+        if b"content-length" in fields and b"transfer-encoding" in fields:  # a way to smuggle requests past a proxy
+            raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
+        if int(fields.get(b"content-length", 0)) > MAX_BODY_BYTES:  # refused before it is sent
+            raise h11.RemoteProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+        absolute = ABSOLUTE_TARGET.fullmatch(event.target)
+        if absolute is None:
+            return event
+        # The host of the target replaces Host (RFC 9112, section 3.2.2), so SameSite checks the right one.
+        headers = [(b"host", absolute[1]), *((name, value) for name, value in event.headers if name != b"host")]
+        target = b"/" + absolute[2].removeprefix(b"/")
+        return h11.Request(method=event.method, target=target, headers=headers, http_version=event.http_version)
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's connection of a client, with a timeout for a request's head, and errors as error objects."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
+        self.is_invalid = False  # a request could not be parsed, so the rest of the input means nothing
+        self.closing: asyncio.TimerHandle | None = None  # closes the connection after a request that was refused
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES:
+            return transport.abort()
+        transport.max_size = READ_BYTES
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc):
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # otherwise its timer would keep the connection in memory
+
+    def data_received(self, data: bytes):
+        if not self.is_invalid:
+            self.conn.receive_data(data)
+            self.handle_events()  # which stops the timer when the head of a request is complete
+            if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
+                self.flow.resume_reading()  # so that a client that has sent its next request is seen to disconnect, too
+        if self.closing is not None:
+            self._linger()
+
+    def send_400_response(self, msg: str):
+        """Respond to a request that was refused. The next one is read if only the body was too long, and it is sent."""
+        self.is_invalid = True
+        try:
+            self.transport.write(b"".join(map(self.conn.send, self._refusal(sys.exc_info()[1]))))
+        except h11.LocalProtocolError:  # a response has begun already
+            return self.transport.close()
+        if self.cycle is not None:  # the request with the invalid body must not send a second response
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state is h11.DONE:
+            self.is_invalid = False
+            self.on_response_complete()
+            self.handle_events()
+        else:
+            self.transport.write_eof()
+        self._linger()
+
+    def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:
+        status, request = failure.error_status_hint, self.conn.request  # the status is 431 if a head is too long
+        code = "request_too_large" if status == 413 else None
+        error = ApiError(f"invalid HTTP request: {failure}", status, code=code)
+        body = encode_json(error_body(error, request.target.decode("ascii") if request else ""))
+
+        headers = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(body))]
+        headers += self.config.app.headers(new_request_id())
+        if status != 413:
+            headers.append((b"Connection", b"close"))
+        if request is not None and request.method == b"HEAD":
+            body = b""
+        return [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+
+    def _linger(self):
+        """Close the connection when nothing more has come for a moment, unless the next request is awaited. If it were
+        closed while the client sends, the client might lose the response."""
+        now = self.loop.time()
+        if self.closing is None:
+            self.latest_close = now + BODY_TIMEOUT_S
+        else:
+            self.closing.cancel()
+            self.closing = None
+        if self.is_invalid or self.conn.our_state is h11.DONE:
+            self.closing = self.loop.call_at(min(now + LINGER_S, self.latest_close), self.transport.close)
+
+
+async def read_body(request: HttpRequest) -> bytes:
+    try:
+        return await asyncio.wait_for(collect_body(request), BODY_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S} s", 408, code="timeout") from None
+    except asyncio.CancelledError:  # uvicorn shuts down and does not wait for the rest
+        raise ApiError("the server is shutting down", 503, code="draining", retry_after=1) from None
+
+
+async def collect_body(request: HttpRequest) -> bytes:
+    data, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        data += part if size <= MAX_BODY_BYTES else b""
+        if size > 10 * MAX_BODY_BYTES:  # not sooner: many clients read the response only when all is sent
+            break
+    if size > MAX_BODY_BYTES:
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")
+    return bytes(data)

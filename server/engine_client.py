@@ -1,0 +1,253 @@
+"""The engine, as the HTTP process sees it: the pipe, the requests in flight, their updates, and the engine's status.
+
+Read down: EngineClient, the HTTP process's end of the pipe; what it raises if a request fails; UpdateStream, what the
+engine sends for one HTTP request. Knows nothing of paths, sockets and what responses look like.
+"""
+
+import asyncio
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from starlette.requests import ClientDisconnect
+
+from grammar import TOO_COMPLEX
+from server.api import Choice, CompletionRequest
+from server.metrics import Metrics
+from server.pipe_messages import Cancel, EngineStatus, TextRequest, Update
+from server.request_fields import ApiError
+
+ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
+MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
+
+
+class EngineClient:
+    """Sends requests to the engine's process, and gives the updates that come back to the right UpdateStream."""
+
+    def __init__(self, connection, rows: int, max_queue: int):
+        """connection: our end of the pipe; rows: requests that the engine runs at the same time."""
+        self.connection = connection
+        self.rows, self.capacity = rows, rows + max_queue
+        self.writer = ThreadPoolExecutor(1)  # sends: a full pipe must not block the event loop, which reads updates
+        self.open_streams: set[UpdateStream] = set()  # of HTTP requests whose responses are not complete
+        self.receivers: dict[int, UpdateStream] = {}  # request_id -> where its updates go, until the last one
+        self.parsing = 0  # HTTP requests that are being tokenized
+        self.metrics = Metrics()
+        self.metrics.add_gauge("requests_unfinished", "Requests that wait or run", lambda: len(self.receivers))
+        self.state = "starting"  # then that of EngineStatus, or "broken"
+        self.last_heard = self.slowest_step_s = 0.0
+        self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
+
+    def start(self, on_end: Callable[[], None]):
+        """Begin to read updates. on_end() is called when the server must exit."""
+        self.loop, self.on_end = asyncio.get_running_loop(), on_end
+        self.loop.add_reader(self.connection.fileno(), self._read_status)
+        self.watcher = self.loop.create_task(self._watch_engine())
+
+    @property
+    def in_use(self) -> int:
+        """Prompts that run, wait or are being tokenized."""
+        return len(self.receivers) + self.parsing
+
+    def health(self) -> str:
+        silent = time.monotonic() - self.last_heard > max(ENGINE_TIMEOUT_S, 3 * self.slowest_step_s)
+        if silent and self.state != "starting":
+            return "broken"
+        if self.state == "ready" and self.in_use >= self.capacity:
+            return "overloaded"
+        return "draining" if self.state == "ended" else self.state
+
+    def check_room(self):
+        """Raise ApiError if no new request can be accepted."""
+        if self.health() == "broken":
+            raise ApiError("the engine has stopped", 503)
+        if self.state in ("draining", "ended"):
+            raise ApiError("the server is shutting down", 503, code="draining", retry_after=1)
+        if self.in_use >= self.capacity:
+            text = f"all {self.rows} rows are in use and the queue of {self.capacity - self.rows} requests is full"
+            raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
+
+    def retry_after(self) -> int:
+        """Seconds until half of the requests that are waiting will have a row, at the recent completion rate."""
+        if len(self.finish_times) < 2:
+            return 1
+        interval = (self.finish_times[-1] - self.finish_times[0]) / (len(self.finish_times) - 1)
+        return min(30, max(1, math.ceil(interval * max(1, self.in_use - self.rows) / 2)))
+
+    @contextmanager
+    def reserve(self):
+        """A place for a request while it is parsed."""
+        self.check_room()
+        self.parsing += 1
+        try:
+            yield
+        finally:
+            self.parsing -= 1
+
+    def generate(self, completion: CompletionRequest, receive: Callable) -> "UpdateStream":
+        """Send the prompts of a parsed request to the engine. receive: of ASGI, tells when the client disconnects."""
+        stream = UpdateStream(self, completion, receive)
+        self.open_streams.add(stream)
+        for choice in completion.choices:
+            self.receivers[choice.text_request.request_id] = stream
+            self._send(choice.text_request)
+        return stream
+
+    def cancel(self, request_id: int):
+        """Tell the engine to end a request whose result nobody will read."""
+        if self.receivers.pop(request_id, None) is not None:
+            self.metrics.requests.labels("cancelled").inc()
+            self._send(Cancel(request_id))
+
+    def _send(self, message: TextRequest | Cancel):
+        self.writer.submit(self.connection.send, message)
+
+    def _read_status(self):
+        """Called by the event loop when the engine has sent something, or when its process has ended."""
+        try:
+            status: EngineStatus = self.connection.recv()
+        except (EOFError, OSError):
+            return self._engine_has_ended()
+        self.last_heard, self.slowest_step_s = time.monotonic(), max(self.slowest_step_s, status.step_s)
+        if self.state != "starting":
+            self.metrics.record_step(status)
+        self.state = status.state
+        self._distribute(status.updates)
+        if self._may_exit():
+            self.on_end()
+
+    def _engine_has_ended(self):
+        self.state = "broken"
+        self.loop.remove_reader(self.connection.fileno())
+        self._fail_all()
+        self.on_end()
+
+    def _distribute(self, updates: list[Update]):
+        """Put the updates of one status into the streams of their HTTP requests."""
+        by_stream: defaultdict[UpdateStream, list[Update]] = defaultdict(list)
+        for update in updates:
+            if update.request_id not in self.receivers:  # it was cancelled
+                continue
+            stream = self.receivers[update.request_id]
+            by_stream[stream].append(update)
+            self.metrics.record_update(stream.unfinished[update.request_id], update)
+            if update.finish_reason is not None:
+                self.finish_times.append(self.last_heard)
+                del self.receivers[update.request_id]
+        for stream, some in by_stream.items():
+            stream.put(some)
+        if not self.receivers:  # idle time must not count in retry_after
+            self.finish_times.clear()
+
+    def _may_exit(self) -> bool:
+        """While draining, when all responses are sent; after that time, as soon as the engine has no requests."""
+        if self.state == "draining":
+            return not self.open_streams and not self.parsing
+        return self.state == "ended" and not self.in_use
+
+    async def _watch_engine(self):
+        while True:
+            await asyncio.sleep(1)
+            if self.health() == "broken":  # the engine may hang in a step forever, or go on later
+                self._fail_all()
+
+    def _fail_all(self):
+        for stream in self.open_streams:
+            stream.fail(RequestAborted("the engine has stopped", 503))
+
+
+class RequestAborted(ApiError):
+    """The engine ended a request before its answer was complete. The metrics have counted it already."""
+
+
+class EngineFailure(Exception):
+    """An internal error of the engine's process. It ended one request, which the metrics have counted already."""
+
+    def __init__(self, message: str, details: str | None):
+        super().__init__(message)
+        self.details = details  # the traceback from there, if there was an exception
+
+
+class UpdateStream:
+    """What the engine sends for an HTTP request: an asynchronous iterator over its updates, as (choice, update).
+
+    It ends when all choices are finished. If the client disconnects, the engine's work is cancelled at once, and the
+    iterator raises ClientDisconnect.
+    """
+
+    def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
+        self.engine, self.queue = engine, asyncio.Queue()  # of updates, and of errors that end the response
+        self.unfinished = {choice.text_request.request_id: choice for choice in completion.choices}
+        self.is_streamed, self.disconnected = completion.stream, False
+        self.unsent_bytes = 0  # of the updates in the queue
+        self.watcher = asyncio.create_task(self._watch_client(receive))
+
+    async def _watch_client(self, receive: Callable):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._cancel()
+        self.queue.put_nowait(None)
+
+    def _cancel(self):
+        for request_id in self.unfinished:
+            self.engine.cancel(request_id)
+        self.unfinished = {}
+
+    def close(self):
+        self.watcher.cancel()
+        self._cancel()
+        self.engine.open_streams.discard(self)
+
+    def put(self, updates: list[Update]):
+        """Queue the updates of one status of the engine for the response. If too much waits already, because the client
+        reads a streamed response too slowly, the request fails instead."""
+        if self.is_streamed and self.unsent_bytes > MAX_UNSENT_BYTES:
+            self._cancel()
+            while not self.queue.empty():
+                self.queue.get_nowait()
+            return self.fail(RequestAborted("the client does not read the response", 503))
+        for update in updates:
+            self.unsent_bytes += estimate_bytes(update)
+            self.queue.put_nowait(update)
+
+    def fail(self, error: ApiError):
+        self.queue.put_nowait(error)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> tuple[Choice, Update]:
+        if not self.unfinished and not self.disconnected and self.queue.empty():
+            raise StopAsyncIteration
+        update = await self.queue.get()
+        if self.disconnected:
+            raise ClientDisconnect
+        if isinstance(update, ApiError):
+            raise update
+        self.unsent_bytes -= estimate_bytes(update)
+        if update.finish_reason in ("error", "cancelled"):
+            raise self._aborted(update)
+        choice = self.unfinished[update.request_id]
+        if update.finish_reason is not None:
+            del self.unfinished[update.request_id]
+        return choice, update
+
+    def _aborted(self, update: Update) -> Exception:
+        if update.finish_reason == "error" and (update.error or "").startswith(TOO_COMPLEX):
+            return RequestAborted(update.error, 400)
+        if update.finish_reason == "error":
+            return EngineFailure(update.error, update.traceback)
+        if self.engine.state != "ready":
+            return RequestAborted("the server shut down before the response was complete", 503, None, "draining", 1)
+        retry_after = self.engine.retry_after()
+        return RequestAborted("the request waited too long in the queue", 503, None, "queue_timeout", retry_after)
+
+
+def estimate_bytes(update: Update) -> int:
+    """The size of an update in a response, roughly."""
+    likeliest = [best for _, _, best, *_ in update.logprobs] + [best for _, best in update.prompt_logprobs]
+    return 200 + len(update.text) + sum(100 * (1 + len(best)) for best in likeliest)

@@ -1,0 +1,110 @@
+"""Errors: the response to each exception, and what the log says of it.
+
+Read down: an error as its client expects it; OutermostApp, which gives each request an id and catches what nothing else
+has caught; internal errors; the handler of all exceptions in endpoints. Knows nothing of what the paths do.
+"""
+
+import asyncio
+import secrets
+import traceback
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cli import first_line, print_status
+from server.engine_client import EngineFailure, RequestAborted
+from server.request_fields import ApiError, encode_json
+
+ANTHROPIC_PATH = "/v1/messages"
+
+
+def has_anthropic() -> bool:
+    return Path(__file__).with_name("anthropic.py").exists()
+
+
+def error_body(error: ApiError, path: str) -> dict:
+    """An error as clients of the path expect it."""
+    if path.startswith(ANTHROPIC_PATH) and has_anthropic():
+        from server.anthropic import anthropic_error
+
+        return anthropic_error(error)
+    return error.body()
+
+
+def error_response(error: ApiError, path: str, headers: dict | None = None) -> Response:
+    return Response(encode_json(error_body(error, path)), error.status, headers, "application/json")
+
+
+class OutermostApp:
+    """The ASGI application that contains all others. Its headers are in every response: the request's id, by the names
+    that clients of OpenAI and Anthropic know, and those that it is made with."""
+
+    def __init__(self, app, headers: dict[str, str]):
+        self.app = app
+        self.common = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        value = request_id.encode()
+        return [(b"x-request-id", value), (b"request-id", value), *self.common]
+
+    async def __call__(self, scope, receive, send):
+        scope["request_id"] = new_request_id()
+        has_started = False
+
+        async def send_with_headers(message):
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message = message | {"headers": [*message["headers"], *self.headers(scope["request_id"])]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as failure:  # not only Exception: that of a library in Rust that panics is none
+            error = internal_error(scope, failure)
+            if not has_started:  # Starlette also raises exceptions to which handle_error has responded
+                await error_response(error, scope["path"])(scope, receive, send_with_headers)
+
+
+def new_request_id() -> str:
+    return f"req_{secrets.token_hex(8)}"
+
+
+def internal_error(scope, failure: BaseException) -> ApiError:
+    """What the client sees of an internal error: the request's id, with which the error is in the log."""
+    request_id = scope["request_id"]
+    if scope.get("failure") is not failure:
+        scope["failure"] = failure  # logged once
+        if isinstance(failure, EngineFailure):
+            details = failure.details or ""
+        else:
+            details = "".join(traceback.format_exception(failure))
+        print_status(f"a request failed: {first_line(failure)} ({request_id})\n{details}".rstrip())
+    what = "generation failed for this request" if isinstance(failure, EngineFailure) else "internal server error"
+    return ApiError(f"{what} ({request_id})", 500)
+
+
+async def handle_error(request: HttpRequest, error: Exception) -> Response:
+    """The response to any exception. Internal errors are logged; clients do not see their messages."""
+    headers, is_counted = None, isinstance(error, RequestAborted | EngineFailure)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # the client has gone, so this is not sent
+    if isinstance(error, HTTPException):  # an unknown path, or a method that it does not have
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        headers = error.headers
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code, None, code)
+    elif not isinstance(error, ApiError):
+        error = internal_error(request.scope, error)
+    if error.retry_after is not None:
+        headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
+    elif error.status == 408:
+        headers = {"Connection": "close"}
+    if not is_counted:
+        outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
+        request.app.state.metrics.requests.labels(outcome).inc()
+    return error_response(error, request.url.path, headers)

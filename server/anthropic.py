@@ -11,7 +11,7 @@ import json
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.pipe_messages import Update
-from server.request_fields import ApiError, FieldReader, read_stop_strings
+from server.request_fields import KIND_NAMES, ApiError, FieldReader, read_role, read_stop_strings
 from server.responses import named_event
 
 # ---------------------------------------------------------------- errors
@@ -37,7 +37,7 @@ def chat_body(fields: FieldReader) -> dict:
     body["stop"] = list(read_stop_strings(fields, "stop_sequences"))
     body["messages"] = read_messages(fields)
     body["tools"] = [translate_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.read("tools", list, []))]
-    body |= translate_tool_choice(fields.read("tool_choice", dict, {}))
+    body |= tool_choice_fields(fields.read("tool_choice", dict, {}))
     thinking = fields.read("thinking", dict, {}).get("type")
     if thinking not in (None, "enabled", "disabled", "adaptive"):
         raise ApiError("thinking.type must be enabled, disabled or adaptive", param="thinking")
@@ -65,23 +65,18 @@ def translate_format(format, name: str) -> dict | None:
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema, "strict": True}}
 
 
-ROLES = ("user", "assistant", "system")
-
-
 def read_messages(fields: FieldReader) -> list[dict]:
     """The messages for OpenAI's chat. The first one is the field `system` and the system messages at the beginning."""
     system, given = fields.read("system", (str, list)), fields.read("messages", list)
     if not given:
         raise ApiError("messages must be a list with at least one message", param="messages")
-    instructions = read_texts(system, "system") if system else []
+    instructions = block_texts(system, "system") if system else []
     translated = []
     for i, message in enumerate(given):
         name = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise ApiError(f"{name} must be an object with a role, one of {', '.join(ROLES)}", param=f"{name}.role")
+        role = read_role(message, name, ("user", "assistant", "system"))
         if role == "system" and not translated:
-            instructions += read_texts(message.get("content"), f"{name}.content")
+            instructions += block_texts(message.get("content"), f"{name}.content")
         else:
             translated += translate_message(role, message.get("content"), f"{name}.content")
     if instructions and is_header(instructions[0]):
@@ -98,7 +93,7 @@ def is_header(text: str) -> bool:
     return line.startswith("x-anthropic-") and "\n" not in line
 
 
-def read_texts(content, name: str, role: str = "system") -> list[str]:
+def block_texts(content, name: str, role: str = "system") -> list[str]:
     """The texts of a content, which is a string or a list of blocks. role: a key of BLOCKS whose blocks are texts."""
     blocks = read_blocks(content, name, BLOCKS[role])
     return [block_text(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
@@ -114,7 +109,6 @@ BLOCKS = {  # of each role: the types of blocks, and the type of the field that 
 # The field that is read, where its name is not the type.
 KEYS = {"tool_result": "tool_use_id", "redacted_thinking": "data", "tool_use": "input", "document": "source"}
 KEYS |= {"search_result": "content", "tool_reference": "tool_name"}
-TYPE_NAMES = {str: "a string", dict: "an object", list: "a list"}
 
 
 def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
@@ -131,7 +125,7 @@ def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
             raise ApiError(rule, param=name)
         key = KEYS.get(kind, kind)
         if not isinstance(block.get(key), types[kind]):
-            raise ApiError(f"{name}[{i}].{key} must be {TYPE_NAMES[types[kind]]}", param=name)
+            raise ApiError(f"{name}[{i}].{key} must be {KIND_NAMES[types[kind]]}", param=name)
     return blocks
 
 
@@ -143,7 +137,7 @@ def block_text(block: dict, name: str) -> str:
     if isinstance(block.get("citations"), dict) and block["citations"].get("enabled"):
         raise ApiError(f"{name}.citations is not supported", param=name)
     if kind == "search_result":
-        texts = read_texts(block["content"], f"{name}.content")
+        texts = block_texts(block["content"], f"{name}.content")
         before = [block.get("title"), block.get("source")]
     else:
         source, before = block["source"], [block.get("title"), block.get("context")]
@@ -151,7 +145,7 @@ def block_text(block: dict, name: str) -> str:
         if kind not in ("text", "content"):
             rule = f"{name}.source must have the type text or content, {str(kind)[:64]!r} is not supported"
             raise ApiError(rule, param=name)
-        texts = read_texts(source.get("data" if kind == "text" else "content"), f"{name}.source")
+        texts = block_texts(source.get("data" if kind == "text" else "content"), f"{name}.source")
     return "\n".join([*(text for text in before if isinstance(text, str) and text), *texts])
 
 
@@ -164,7 +158,7 @@ def translate_message(role: str, content, name: str) -> list[dict]:
     for i, block in enumerate(read_blocks(content, name, BLOCKS[role])):
         kind = block["type"]
         if kind == "tool_result":
-            result = "\n".join(read_texts(block.get("content") or "", f"{name}[{i}].content", "tool"))
+            result = "\n".join(block_texts(block.get("content") or "", f"{name}[{i}].content", "tool"))
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block["input"]}
@@ -195,7 +189,7 @@ def translate_tool(tool, name: str) -> dict:
     return {"type": "function", "function": function}
 
 
-def translate_tool_choice(choice: dict) -> dict:
+def tool_choice_fields(choice: dict) -> dict:
     """The fields tool_choice and parallel_tool_calls."""
     kind, single = choice.get("type", "auto"), FieldReader(choice).read("disable_parallel_tool_use", bool, False)
     known = {"auto": "auto", "any": "required", "none": "none"}
@@ -205,37 +199,19 @@ def translate_tool_choice(choice: dict) -> dict:
     return {"tool_choice": known[kind], "parallel_tool_calls": not single}
 
 
-def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
-    """Parse a body of /v1/messages. max_tokens may be more than fits into the context, as Anthropic's clients have
-    fixed values for it: the answer ends where the context does."""
-    fields = FieldReader(body)
-    max_tokens = fields.read("max_tokens", int, None, 1)
-    body = chat_body(fields)
-    try:
-        completion = model.parse_chat(body)
-    except ApiError as error:
-        raise with_own_names(error) from None
-    request = completion.choices[0].request
-    if max_tokens is not None:
-        request.max_new_tokens = min(request.max_new_tokens, max_tokens)
-    completion.id = "msg_" + completion.id.partition("-")[2]
-    return completion
-
-
-# The paths of schemas in the translated request, and in Anthropic's.
-OWN_NAMES = {
-    "response_format.json_schema.schema": "output_config.format.schema",
-    ".function.parameters": ".input_schema",
+# The paths of schemas in Anthropic's requests, by their patterns in the translated ones.
+ANTHROPIC_NAMES = {
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    r"\.function\.parameters": ".input_schema",
     "response_format": "output_config",
 }
 
 
-def with_own_names(error: ApiError) -> ApiError:
-    """An error of the translated request, with the names that the client has used."""
-    message = str(error)
-    for name, own in OWN_NAMES.items():
-        message = message.replace(name, own)
-    return ApiError(message, error.status, error.param, error.code, error.retry_after)
+def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
+    """Parse a body of /v1/messages."""
+    fields = FieldReader(body)
+    max_tokens = fields.read("max_tokens", int, None, 1)
+    return model.parse_translated(chat_body(fields), ANTHROPIC_NAMES, max_tokens, "msg")
 
 
 def count_tokens(model: ServedModel, body: dict) -> dict:

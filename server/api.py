@@ -254,6 +254,22 @@ class ServedModel:
             choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax, stop, fits)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
 
+    def parse_translated(self, body: dict, names: dict[str, str], max_tokens: int | None, kind: str):
+        """Parse a body of /v1/chat/completions that a request of another API was translated to.
+
+        names: of fields, for ApiError.renamed. max_tokens may be more than fits into the context, as clients of these
+        APIs have fixed values for it: the answer ends where the context does. kind: begins the response's id.
+        """
+        try:
+            completion = self.parse_chat(body)
+        except ApiError as error:
+            raise error.renamed(names) from None
+        request = completion.choices[0].request
+        if max_tokens is not None:
+            request.max_new_tokens = min(request.max_new_tokens, max_tokens)
+        completion.id = f"{kind}_{completion.id.partition('-')[2]}"
+        return completion
+
     def checked_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
         """The source of the grammar that the answer of a chat must fit; None if there is none. ApiError if it cannot be
         compiled. Schemas that are not strict are loosened where the library does not support them."""

@@ -14,7 +14,7 @@ from checkpoint import TokenizerFiles
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
 from server.constraints import AnswerRules, Constraint
-from server.request_fields import ApiError, FieldReader
+from server.request_fields import ApiError, FieldReader, read_role
 from server.tools import (
     NAME_PATTERN,
     Tool,
@@ -27,7 +27,7 @@ from server.tools import (
 from tokenizer import ChatTemplate, Tokenizer
 
 MAX_TOOLS = 128
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by a part's type
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the names that servers and templates have for thoughts
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -208,9 +208,7 @@ class ChatModel:
     def check_message(self, message, name: str) -> dict:
         """A message with its role, its text and what else the template knows; for an assistant's also its thoughts and
         its calls, as (id, name, arguments). ApiError if it is malformed, or has more than text."""
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ApiError(f"{name} must be an object with a role, one of {', '.join(ROLES)}", param=f"{name}.role")
-        role = message["role"]
+        role = read_role(message, name, CHAT_ROLES)
         if role == "function":  # the result of a function_call, as OpenAI's API had them before tools
             check_string(message.get("name"), f"{name}.name")
             message, role = message | {"tool_call_id": old_call_id(message)}, "tool"

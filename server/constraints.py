@@ -33,7 +33,7 @@ from grammar import (
     schema_rule,
 )
 from server.request_fields import ApiError, FieldReader
-from server.tools import Tool, ToolGrammar, literal
+from server.tools import Tool, ToolGrammar, literal, text_until
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
@@ -45,7 +45,7 @@ TRY_WAIT_S = 10  # for a request to wait until its grammar can be tried
 TRY_CPU_S = 2  # for a grammar to compile; schemas of 10 KB take some ms
 TRY_TIME_S = 30  # the same, on a busy machine
 TRY_STACK_BYTES = 1 << 20  # less than the threads of the engine's process have, which compiles the grammar again
-TOO_COMPLEX = "it is too complex to compile"
+NOT_COMPILED = "it is too complex to compile"
 ANY_OBJECT = {"type": "object"}
 
 
@@ -204,8 +204,7 @@ class AnswerRules:
         rules = [*(tools.rules if tools else []), r"TEXT: /(.|\n)*/"]
         if self.thinking is not None:
             begin, end = (literal(mark, special) for mark in self.thinking)
-            lazy = "" if "<[" in end else "[lazy]"  # which ends the text at the first mark in it
-            rules += [f"text_and_end{lazy}: TEXT {end}", r"thoughts: text_and_end /\n{0,2}/"]
+            rules += [text_until("text_and_end", end), r"thoughts: text_and_end /\n{0,2}/"]
             answer = f"thoughts {answer}" if self.begins_inside else f"({begin} thoughts)? {answer}"
         return "\n".join([f"start: {answer}", *rules])
 
@@ -371,8 +370,8 @@ def try_schemas(compiler: GrammarTokenizer, given: list[GivenSchema]) -> list[Tr
         if code == 0:
             return found
         if len(found) < len(given):
-            found.append(TriedSchema(None, {}, error=TOO_COMPLEX))
-    return found + [TriedSchema(None, {}, error=TOO_COMPLEX)] * (len(given) - len(found))
+            found.append(TriedSchema(None, {}, error=NOT_COMPILED))
+    return found + [TriedSchema(None, {}, error=NOT_COMPILED)] * (len(given) - len(found))
 
 
 def loosen_and_compile(compiler: GrammarTokenizer, given: GivenSchema) -> TriedSchema:
@@ -403,7 +402,7 @@ def try_grammar(compiler: GrammarTokenizer, source: str) -> str:
             write(str(error).encode("utf-8", "replace")[:1000])
 
     code, reason = run_apart(work)
-    return reason.decode("utf-8", "replace") if code == 0 else TOO_COMPLEX
+    return reason.decode("utf-8", "replace") if code == 0 else NOT_COMPILED
 
 
 def run_apart(work: Callable[[Callable[[bytes], None]], None]) -> tuple[int, bytes]:

@@ -7,7 +7,6 @@ Source: OpenAI's API reference (Responses, Streaming events), and the types of i
 """
 
 import json
-import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -70,8 +69,8 @@ REFUSED = {"n": (1, ""), "logprobs": (False, ""), "top_logprobs": (0, ""), "prom
 REFUSED |= {"context_management": ([], ""), "response_format": (None, "; text.format is")}
 REFUSED |= {"reasoning_effort": (None, "; reasoning.effort is")}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-OWN_NAMES = {  # patterns of what errors of the translated request say
+ITEM_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+RESPONSES_NAMES = {  # of fields, by patterns of what errors of the translated request say
     r"messages(\[\d+\][\w.\[\]]*)?": "input", r"response_format(\.json_schema)?": "text.format", r"\.function\b": "",
     r'"(function|allowed_tools)": \{(.*?)\}\}': r"\2}", "^verbosity": "text.verbosity",
 }  # fmt: skip
@@ -83,17 +82,8 @@ def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> Compl
     max_tokens, is_kept = fields.read("max_output_tokens", int, None, 1), fields.read("store", bool, True)
     turn = Turn(read_repeated(fields) | {"max_output_tokens": max_tokens}, [], is_kept)
     chat = read_chat(fields, kept, turn)
-    try:
-        completion = model.parse_chat(chat)
-    except ApiError as error:
-        message, param = str(error), error.param or ""
-        for pattern, own in OWN_NAMES.items():
-            message, param = re.sub(pattern, own, message), re.sub(pattern, own, param)
-        raise ApiError(message, error.status, param or None, error.code, error.retry_after) from None
-    request = completion.choices[0].request
-    if max_tokens is not None:  # which may be more than fits into the context
-        request.max_new_tokens = min(request.max_new_tokens, max_tokens)
-    completion.id, completion.turn = "resp_" + completion.id.partition("-")[2], turn
+    completion = model.parse_translated(chat, RESPONSES_NAMES, max_tokens, "resp")
+    completion.turn, request = turn, completion.choices[0].request
     turn.response |= {
         "id": completion.id, "object": "response", "created_at": completion.created, "status": "in_progress",
         "background": False, "error": None, "incomplete_details": None, "model": model.name, "output": [],
@@ -134,7 +124,7 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
         raise ApiError(f"the conversation has more than {2 * MAX_BODY_BYTES} bytes", param="input")
 
     choice, several = fields.unread.pop("tool_choice", None), fields.read("parallel_tool_calls", bool, True)
-    tools = read_tools(fields.read("tools", list, []), choice)
+    tools = read_functions(fields.read("tools", list, []), choice)
     text = FieldReader(fields.read("text", dict, {}))
     format, verbosity = text.read("format", dict, {"type": "text"}), text.read("verbosity", str)
     effort = FieldReader(fields.read("reasoning", dict, {})).read("effort", str)
@@ -150,7 +140,7 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     check_repeated({name: turn.response[name] for name in ("tools", "tool_choice", "text")})
     return fields.unread | {
         "messages": with_instructions(instructions, turn.messages), "add_generation_prompt": True,
-        "tools": [nest(tool) for tool in tools], "tool_choice": translate_tool_choice(choice),
+        "tools": [nest(tool) for tool in tools], "tool_choice": nest_tool_choice(choice),
         "parallel_tool_calls": several, "reasoning_effort": effort, "response_format": format, "verbosity": verbosity,
     }  # fmt: skip
 
@@ -184,12 +174,12 @@ def add_items(messages: list[dict], items: list, place: str):
             kind = "message" if item.get("type") is None else item["type"]
         if kind == "message":
             role, content = item.get("role"), check_content(item.get("content"), f"{name}.content")
-            if not isinstance(role, str) or role not in ROLES:
-                raise ApiError(f"{name}.role must be one of {', '.join(ROLES)}", param=f"{name}.role")
+            if not isinstance(role, str) or role not in ITEM_ROLES:
+                raise ApiError(f"{name}.role must be one of {', '.join(ITEM_ROLES)}", param=f"{name}.role")
             if role == "assistant":
                 add_answer(messages, {"content": content})
             else:
-                messages.append({"role": ROLES[role], "content": content})
+                messages.append({"role": ITEM_ROLES[role], "content": content})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ""
             if isinstance(parts, list):
@@ -223,7 +213,7 @@ def add_answer(messages: list[dict], part: dict):
         messages.append({"role": "assistant", "content": None} | part)
 
 
-def read_tools(given: list, choice) -> list[dict]:
+def read_functions(given: list, choice) -> list[dict]:
     """The functions among the tools. Others are refused, unless the client marks them as optional, or its tool_choice
     leaves them out."""
     functions, names = [], ("type", "name", "description", "parameters", "strict")
@@ -244,7 +234,7 @@ def nest(function: dict) -> dict:
     return {"type": "function", "function": {key: value for key, value in function.items() if key != "type"}}
 
 
-def translate_tool_choice(choice):
+def nest_tool_choice(choice):
     """The field tool_choice of a chat."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "allowed_tools":
@@ -283,7 +273,7 @@ class ItemBuilder:
         names = () if choice.updates else ("created", "in_progress")
         events = [{"type": f"response.{name}", "response": self.response} for name in names]
         choice.updates.append(update)
-        return self.encode(events + self.add_update(choice, update))
+        return self.event_bytes(events + self.add_update(choice, update))
 
     def stream_end(self) -> bytes:
         return b""  # the last update had the end
@@ -292,22 +282,22 @@ class ItemBuilder:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         failed = {"status": "failed", "output": self.output, "error": {"code": code, "message": str(error)}}
         event = {"type": "error", "code": error.code or code, "message": str(error), "param": error.param}
-        return self.encode([event, {"type": "response.failed", "response": self.response | failed}])
+        return self.event_bytes([event, {"type": "response.failed", "response": self.response | failed}])
 
-    def encode(self, events: list[dict]) -> bytes:
+    def event_bytes(self, events: list[dict]) -> bytes:
         first = self.sent_events
         self.sent_events += len(events)
         return b"".join(named_event(event | {"sequence_number": n}) for n, event in enumerate(events, first))
 
     def add_update(self, choice: Choice, update: Update) -> list[dict]:
         """The stream's events for an update."""
-        events = [made for event in choice.events(update) for made in self.add(event)]
-        return events if update.finish_reason is None else events + self.end(choice, update)
+        events = [made for event in choice.events(update) for made in self.item_events(event)]
+        return events if update.finish_reason is None else events + self.end_response(choice, update)
 
-    def add(self, event: Event) -> list[dict]:
+    def item_events(self, event: Event) -> list[dict]:
         if isinstance(event, CallBegins):
-            return self.begin(CallArguments, {"call_id": event.id, "name": event.name})
-        begins = [] if type(event) is self.kind else self.begin(type(event), {})
+            return self.begin_item(CallArguments, {"call_id": event.id, "name": event.name})
+        begins = [] if type(event) is self.kind else self.begin_item(type(event), {})
         self.text += event.text
         return [*begins, self.text_event("delta", delta=event.text)]
 
@@ -320,9 +310,9 @@ class ItemBuilder:
         part = {"type": NAMES[self.kind], "text": self.text}
         return part | {"annotations": [], "logprobs": []} if self.kind is Content else part
 
-    def begin(self, kind: type, fields: dict) -> list[dict]:
+    def begin_item(self, kind: type, fields: dict) -> list[dict]:
         """Begin an item. Returns the events for it, and for the end of the one before."""
-        events, place = self.close("completed"), {"output_index": len(self.output)}
+        events, place = self.end_item("completed"), {"output_index": len(self.output)}
         self.kind, self.text = kind, ""
         self.item = STARTS[kind] | {"id": f"{STARTS[kind]['id']}_{secrets.token_hex(12)}"} | fields
         self.where = place | {"item_id": self.item["id"]}
@@ -332,7 +322,7 @@ class ItemBuilder:
             events.append({"type": "response.content_part.added", **self.where, "part": self.part()})
         return events
 
-    def close(self, status: str) -> list[dict]:
+    def end_item(self, status: str) -> list[dict]:
         """End the open item, if there is one. Returns the events for it."""
         if self.kind is None:
             return []
@@ -347,15 +337,15 @@ class ItemBuilder:
         self.kind = None
         return events
 
-    def end(self, choice: Choice, update: Update) -> list[dict]:
+    def end_response(self, choice: Choice, update: Update) -> list[dict]:
         """End the response, and keep it. Returns the events for it."""
         is_cut, events = choice.finish_reason(update) == "length", []
         if not is_cut and self.kind in (None, Reasoning) and all(item["type"] == "reasoning" for item in self.output):
-            events = self.begin(Content, {})  # clients expect a message or a call
+            events = self.begin_item(Content, {})  # clients expect a message or a call
         is_whole = not is_cut
         if self.kind is CallArguments:  # which may be whole although the answer was cut in the next one
             is_whole = choice.parser.has_whole_calls
-        events += self.close("completed" if is_whole else "incomplete")
+        events += self.end_item("completed" if is_whole else "incomplete")
         status = "incomplete" if is_cut else "completed"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": time.time()}
         self.response = self.response | details | {"status": status, "output": self.output, "usage": self.usage()}

@@ -32,6 +32,14 @@ class ApiError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, names: dict[str, str]) -> "ApiError":
+        """The same error, with other names in the message and the parameter, by the patterns that they replace."""
+        message, param = str(self), self.param or ""
+        for pattern, name in names.items():
+            message = re.sub(pattern, name, message)
+            param = re.sub(pattern, name, param)
+        return ApiError(message, self.status, param or None, self.code, self.retry_after)
+
 
 def encode_json(value) -> bytes:
     """JSON as UTF-8. A lone surrogate, which a client may have sent and an error may quote, becomes a question mark."""
@@ -40,8 +48,8 @@ def encode_json(value) -> bytes:
 
 # ---------------------------------------------------------------- the fields of a request
 
-TYPE_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
-TYPE_NAMES |= {dict: "an object", (str, list): "a string or a list", (dict, list): "an object or a list"}
+KIND_NAMES = {int: "an integer", (int, float): "a number", bool: "true or false", str: "a string", list: "a list"}
+KIND_NAMES |= {dict: "an object", (str, list): "a string or a list", (dict, list): "an object or a list"}
 
 # Fields that would change the answer and are not supported, each with the values that change nothing. These are
 # accepted, and so is null. The names are those of several APIs, because clients send to one what another one knows.
@@ -104,7 +112,7 @@ class FieldReader:
         if value is None:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ApiError(f"{name} must be {TYPE_NAMES[kind]}", param=name)
+            raise ApiError(f"{name} must be {KIND_NAMES[kind]}", param=name)
         if (low is not None and value < low) or (high is not None and value > high):
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ApiError(f"{name} must be {bounds}", param=name)
@@ -130,6 +138,14 @@ class FieldReader:
 def is_neutral(name: str, value) -> bool:
     """Whether the value of an unsupported field changes nothing. 1.0 is 1, but true is not."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL_VALUES[name])
+
+
+def read_role(message, place: str, roles: tuple[str, ...]) -> str:
+    """The role of a message. place: of the message in the request, for errors."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in roles:
+        raise ApiError(f"{place} must be an object with a role, one of {', '.join(roles)}", param=f"{place}.role")
+    return role
 
 
 def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:

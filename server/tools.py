@@ -285,6 +285,12 @@ def literal(text: str, special: dict[str, int]) -> str:
     return " ".join(expressions.get(part) or json.dumps(part) for part in parts if part)
 
 
+def text_until(name: str, mark: str) -> str:
+    """The rule for a text that ends with the first mark in it."""
+    lazy = "" if "<[" in mark else "[lazy]"  # no text matches a special token, so the text ends there in any case
+    return f"{name}{lazy}: TEXT {mark}"
+
+
 class ToolGrammar:
     """Expressions of a Lark grammar for calls of tools, and the rules that they refer to, besides TEXT."""
 
@@ -315,8 +321,6 @@ class ToolGrammar:
             self.rules.append(r"no_call: /(\s*[^\s{](.|\n)*)?/")
             tags = "".join(f"({literal(mark, self.special)})? " for mark in marks)
             return f"(no_call | {tags}{self.calls()})"
-        mark = literal(marks[0], self.special)
-        lazy = "" if "<[" in mark else "[lazy]"  # which ends the text at the first mark in it
-        self.rules.append(f"text_and_mark{lazy}: TEXT {mark}")
+        self.rules.append(text_until("text_and_mark", literal(marks[0], self.special)))
         calls = f"text_and_mark {self._calls_after(opening.partition(marks[0])[2])}"
         return f"(({calls})* TEXT)" if self.several else f"(TEXT | {calls})"

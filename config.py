@@ -15,7 +15,7 @@ class RopeScaling:
 
     kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
     between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own),
-    "longrope" (the same, with other factors for sequences beyond the training context).
+    "longrope" (the same, with other factors for rows that are longer than the training context: Config.for_rows_of).
     """
 
     kind: str
@@ -28,7 +28,7 @@ class RopeScaling:
     truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
     attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
     factors: tuple[float, ...] = ()  # factors, longrope: a divisor for each frequency
-    long_factors: tuple[float, ...] = ()  # longrope: those of sequences longer than original_max_seq_length
+    long_factors: tuple[float, ...] = ()  # longrope: those of rows longer than original_max_seq_length
 
     def __post_init__(self):
         if self.kind not in (kinds := ("linear", "llama3", "yarn", "factors", "longrope")):
@@ -42,11 +42,6 @@ class RopeScaling:
             raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.kind == "longrope" and len(self.long_factors) != len(self.factors):
             raise ValueError(f"longrope has {len(self.factors)} factors, but {len(self.long_factors)} long_factors")
-
-    @property
-    def long(self) -> "RopeScaling":
-        """The scaling of sequences longer than original_max_seq_length, which differs with longrope only."""
-        return replace(self, factors=self.long_factors) if self.kind == "longrope" else self
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,22 @@ class Config:
         return list(dict.fromkeys(map(self.rope, range(self.n_layer))))
 
     @property
-    def short_context(self) -> int | None:
-        """With longrope, a row with more tokens than this needs the long factors for all of them."""
-        is_longrope = self.rope_scaling is not None and self.rope_scaling.kind == "longrope"
-        return self.rope_scaling.original_max_seq_length if is_longrope else None
+    def is_longrope(self) -> bool:
+        return self.rope_scaling is not None and self.rope_scaling.kind == "longrope"
+
+    @property
+    def short_context(self) -> int:
+        """The positions of the longest rows that have longrope's short factors; without longrope, the whole context."""
+        if not self.is_longrope:
+            return self.max_seq_length
+        return min(self.rope_scaling.original_max_seq_length, self.max_seq_length)
+
+    def has_long_factors(self, max_seq_length: int) -> bool:
+        """Whether rows of this many positions have longrope's long factors."""
+        return self.is_longrope and max_seq_length > self.short_context
+
+    def for_rows_of(self, max_seq_length: int) -> "Config":
+        """This config. For rows that have longrope's long factors, these take the place of the short ones."""
+        if not self.has_long_factors(max_seq_length):
+            return self
+        return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))

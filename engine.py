@@ -138,7 +138,6 @@ class Row:
     request: Request | None = None
     last_used: float = 0.0
     waited: int = 0  # chunks of other prompts read while this one waited
-    is_long: bool = False  # whether its keys have longrope's long factors
 
     @property
     def unread(self) -> list[int]:
@@ -158,7 +157,6 @@ class Plan:
     released: list[int] = field(default_factory=list)  # rows whose requests ended since the last plan
     # (request, row, source, n): the request gets a row, which reuses the first n positions of the row `source`
     admitted: list[tuple[Request, int, int, int]] = field(default_factory=list)
-    restarted: list[int] = field(default_factory=list)  # rows to read again, with longrope's long factors
     chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
 
@@ -229,7 +227,6 @@ class Engine:
                 self._finish(row.request, "cancelled", row)
             for admission in plan.admitted:
                 self._start(*admission)
-            self._restart(plan.restarted)
             self._run(plan)
             self.finished, self.released = [], []
 
@@ -251,9 +248,6 @@ class Engine:
             self._start(request, *where)
             plan.admitted.append((replace(request, on_token=None, grammar=None), *where))  # which cannot be pickled
         active = [row for row in self.rows if row.request is not None]
-        full = [row for row in active if not row.is_long and self._is_long(len(row.tokens) + 1)]
-        plan.restarted = [row.index for row in full if row.is_decoding]
-        self._restart(plan.restarted)
         plan.decoding = [row.index for row in active if row.is_decoding]
         plan.chunk = self._choose_chunk([row for row in active if not row.is_decoding], bool(plan.decoding))
         return plan
@@ -262,9 +256,7 @@ class Engine:
         """The free row for a request, the row that holds the longest prefix of its prompt, and how long that is."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        fitting = [row for row in self.rows if row.is_long == self._is_long(len(request.prompt))]
-        common = dict.fromkeys(self.rows, 0)
-        common |= {row: len(os.path.commonprefix([row.tokens, wanted])) for row in fitting}
+        common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
         if source.request is None and 2 * common[source] >= len(source.tokens):
@@ -276,24 +268,9 @@ class Engine:
             self.model.copy_cache(source, index, n)
         row = self.rows[index]
         row.request, request.cached_tokens = request, n
-        self._begin_reading(row, n, self._is_long(len(request.prompt)))
+        row.tokens, row.waited = request.prompt[:n], 0
         request.times["started"] = time.perf_counter()
         self.sampling.set_row(index, request.params, request.prompt)
-
-    def _is_long(self, n: int) -> bool:
-        """Whether all n tokens of a row need longrope's long factors."""
-        return self.model.config.short_context is not None and n > self.model.config.short_context
-
-    def _restart(self, rows: list[int]):
-        for index in rows:
-            self._begin_reading(self.rows[index], 0, True)
-
-    def _begin_reading(self, row: Row, n: int, is_long: bool):
-        """Let a row read its request's tokens from position n on."""
-        row.tokens, row.waited = row.request.prompt[:n], 0
-        row.is_long = is_long
-        if self.model.positions.long_rows is not None:
-            self.model.positions.long_rows[row.index] = is_long
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""

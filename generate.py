@@ -283,8 +283,12 @@ def run(args, ranks):
         return print_roofline(checkpoint, bandwidth * ranks.size, args.batch_size, args.json)
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
-    longest = CONVERSATION_LENGTH if args.interactive else max(map(len, prompts)) + args.max_new_tokens - 1
-    length, start = choose_cache_length(args.max_seq_length, checkpoint.config, longest), time.perf_counter()
+    if args.interactive:
+        length = choose_cache_length(args.max_seq_length, checkpoint.config, wanted=CONVERSATION_LENGTH)
+    else:
+        needed = max(map(len, prompts)) + args.max_new_tokens - 1
+        length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
+    start = time.perf_counter()
     engine = load_engine(checkpoint, len(prompts) * args.batch_size, length, ranks)
     result = {"load_s": time.perf_counter() - start}
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check

@@ -61,12 +61,13 @@ class Transformer(nn.Module):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
 
         T is max_seq_length + 8. The last slot is scratch: padding (position -1) is written there, and no token attends
-        to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one.
+        to it. The other seven keep T a multiple of 8, for vector code, if max_seq_length is one. With longrope, rows of
+        more positions than the original context have the long factors from their first token on.
         """
         T = max_seq_length + SCRATCH_SLOTS
         heads = None if self.shard is None else list(self.shard.own(self.config.n_head))
         # Not made in __init__, where its tables would be meta tensors that no checkpoint fills.
-        self.positions = Positions(self.config, max_batch_size, T, heads, self.device)
+        self.positions = Positions(self.config.for_rows_of(max_seq_length), T, heads, self.device)
         nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
         zeros = partial(self.backend.zeros(nbytes, self.device), dtype=self.dtype)
         for block in self.blocks:
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as the authors of Gemma do
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        ropes = self.positions.ropes(input_pos, rows)
+        ropes = self.positions.ropes(input_pos)
         if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
             x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
         else:

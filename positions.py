@@ -68,62 +68,46 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Positions(nn.Module):
-    """The tables that all layers of a model look up positions in, for R cache rows of T slots each.
+    """The tables that all layers of a model look up positions in, for cache rows of T slots.
 
     rope_cos, rope_sin: (P,T,1,E) float32 for the P different results of Config.rope, in their order; None with ALiBi.
-    They are tables, because a compiled cosine differs from the eager one in the last bit. With longrope they are
-    (P,2T,1,E), and the second half is for long rows.
-    long_rows: (R,) bool, the rows that need longrope's long factors whatever tokens are passed: the engine writes it.
+    They are tables, because a compiled cosine differs from the eager one in the last bit.
     query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3).
     slopes: (H,) float32, those of ALiBi.
     Each is None if the model does not have it. heads: the query heads of this rank, or None for all of them.
     """
 
-    def __init__(self, config: Config, R: int, T: int, heads: list[int] | None, device: torch.device):
+    def __init__(self, config: Config, T: int, heads: list[int] | None, device: torch.device):
         super().__init__()
-        self.short_context = config.short_context
         slots = torch.arange(T, device=device)[None]  # (1,T)
         tables = {"query_scales": query_scales(config, slots)}
-        tables |= dict.fromkeys(("rope_cos", "rope_sin", "long_rows", "slopes"))
+        tables |= dict.fromkeys(("rope_cos", "rope_sin", "slopes"))
         if config.alibi:
             slopes = alibi_slopes(config.n_head).to(device)
             tables["slopes"] = slopes if heads is None else slopes[heads]
         else:
             tables["rope_cos"], tables["rope_sin"] = rope_tables(config, slots)
-        if self.short_context is not None:
-            tables["long_rows"] = torch.zeros(R, dtype=torch.bool, device=device)
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
 
-    def ropes(self, input_pos: Tensor, rows: Tensor | None = None) -> list[tuple[Tensor, Tensor] | None]:
+    def ropes(self, input_pos: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
         A block takes those of its own table, ropes[block.rope_table]."""
         if self.rope_cos is None:
             return [None]
-        slots = input_pos
-        if self.long_rows is not None:
-            is_long = self.long_rows[slice(len(input_pos)) if rows is None else rows]  # (B,)
-            is_long = is_long | (input_pos.amax(1) >= self.short_context)
-            slots = torch.where(is_long[:, None], input_pos + self.rope_cos.shape[1] // 2, input_pos)
-        return [(cos[slots], sin[slots]) for cos, sin in zip(self.rope_cos.unbind(), self.rope_sin.unbind())]
+        return [(cos[input_pos], sin[input_pos]) for cos, sin in zip(self.rope_cos.unbind(), self.rope_sin.unbind())]
 
 
 def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor, Tensor]:
     """rope_cos and rope_sin of Positions. slots: 0 to T-1, (1,T)."""
-    ropes = config.different_ropes()
     E, rotated = config.head_dim, config.rotary_dim or config.head_dim
-    variants = [ropes]
-    if config.short_context is not None:
-        variants.append([(base, scaling and scaling.long) for base, scaling in ropes])
 
     def table(base, scaling):  # pairs of dimensions from rotary_dim / 2 on are not rotated
         freqs = F.pad(rope_frequencies(rotated, base, scaling), (0, (E - rotated) // 2))
         return rope_table(freqs.to(slots.device), scaling, slots)
 
-    tables = [[table(*rope) for rope in variant] for variant in variants]
-    halves = [[torch.cat(parts) for parts in zip(*variant)] for variant in tables]  # of cos and sin (P,T,1,E)
-    cos, sin = (torch.cat(parts, 1) for parts in zip(*halves))
-    return cos, sin
+    cos, sin = zip(*(table(*rope) for rope in config.different_ropes()))
+    return torch.cat(cos), torch.cat(sin)  # (P,T,1,E)
 
 
 def query_scales(config: Config, slots: Tensor) -> Tensor | None:

@@ -92,7 +92,7 @@ def main(ranks=None):
     options = replace(args.model, compile=args.model.compile and not compiles_later)
     checkpoint = open_checkpoint(options, ranks)
     config = checkpoint.config
-    length = choose_cache_length(args.max_seq_length or min(DEFAULT_CONTEXT, config.max_seq_length), config)
+    length = choose_cache_length(args.max_seq_length, config, wanted=DEFAULT_CONTEXT)
     if ranks.rank:
         engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends this process when its requests have finished

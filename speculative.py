@@ -365,7 +365,7 @@ class Speculation:
         """The new tokens of each row, their log-probabilities (B,n), the logits (n,V) of each row, and what the drafts
         took. Arguments as in Batch."""
         batch, start = Batch(rows, inputs), time.perf_counter()
-        drafted = self._rehearse(batch) if self.rehearsing else self._within_context(batch, self._draft(batch))
+        drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
         draft_s = time.perf_counter() - start - drafted.prefill_s
         self.engine.set_masks(rows, drafted.proposal)
         start = time.perf_counter()
@@ -408,17 +408,6 @@ class Speculation:
         if is_used:
             return Drafted(choice, batch.proposal(self._likeliest(found[choice.draft], choice)))
         return self._ask(batch, choice)
-
-    def _within_context(self, batch: Batch, drafted: Drafted) -> Drafted:
-        """With longrope, a proposal that ends where a row needs the long factors, which all its tokens then need."""
-        context = self.model.config.short_context
-        if context is None or drafted.proposal is None:
-            return drafted
-        lengths = drafted.proposal.lengths.clone()
-        for i, row in enumerate(batch.rows):
-            if not row.is_long:
-                lengths[i].clamp_(max=max(0, context - 1 - len(row.tokens)))
-        return drafted._replace(proposal=drafted.proposal._replace(lengths=lengths))
 
     def _ask(self, batch: Batch, choice: Candidate) -> Drafted:
         """The proposal of a draft. The report counts its time, without that of reading prompts."""

@@ -18,15 +18,19 @@ CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that 
 # ---------------------------------------------------------------- the engine
 
 
-def choose_cache_length(given: int | None, config: Config, needed: int = 1) -> int:
+def choose_cache_length(given: int | None, config: Config, needed: int = 1, wanted: int = 0) -> int:
     """Cache positions per row: what --max_seq_length gives, if the context allows it, or else `needed` rounded up to a
-    common length within the context."""
+    common length, and at least `wanted`, within the context. With longrope that is the original context, in which rows
+    have the short factors, unless more is needed."""
     context = config.max_seq_length
     if given is not None:
         if given > context and not config.alibi:  # ALiBi has no maximum context
             raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
         return given
-    return min(next((length for length in CACHE_LENGTHS if length >= needed), needed), context)
+    if needed <= config.short_context:
+        context = config.short_context
+    common = next((length for length in CACHE_LENGTHS if length >= needed), needed)
+    return min(max(common, wanted), context)
 
 
 def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> Engine:
@@ -51,6 +55,10 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
     engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)
     engine.ranks = ranks if ranks.size > 1 else None
     engine.threads.fixed = options.threads is not None or device.type != "cpu"
+    if checkpoint.config.is_longrope and ranks.rank == 0:
+        kind = "long" if checkpoint.config.has_long_factors(length) else "short"
+        original = f"the original context is {checkpoint.config.short_context}"
+        print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
     return engine
 
 

@@ -169,7 +169,6 @@ class ModelDraft:
         self.drafter.begin(context)
         self.model.setup_caches(context.rows, context.length)
         self.cached = [[] for _ in range(context.rows)]
-        self.is_long = [False] * context.rows
 
     def add(self, row: int, tokens: list[int], cached: int):
         # Reuse a prefix, but at most the one that the engine has reused: it reuses nothing after Engine.clear.
@@ -184,8 +183,6 @@ class ModelDraft:
     def catch_up(self, rows: list) -> float:
         """Prefill the draft: read a chunk of every row in which more than the last two tokens are missing in its cache.
         Returns the seconds that it took."""
-        for row in rows:
-            self._choose_factors(row.index, len(row.tokens) + 1)  # + 1: the newest token
         behind = [row for row in rows if len(self.cached[row.index]) < len(row.tokens) - 1]
         if not behind:
             return 0.0
@@ -202,15 +199,6 @@ class ModelDraft:
             self.cached[row.index] = self.cached[row.index] + chunk
         synchronize(device)
         return time.perf_counter() - start
-
-    def _choose_factors(self, row: int, n: int):
-        """With longrope, let a row of n tokens use the factors for its length. If its cached keys have the other ones,
-        the draft reads the row again, as the engine does for the target."""
-        short = self.model.config.short_context
-        is_long = short is not None and n > short
-        if is_long != self.is_long[row]:
-            self.is_long[row], self.cached[row] = is_long, []
-            self.model.positions.long_rows[row] = is_long
 
     def propose(self, batch: Batch, k: int) -> Proposal:
         """Propose up to k tokens for each row that has been read, one pass of the draft for each token.

@@ -361,6 +361,19 @@ def hf_greedy(oracle, prompt, n):
     return out[0, len(prompt) :].tolist()
 
 
+def for_long_rows(oracle):
+    """The oracle for rows longer than longrope's original context: transformers' model with the long factors for every
+    input. Other models are their own oracle."""
+    config = copy.deepcopy(oracle.config)
+    rope = getattr(config, "rope_parameters", {})
+    if rope.get("rope_type") != "longrope":
+        return oracle
+    rope["short_factor"] = rope["long_factor"]
+    long = type(oracle)(config).eval()
+    long.load_state_dict(oracle.state_dict())
+    return long
+
+
 @pytest.fixture(scope="session")
 def python():
     """The command line of this interpreter, for running the programs as a user does."""

@@ -16,7 +16,7 @@ from programs import ids, main, printed_lines, run
 import generate as program
 from checkpoint import open_directory
 from cli import UserError, run_command
-from config import Config
+from config import Config, RopeScaling
 from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
 from generate import parse_arguments
@@ -288,6 +288,28 @@ def test_cache_length(tiny_model, length):
     big = Config(1, 2, 2, 4, 8, 8, 10, 100_000)
     lengths = [choose_cache_length(None, big, n) for n in (1, 512, 513, 8193, 40_000)]
     assert lengths == [512, 512, 2048, 32768, 100_000]
+    assert choose_cache_length(None, big, wanted=4096) == 4096
+
+
+def test_cache_lengths_of_longrope_stay_within_the_original_context():
+    """Unless more is needed or given."""
+    scaling = RopeScaling("longrope", original_max_seq_length=3000, factors=(2.0, 3.0), long_factors=(5.0, 7.0))
+    config = Config(1, 2, 2, 4, 8, 8, 10, 100_000, rope_scaling=scaling)
+    assert [choose_cache_length(None, config, n) for n in (1, 513, 2049, 3000)] == [512, 2048, 3000, 3000]
+    assert choose_cache_length(None, config, wanted=8192) == 3000
+    assert choose_cache_length(None, config, 3001, wanted=4096) == 8192
+    assert choose_cache_length(3001, config) == 3001
+
+
+@pytest.mark.parametrize("factors, positions, prompt, new, options", [
+    ("short", 95, 20, 9, []), ("long", 256, 90, 7, []), ("long", 96, 20, 9, ["--max_seq_length", 96]),
+    (None, 95, 20, 9, ["--quiet"]),
+])  # fmt: skip
+def test_a_line_says_which_factors_of_longrope_run(tiny, capsys, monkeypatch, factors, positions, prompt, new, options):
+    sizes = ["--synthetic_prompt", prompt, "--max_new_tokens", new, *options]
+    _, err = main(capsys, monkeypatch, "--checkpoint_path", tiny("phi3-longrope")[2], "--json", *sizes)
+    line = f"longrope: the {factors} factors, because rows have {positions} positions and the original context is 95"
+    assert re.findall("longrope.*", err) == [line] * (factors is not None)
 
 
 @pytest.mark.parametrize(

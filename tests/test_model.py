@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, greedy, hf_greedy, only_torch, random_prompts
+from conftest import SHORT_CONTEXT, TINY, for_long_rows, greedy, hf_greedy, only_torch, random_prompts
 
 from config import Config, RopeScaling
 from load import load_model
@@ -24,7 +24,7 @@ def positions(B, S, start=0):
 @pytest.mark.parametrize("name", TINY)
 def test_equals_transformers(tiny, tiny_model, name):
     """32 greedy tokens after 5 prompts of different lengths in one batch, and all logits of the longest sequence."""
-    oracle = tiny(name)[0]
+    oracle = for_long_rows(tiny(name)[0])
     model = tiny_model(name, rows=1, length=160)
     prompts = random_prompts((1, 9, 17, 60, 126), seed=1)
     expected = [hf_greedy(oracle, prompt, 32) for prompt in prompts]
@@ -38,6 +38,20 @@ def test_equals_transformers(tiny, tiny_model, name):
         difference = theirs - model(sequence, positions(1, sequence.shape[1]), all_logits=True)
     rounding = (theirs - exact).abs().max()  # transformers' own error, which we may have too
     assert difference.abs().max() < max(LOGITS, 2 * rounding)
+
+
+@pytest.mark.parametrize("name", ["phi3-longrope", "phi3-longrope-partial"])
+def test_longrope_has_the_factors_of_the_rows_length(tiny, tiny_model, name):
+    """Rows of the original context equal transformers as it is, and rows of one more position its long factors."""
+    oracle, prompts = tiny(name)[0], random_prompts((1, 13, 64), seed=1)
+    [context] = SHORT_CONTEXT.values()
+    for length, theirs in ((context, oracle), (context + 1, for_long_rows(oracle))):
+        model = tiny_model(name, rows=1, length=length)
+        assert greedy(model, prompts, 32, length=length) == [hf_greedy(theirs, prompt, 32) for prompt in prompts]
+        sequence = torch.tensor(random_prompts((length,), seed=2))
+        with torch.no_grad():
+            difference = theirs(sequence).logits - model(sequence, positions(1, length), all_logits=True)
+        assert difference.abs().max() < LOGITS
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PHI3, ROOT, SHORT_CONTEXT, longrope, save_random, tiny_chat_llama
+from conftest import ROOT, tiny_chat_llama
 from texts import TEMPLATE
 
 sys.path.append(str(ROOT / "training"))
@@ -172,22 +172,12 @@ def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
     assert len(samples) >= 12 and all(len(sample["new"]) == 1 for sample in samples)
 
 
-def test_states_of_rows_that_are_read_again(tmp_path, byte_level):
-    """With longrope, the engine reads an answer again when it has grown beyond the original context."""
-    tiny_chat_llama(tmp_path / "hf", byte_level, 1600, TEMPLATE, seed=1)
-    config = PHI3(
-        vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
-        num_hidden_layers=2, max_position_embeddings=1600, rope_parameters=longrope(3), **SHORT_CONTEXT,
-        bos_token_id=0, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    (tmp_path / "hf" / "model.safetensors").unlink()
-    save_random(config, tmp_path / "hf", seed=2)
-    model = load_model(open_hf(tmp_path / "hf"), dtype=torch.float32)
-    prompts, steps = prompts_of(tmp_path / "hf", 5, 60), self_text.RecordedSteps()
+def test_a_state_is_that_from_which_its_token_was_sampled(tmp_path, chat_checkpoint):
+    model = load_model(chat_checkpoint, dtype=torch.float32)
+    prompts, steps = prompts_of(chat_checkpoint, 5, 60), self_text.RecordedSteps()
     engine, path = Engine(model, 4, 1600, StepFunctions(steps.prefill, steps.decode)), tmp_path / "text.jsonl"
     self_text.write_samples(engine, steps, prompts, path, 500)
-    samples, short = self_text.read_samples(path), model.config.short_context
-    assert any(len(s["prompt"]) < short < len(s["prompt"] + s["new"]) for s in samples)
+    samples = self_text.read_samples(path)
     text, at = read_teacher_text(path, model), 0
     assert len(text.hidden) == sum(len(s["new"]) for s in samples)
     assert self_text.hidden_path(path, model).stat().st_size == 2 * len(text.hidden) * model.config.dim

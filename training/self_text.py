@@ -145,8 +145,7 @@ def hidden_path(path: Path, model: Transformer) -> Path:
 class RecordedSteps:
     """Step functions for an engine that record the hidden states from which each row's new tokens are sampled.
 
-    They are kept by position, and the first one of each position: the engine reads a row again when longrope's factors
-    for it change. Remove those of each request that has ended.
+    They are kept by position. Remove those of each request that has ended.
     """
 
     def __init__(self):
@@ -167,7 +166,7 @@ class RecordedSteps:
 
     def _record(self, rows: torch.Tensor, position: torch.Tensor, x: torch.Tensor):
         for row, at, vector in zip(rows.tolist(), position.tolist(), x):
-            self.hidden[row].setdefault(at, vector)
+            self.hidden[row][at] = vector
 
 
 class SampleFile:

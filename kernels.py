@@ -31,7 +31,7 @@ MAX_DECODE_TOKENS = 16  # up to this many new tokens per row, products are memor
 
 
 def define(schema, fake=None):
-    """Declare an operation torch.ops.fastpath.NAME(...), which cpu/install.py and kernels_triton.py implement.
+    """Declare an operation torch.ops.fastpath.NAME(...), which the C++ of cpu/ and kernels_triton.py implement.
 
     fake: a function with the same arguments that returns empty tensors of the right shapes, for torch.compile.
     """
@@ -247,8 +247,8 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- operations of one kind of device
 #
-# Only cpu/install.py, drafts/heads.py and kernels_triton.py call these operations. Each device has its own layout of
-# packed weights, which its file describes.
+# Only cpu/layers.py, cpu/install.py, drafts/heads.py and kernels_triton.py call these operations. Each device has its
+# own layout of packed weights, which its file describes.
 
 # CPU. pack_layer packs the parts of a matrix (N,K) in a format of formats.FORMATS into `to`, uint8 (packed_bytes,). A
 # layer is prepared once: prepare_layer returns a handle to a linear layer or a table of N outputs and K inputs. Its

@@ -1,7 +1,7 @@
 // The CPU kernels: matrix products with bfloat16, float16 and float32 weights and with every quantized format, norms,
 // attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
-// cpu/install.py compiles this file and matmul.cpp for the instruction set of the processor, and packs the weights.
+// cpu/build.py compiles this file and matmul.cpp for the instruction set of the processor; cpu/layers.py packs weights.
 // kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed
 // and multiplied with it, and many rows or queries at once use it for quantized weights and for attention. Read this
 // file last: it defines the operations, which check their arguments and divide the work among the threads. Before it

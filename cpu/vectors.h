@@ -4,7 +4,7 @@
 //   i64x16  16 int64 elements      Lanes   a bit for each of 16 lanes: those that are selected
 //
 // One file for each vector width defines them with the processor's instructions: vectors_avx512.h (one register of 512
-// bits each) and vectors_avx2.h (two of 256 bits). cpu/install.py sets VECTOR_BITS to choose one. Everything else is
+// bits each) and vectors_avx2.h (two of 256 bits). cpu/build.py sets VECTOR_BITS to choose one. Everything else is
 // written once, and it adds numbers in the same order on every processor. (A vectors_neon.h, of four registers of 128
 // bits each, would be a third such file. Only parallel.h and FlushDenormals of attention.h also use x86 instructions.)
 

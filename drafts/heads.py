@@ -70,7 +70,7 @@ class MedusaHeads(nn.Module):
         None if it cannot be used."""
         if model.shard is not None or not has_kernel("medusa", self.device):
             return None
-        from cpu.install import PackedLinear, PreparedLayer
+        from cpu.layers import PackedLinear, PreparedLayer
 
         own = (self.gate_up, self.down, self.vocabulary.output)
         has_layout = isinstance(model.embedding, (Embedding, PackedLinear))  # else it is quantized, but not packed

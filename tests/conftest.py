@@ -36,7 +36,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import kernels
 import load
 from convert_hf_checkpoint import convert, ensure_checkpoint
-from cpu import install
+from cpu import build
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
@@ -49,9 +49,7 @@ load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that ne
 hypothesis.settings.load_profile("ci")  # the same examples in every run; --hypothesis-profile default has new ones
 
 # The kernels that Skylake-X gets: AVX-512 without VNNI and BF16.
-SKYLAKE = install.InstructionSet(
-    "avx512-skylake", install.AVX512.needs, ("-march=skylake-avx512", *install.AVX512.flags[1:])
-)
+SKYLAKE = build.InstructionSet("avx512-skylake", build.AVX512.needs, ("-march=skylake-avx512", *build.AVX512.flags[1:]))
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
@@ -198,12 +196,12 @@ def pytest_configure(config):
     if (name := config.getoption("--kernels", "auto")) == "auto":
         return
     if name == "avx512-skylake":
-        install.INSTRUCTION_SETS[:] = [SKYLAKE]
-    if name == "avx2-vnni" and not install.AVX2_VNNI.is_in(install.processor_flags()):
+        build.INSTRUCTION_SETS[:] = [SKYLAKE]
+    if name == "avx2-vnni" and not build.AVX2_VNNI.is_in(build.processor_flags()):
         # AVX-512 has the same instruction for 256 bits.
-        needs, flags = install.AVX2.needs | {"avx512_vnni", "avx512vl"}, ("-mavx512vnni", "-mavx512vl")
-        install.INSTRUCTION_SETS[:] = [install.InstructionSet(name, needs, (*install.AVX2.flags, *flags))]
-    assert install.load_kernels(name)
+        needs, flags = build.AVX2.needs | {"avx512_vnni", "avx512vl"}, ("-mavx512vnni", "-mavx512vl")
+        build.INSTRUCTION_SETS[:] = [build.InstructionSet(name, needs, (*build.AVX2.flags, *flags))]
+    assert build.load_kernels(name)
 
 
 def pytest_collection_modifyitems(items):

@@ -29,7 +29,9 @@ from safetensors.torch import load_file, save_file
 from checkpoint import empty_model
 from cli import UserError
 from config import Config
-from cpu import install as kernels_cpu
+from cpu import build
+from cpu.install import install
+from cpu.layers import PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import KERNELS, attention_reference
 from load import install_kernels, kernels_module, load_model
@@ -38,7 +40,7 @@ from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
 from writer import Writer
 
-if not kernels_cpu.load_kernels():
+if not build.load_kernels():
     pytest.skip("the kernels need AVX2 and a C++ compiler", allow_module_level=True)
 
 ops = torch.ops.fastpath
@@ -79,7 +81,7 @@ def unquantized(N, K, bias, seed=0, kind=Linear):
     return layer
 
 
-needs_amx = pytest.mark.skipif(not kernels_cpu.allow_amx(), reason="needs a CPU and a compiler with AMX")
+needs_amx = pytest.mark.skipif(not build.allow_amx(), reason="needs a CPU and a compiler with AMX")
 
 
 def close(found, expected, tolerance):
@@ -108,7 +110,7 @@ def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, off
     torch.set_num_threads(n)
     layer, matrix = quantized(format, N, K, fitting_size(format, groupsize, K), bias, dtype, seed=N)
     x = numbers(M, K, seed=K, dtype=dtype, offset=offset)
-    found = kernels_cpu.PackedLinear(layer, exact)(x)
+    found = PackedLinear(layer, exact)(x)
     expected = F.linear(x.float(), matrix, layer.bias.float() if bias else None)
     error = (found.float() - expected).abs()
     size = x.float().abs() @ matrix.abs().T + (layer.bias.float().abs() if bias else 0)
@@ -130,7 +132,7 @@ def test_packed_bfloat16_linear(M, blocks, groups, bias, n, offset):
     x, w, b = numbers(M, K, seed=K, dtype=torch.bfloat16, offset=offset), layer.weight.float(), layer.bias
     expected = F.linear(x.float(), w, b.float() if bias else None)
     size = x.float().abs() @ w.abs().T + (b.float().abs() if bias else 0)
-    found = kernels_cpu.PackedLinear(layer, False)(x)
+    found = PackedLinear(layer, False)(x)
     assert found.dtype == x.dtype and ((found.float() - expected).abs() <= DTYPES[x.dtype] * (size + 6e-5)).all()
 
 
@@ -156,9 +158,9 @@ def every_operation(K, N, dtype):
     }
     for format in FORMATS:
         for exact in (False, True) if format in ("int8", "int4") else (False,):
-            found[f"{format} {exact}"] = kernels_cpu.PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
-    if dtype == torch.bfloat16 and kernels_cpu.allow_amx() and N % 16 == K % 32 == 0:
-        found["packed"] = kernels_cpu.PackedLinear(unquantized(N, K, True), False)
+            found[f"{format} {exact}"] = PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
+    if dtype == torch.bfloat16 and build.allow_amx() and N % 16 == K % 32 == 0:
+        found["packed"] = PackedLinear(unquantized(N, K, True), False)
     return found
 
 
@@ -195,7 +197,7 @@ def with_and_without_amx(function) -> list:
 def test_quantized_products_have_the_same_bits_with_amx(M, N, K, n, format, groupsize, bias, dtype):
     torch.set_num_threads(n)
     layer, _ = quantized(format, N, K, fitting_size(format, groupsize, K), bias, dtype, seed=N)
-    packed, x = kernels_cpu.PackedLinear(layer, False), numbers(M, K, seed=K, dtype=dtype)
+    packed, x = PackedLinear(layer, False), numbers(M, K, seed=K, dtype=dtype)
     one, other = with_and_without_amx(lambda: packed(x))
     assert torch.equal(one, other)
 
@@ -219,7 +221,7 @@ def test_rows_of_extreme_size():
     x = torch.stack([torch.zeros(64), torch.full((64,), 1e-38), torch.full((64,), 3e38)]).bfloat16()
     layer, matrix = quantized("int8", 19, 64, 32, False, torch.bfloat16)
     layer.scales *= 1e-3
-    found = kernels_cpu.PackedLinear(layer, False)(x).float()
+    found = PackedLinear(layer, False)(x).float()
     assert not found[0].any() and found[1].abs().max() < 1e-35 and found[2].isfinite().all()
     assert torch.allclose(found[2], (x[2].float() / 1e3) @ matrix.T, rtol=0.05, atol=1e33)
 
@@ -231,7 +233,7 @@ def test_levels_that_only_other_programs_write():
     layer.scales.copy_(torch.tensor([[-1.0], [0.5], [2.0]]))
     x = torch.full((1, 32), 2.0)
     for exact in (True, False):
-        found = kernels_cpu.PackedLinear(layer, exact)(x.bfloat16()).float()
+        found = PackedLinear(layer, exact)(x.bfloat16()).float()
         assert torch.allclose(found, torch.tensor([[8192.0, 4064.0, -64.0]]), rtol=0.01)
 
 
@@ -241,7 +243,7 @@ def test_lookup_in_packed_tables(format, N, K, groupsize):
     groupsize = groupsize if groupsize in FORMATS[format].groupsizes else 32
     plain = QuantizedEmbedding(K, N, False, Scheme(format, groupsize))
     plain.load_state_dict(quantized(format, N, K, groupsize, False, torch.float32)[0].parts())
-    table = kernels_cpu.PackedEmbedding(plain, True)
+    table = PackedEmbedding(plain, True)
     tokens = torch.randint(0, N, (2, 7))
     assert torch.equal(table(tokens), plain(tokens))
     x = numbers(2, 3, K)
@@ -257,7 +259,7 @@ def test_lookup_in_packed_bfloat16_tables(N, K):
         torch.randint(0, N, (2, 7)),
     )
     rows, logits = plain(tokens), plain.logits(x).float()
-    table = kernels_cpu.PackedEmbedding(plain, False)  # uses the memory of `plain`
+    table = PackedEmbedding(plain, False)  # uses the memory of `plain`
     assert torch.equal(table(tokens), rows)
     close(table.logits(x), logits, DTYPES[x.dtype])
 
@@ -271,10 +273,10 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.rms_norm, (x, w[0], 1e-5))
     torch.library.opcheck(ops.layer_norm, (x, w[0], w[1], 1e-5))
     for format in FORMATS:
-        packed = kernels_cpu.PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
+        packed = PackedLinear(quantized(format, 21, 40, 32, False, dtype)[0], False)
         torch.library.opcheck(ops.linear_packed, (x, packed.prepared.handle, 21))
-    if dtype == torch.bfloat16 and kernels_cpu.allow_amx():
-        packed = kernels_cpu.PackedLinear(unquantized(48, 64, True), False)
+    if dtype == torch.bfloat16 and build.allow_amx():
+        packed = PackedLinear(unquantized(48, 64, True), False)
         torch.library.opcheck(ops.linear_packed, (numbers(3, 64, dtype=dtype), packed.prepared.handle, 48))
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
@@ -294,7 +296,7 @@ def test_opcheck_of_blocks(tiny, name):
 
 def test_shapes_that_do_not_fit_are_refused():
     x = numbers(2, 40)
-    p = kernels_cpu.PackedLinear(quantized("int4", 21, 40, 32, False, torch.float32)[0], True)
+    p = PackedLinear(quantized("int4", 21, 40, 32, False, torch.float32)[0], True)
     with pytest.raises(RuntimeError, match=r"weight: expected \[3, 40\] in Float.*; got \[3, 41\]"):
         ops.linear(x, numbers(3, 41), None)
     with pytest.raises(RuntimeError, match=r"bias: expected \[3\] .* got \[4\]"):
@@ -469,7 +471,7 @@ INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-ti
 def test_bfloat16_weights_that_would_grow_are_not_packed(checkpoint):
     """Packed, sizes that are no multiples of 16 and 32 would need padding, and so memory beside that of the model."""
     model = load_model(checkpoint("qwen3-gqa", None))
-    assert not any(isinstance(layer, kernels_cpu.PackedLinear) for layer in model.modules())
+    assert not any(isinstance(layer, PackedLinear) for layer in model.modules())
 
 
 @needs_amx
@@ -482,7 +484,7 @@ def test_packed_bfloat16_models_are_close_to_plain_torch(checkpoint, name, S):
         model.setup_caches(2, 64)
         tokens = torch.tensor(random_prompts((S, S), V=272))
         found.append(model(tokens, torch.arange(S).expand(2, S).contiguous(), all_logits=True))
-        is_packed = [isinstance(layer, kernels_cpu.PackedLinear) for layer in model.modules()]
+        is_packed = [isinstance(layer, PackedLinear) for layer in model.modules()]
         assert sum(is_packed) == (13 if kernels == "auto" else 0)
     close(found[0], found[1].float(), 0.03)
 
@@ -570,7 +572,7 @@ def wide_model(format):
     swap(model, Quantization(format, 32, format).scheme if format else lambda name: None)
     for name, weight in weights.items() if format else ():
         model.get_submodule(name).load_state_dict(pack(weight, format, 32), assign=True)
-    assert kernels_cpu.install(model)
+    assert install(model)
     return model
 
 
@@ -647,7 +649,7 @@ def products_of_integers() -> dict[str, torch.Tensor]:
     found = {}
     for format, (N, K, groupsize) in itertools.product(FORMATS, [(37, 45, 32), (50, 320, 64), (33, 96, 0)]):
         layer = quantized(format, N, K, fitting_size(format, groupsize, K), True, torch.bfloat16, seed=N)[0]
-        packed = kernels_cpu.PackedLinear(layer, False)
+        packed = PackedLinear(layer, False)
         for M in (1, 3, 16, 61):
             found[f"{format} {N} {K} {M}"] = packed(numbers(M, K, seed=M, dtype=torch.bfloat16))
     return found
@@ -700,11 +702,11 @@ def instructions_of(library: Path) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump, which comes with GCC")
 @pytest.mark.parametrize("instructions", [
-    kernels_cpu.AVX2, *(pytest.param(one, marks=pytest.mark.full) for one in (kernels_cpu.AVX2_VNNI, SKYLAKE))
+    build.AVX2, *(pytest.param(one, marks=pytest.mark.full) for one in (build.AVX2_VNNI, SKYLAKE))
 ], ids=lambda one: one.name)  # fmt: skip
 def test_no_instruction_that_the_instruction_set_lacks(instructions):
     """All instructions of AVX-512 begin with the byte 62, and only AVX-VNNI has vpdpbusd without it."""
-    library = kernels_cpu.build(kernels_cpu.find_compiler(), instructions)
+    library = build.build_library(build.find_compiler(), instructions)
     found = instructions_of(library)
     has_avx512 = any("zmm" in text or code.startswith("62 ") for code, text in found)
     assert len(found) > 10_000 and has_avx512 == (instructions is SKYLAKE)
@@ -724,36 +726,36 @@ def test_no_instruction_that_the_instruction_set_lacks(instructions):
     ("avx fma", "the CPU kernels need AVX2, and this processor lacks avx2, bmi2, f16c"),
 ])  # fmt: skip
 def test_which_instruction_set_is_chosen(monkeypatch, processor, chosen):
-    monkeypatch.setattr(kernels_cpu, "processor_flags", lambda: frozenset(processor.split()))
-    monkeypatch.setattr(kernels_cpu, "INSTRUCTION_SETS", [kernels_cpu.AVX512, kernels_cpu.AVX2_VNNI, kernels_cpu.AVX2])
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(processor.split()))
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", [build.AVX512, build.AVX2_VNNI, build.AVX2])
     if "need" in chosen:
         with pytest.raises(UserError, match=chosen):
-            kernels_cpu.choose_instruction_set("auto")
+            build.choose_instruction_set("auto")
     else:
-        assert kernels_cpu.choose_instruction_set("auto").name == chosen
-        assert kernels_cpu.choose_instruction_set("avx2").name == chosen.replace("avx512", "avx2")
+        assert build.choose_instruction_set("auto").name == chosen
+        assert build.choose_instruction_set("avx2").name == chosen.replace("avx512", "avx2")
 
 
 @pytest.mark.parametrize("machine, system", [("arm64", "darwin"), ("aarch64", "linux"), ("AMD64", "win32")])
 def test_other_systems_get_one_line(monkeypatch, capsys, machine, system):
-    monkeypatch.setattr(kernels_cpu.platform, "machine", lambda: machine)
-    monkeypatch.setattr(kernels_cpu.sys, "platform", system)
-    assert kernels_cpu.try_to_load.__wrapped__("auto") is False
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(build.sys, "platform", system)
+    assert build.try_to_load.__wrapped__("auto") is False
     (line,) = capsys.readouterr().err.splitlines()
     assert f"not for {machine} under {system}" in line and "PyTorch's own operations run instead" in line
 
 
 def test_a_process_has_one_set_of_kernels():
-    loaded = kernels_cpu.LOADED[0].name
-    assert kernels_cpu.load_kernels(loaded) and kernels_cpu.load_kernels()
+    loaded = build.LOADED[0].name
+    assert build.load_kernels(loaded) and build.load_kernels()
     other = "avx512" if loaded.startswith("avx2") else "avx2"
     with pytest.raises(UserError, match=f"--kernels {other}: this process has loaded those for {loaded}"):
-        kernels_cpu.load_kernels(other)
+        build.load_kernels(other)
 
 
 # ---------------------------------------------------------------- the build
 
-SAY = "import torch; from cpu import install; print(install.load_kernels()); print(torch.ops.fastpath.linear)"
+SAY = "import torch; from cpu import build; print(build.load_kernels()); print(torch.ops.fastpath.linear)"
 # Writes what a compiler has written before, a little later, so that processes must wait for each other.
 SLOW_COPY = """#!/bin/sh
 [ "$1" != --version ] || exit 0
@@ -772,7 +774,7 @@ def start(cache: Path, code: str = SAY, **environment):
 @pytest.mark.slow
 def test_processes_that_start_together_build_once(tmp_path):
     compiler = tmp_path / "compiler"
-    compiler.write_text(SLOW_COPY.format(kernels_cpu.build(os.environ.get("CXX") or "g++", kernels_cpu.LOADED[0])))
+    compiler.write_text(SLOW_COPY.format(build.build_library(os.environ.get("CXX") or "g++", build.LOADED[0])))
     compiler.chmod(0o755)
     processes = [start(tmp_path, CXX=str(compiler)) for _ in range(3)]
     said = [process.communicate(timeout=300) for process in processes]
@@ -808,9 +810,9 @@ def test_what_a_compiler_prints_may_be_no_utf8(tmp_path, monkeypatch, capsys, li
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
     if why is None:
-        assert kernels_cpu.build(os.environ["CXX"], kernels_cpu.AVX2).read_text() == "\n"
+        assert build.build_library(os.environ["CXX"], build.AVX2).read_text() == "\n"
         return
-    assert kernels_cpu.try_to_load.__wrapped__("auto") is False
+    assert build.try_to_load.__wrapped__("auto") is False
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert f"(GCC 11 or clang 14 can): {why}; PyTorch's own operations run instead" in line
 
@@ -819,7 +821,7 @@ def test_a_cache_in_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    assert kernels_cpu.build(fake_compiler(folder / "g\udcff++"), kernels_cpu.AVX2).exists()
+    assert build.build_library(fake_compiler(folder / "g\udcff++"), build.AVX2).exists()
 
 
 HOLD = """if True:
@@ -835,23 +837,23 @@ HOLD = """if True:
 def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsys, killed):
     """It takes the library of the other process, or builds it after the other one was killed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels_cpu, "SILENT_TRIES", 2)
+    monkeypatch.setattr(build, "SILENT_TRIES", 2)
     compiler = fake_compiler(tmp_path / "compiler")
-    path = kernels_cpu.build(compiler, kernels_cpu.AVX2)
+    path = build.build_library(compiler, build.AVX2)
     path.unlink()
     assert "waiting" not in capsys.readouterr().err, "nobody else builds"
     command = [sys.executable, "-c", HOLD, str(path.parent / "kernels.lock"), str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
 
-        class Watch(kernels_cpu.Stopwatch):
+        class Watch(build.Stopwatch):
             def __enter__(self):
                 super().__enter__()
                 if self.what.startswith("waiting"):  # what it waits for ends now
                     other.kill() if killed else other.stdin.close()
 
-        monkeypatch.setattr(kernels_cpu, "Stopwatch", Watch)
-        assert kernels_cpu.build(compiler, kernels_cpu.AVX2) == path
+        monkeypatch.setattr(build, "Stopwatch", Watch)
+        assert build.build_library(compiler, build.AVX2) == path
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "waiting for another process that builds the CPU kernels ..."
     assert any(line.startswith("building the CPU kernels") for line in lines) == killed
@@ -861,12 +863,12 @@ def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsy
 @pytest.mark.full
 def test_a_builder_that_is_killed_while_another_process_waits(tmp_path):
     """Its compiler lives on, but does not hold the lock."""
-    library = kernels_cpu.build(os.environ.get("CXX") or "g++", kernels_cpu.LOADED[0])
+    library = build.build_library(os.environ.get("CXX") or "g++", build.LOADED[0])
     compiler = tmp_path / "compiler"
     hang = f'[ "$1" = --version ] || [ -e {tmp_path}/go ] || {{ echo $$ >> {tmp_path}/hung; exec sleep 300; }}'
     compiler.write_text(SLOW_COPY.format(library).replace("#!/bin/sh\n", f"#!/bin/sh\n{hang}\n"))
     compiler.chmod(0o755)
-    hung, sources = tmp_path / "hung", len(list(kernels_cpu.SOURCES.glob("*.cpp")))
+    hung, sources = tmp_path / "hung", len(list(build.SOURCES.glob("*.cpp")))
     hung.touch()
     first = second = start(tmp_path, CXX=str(compiler))
     try:
@@ -893,12 +895,12 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     """The library is built in a temporary folder that belongs to the user, and never in somebody else's folder."""
     compiler = fake_compiler(tmp_path / "compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
-    monkeypatch.setattr(kernels_cpu.tempfile, "tempdir", str(tmp_path))
-    first, again = (kernels_cpu.build(compiler, kernels_cpu.AVX2) for _ in range(2))
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+    first, again = (build.build_library(compiler, build.AVX2) for _ in range(2))
     assert first == again and first.parent == tmp_path / f"fastpath-{os.getuid()}" and first.exists()
     first.parent.chmod(0o777)
     with pytest.raises(OSError, match="lets others write"):
-        kernels_cpu.build(compiler, kernels_cpu.AVX2)
+        build.build_library(compiler, build.AVX2)
 
 
 @pytest.mark.slow
@@ -925,7 +927,7 @@ def test_a_format_without_kernels_is_unpacked(tiny, tmp_path, monkeypatch, capsy
 
 def test_copies_of_packed_layers_live_on(tiny):
     """A copy of a layer has its own handle, so it works after the original is gone; also a copy by pickle."""
-    layer = kernels_cpu.PackedLinear(quantized("int8", 21, 40, 32, True, torch.float32)[0], False)
+    layer = PackedLinear(quantized("int8", 21, 40, 32, True, torch.float32)[0], False)
     x, copies = numbers(3, 40), [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     expected, handle = layer(x), layer.prepared.handle
     del layer
@@ -991,14 +993,16 @@ def test_under_sanitizers(tmp_path, kernels):
         import sys, torch
         sys.path.insert(0, "tests")
         from cases import quantized
-        from cpu import install as kernels_cpu
+        from cpu import build
+        from cpu.install import install
+        from cpu.layers import PackedEmbedding, PackedLinear, PreparedLayer
         import formats
         from checkpoint import empty_model
         from writer import Writer
         from config import Config
 
-        kernels_cpu.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-        assert kernels_cpu.load_kernels(KERNELS)
+        build.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        assert build.load_kernels(KERNELS)
         ops = torch.ops.fastpath
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for N, K in ((1, 1), (17, 33), (37, 96), (16, 150), (35, 31)):
@@ -1008,14 +1012,14 @@ def test_under_sanitizers(tmp_path, kernels):
                     for size in (0, 32, 64) if len(format.groupsizes) > 1 else format.groupsizes:
                         size = size if len(format.groupsizes) == 1 or size < K else 0
                         plain = quantized(name, N, K, size, True, dtype)[0]
-                        layers += [kernels_cpu.PackedLinear(plain, exact) for exact in (False, True)]
+                        layers += [PackedLinear(plain, exact) for exact in (False, True)]
                         other = formats.Linear(K, 5, False).to(dtype)
                         stack = formats.StackedLinear([plain, other], b.new_zeros(N + 5))
                         plain.bias = None
-                        layers.append(kernels_cpu.PackedLinear(stack, False))
+                        layers.append(PackedLinear(stack, False))
                         table = formats.QuantizedEmbedding(K, N, False, plain.scheme)
                         table.load_state_dict(plain.parts())
-                        kernels_cpu.PackedEmbedding(table, False)(torch.tensor([[0, N - 1]]))
+                        PackedEmbedding(table, False)(torch.tensor([[0, N - 1]]))
                 for M in (1, 2, 3, 5, 8, 13, 45):
                     x = torch.randn(M, K).to(dtype)
                     ops.linear(x, w, b), ops.rms_norm(x, norm, 1e-5), ops.layer_norm(x, norm, norm, 1e-5)
@@ -1032,9 +1036,9 @@ def test_under_sanitizers(tmp_path, kernels):
                 for N, K in ((2 * F, 2 * D), (D, F), (W, D)):
                     plain = formats.QuantizedLinear(K, N, False, formats.Scheme("int8", 32))
                     plain.load_state_dict(formats.pack(torch.randn(N, K), "int8", 32))
-                    layers.append(kernels_cpu.PackedLinear(plain, False))
+                    layers.append(PackedLinear(plain, False))
                 rows = torch.randn(131, D).to(dtype)
-                table = kernels_cpu.PreparedLayer("prepare_layer", "dense", rows, None, 131, D, 0, True)
+                table = PreparedLayer("prepare_layer", "dense", rows, None, 131, D, 0, True)
                 handles = [table.handle, *(layer.prepared.handle for layer in layers)]
                 tokens = torch.tensor([130, 0, 7])
                 ops.medusa(torch.randn(3, D).to(dtype), tokens, torch.arange(W), handles, 3)
@@ -1050,7 +1054,7 @@ def test_under_sanitizers(tmp_path, kernels):
                 model = empty_model(config, quantization).to_empty(device="cpu")
                 for tensor in model.state_dict().values():
                     tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)
-                assert kernels_cpu.install(model)
+                assert install(model)
                 model.setup_caches(2, 20)
                 for S, start in ((3, 0), (1, 19), (16, 3)):
                     pos = torch.arange(start, start + S).expand(2, S)

@@ -16,7 +16,7 @@ from schedules import GREEDY
 from table_model import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
 
 from cli import UserError
-from cpu import install as kernels_cpu
+from cpu.build import load_kernels
 from drafts import heads as medusa
 from drafts.draft_model import output_head_rows
 from drafts.heads import (
@@ -258,7 +258,7 @@ def test_a_planted_bug_breaks_the_distribution():
     assert p_value(three_tokens(how, accepts_all=True)[0], how) < 1e-6
 
 
-@pytest.mark.skipif(not kernels_cpu.load_kernels(), reason="needs the CPU kernels")
+@pytest.mark.skipif(not load_kernels(), reason="needs the CPU kernels")
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-5"])
 @pytest.mark.parametrize("quantization", [None, Quantization("int8", 32, "int8"), Quantization("int4", 32, "int4")])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])

@@ -361,7 +361,7 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         import sys, torch
         from pathlib import Path
         from checkpoint import empty_model, read_config
-        from cpu.install import load_kernels
+        from cpu.build import load_kernels
         from formats import Quantization
         from load import load_model
         from quantize import quantize_checkpoint

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from programs import main
 
 import sampling
-from cpu import install as kernels_cpu
+from cpu.build import load_kernels
 from kernels import KERNELS, exponential_noise, float_to_sortable_int, scramble
 from sampling import Sampling, SamplingParams
 
@@ -30,7 +30,7 @@ ROUNDING = 5e-6  # of (log-)probabilities: float32 sums of thousands of numbers
 
 ops = torch.ops.fastpath
 REFERENCE = SimpleNamespace(sample=sampling.sample_reference, probabilities=sampling.probabilities_reference)
-kernels_cpu.load_kernels()
+load_kernels()
 IMPLEMENTATIONS = {"reference": REFERENCE} | ({"C++": ops} if "sample" in KERNELS.get("cpu", ()) else {})
 needs_cpp = pytest.mark.skipif("C++" not in IMPLEMENTATIONS, reason="the kernels need AVX2 and a compiler")
 

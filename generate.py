@@ -79,6 +79,7 @@ def parse_arguments(argv=None):
     bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
+    add("--devices", type=positive, default=1, metavar="N", help="with --roofline: how many share the weights (1)")
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
     return check_arguments(parser.parse_args(argv))
 
@@ -108,6 +109,8 @@ def check_arguments(args):
         raise UserError("--report and --quiet exclude each other")
     if args.roofline is not None and (args.profile or args.report or args.interactive or args.model.speculates):
         raise UserError("--roofline generates nothing, so leave out --profile, --report, --interactive and drafts")
+    if args.devices > 1 and args.roofline is None:
+        raise UserError("--devices is for --roofline; to run on several devices, start the program with torchrun")
     if args.interactive:
         batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
         if args.json or args.report or args.quiet or args.profile or args.json_schema or any(batch):
@@ -272,15 +275,16 @@ def run(args, ranks):
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
+    if args.roofline is not None:
+        from report import print_roofline, read_bandwidth, read_without_weights
+
+        model = read_without_weights(args) or open_checkpoint(args.model, ranks)
+        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, 1, 1, ranks).model)
+        return print_roofline(args, model, bandwidth * ranks.size)
     checkpoint = open_checkpoint(args.model, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
-    if args.roofline is not None:
-        from report import print_roofline, read_bandwidth
-
-        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(checkpoint, 1, 1, ranks).model)
-        return print_roofline(checkpoint, bandwidth * ranks.size, args.batch_size, args.json)
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
     if args.interactive:

@@ -8,17 +8,20 @@ these would be misleading numbers.
 """
 
 import json
+import os
 import resource
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from cli import print_status, size_text
+from checkpoint import is_ours, read_config, read_quantization
+from cli import UserError, print_status, size_text
 from config import Config
-from formats import FORMATS, Quantization, swap
+from formats import Quantization, swap
 from model import Transformer
 
 FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
@@ -76,11 +79,34 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     return "\n".join(lines)
 
 
-def print_roofline(checkpoint, bandwidth: float, rows: int, as_json: bool):
-    """Print the roofline of a load.Checkpoint on stdout."""
-    dtype = checkpoint.options.dtype
-    table = rooflines(checkpoint.config, bandwidth, dtype, rows, checkpoint.quantization)
-    print(json.dumps({"roofline": table}) if as_json else roofline_text(table, dtype))
+class ModelWithoutWeights(NamedTuple):
+    """What a roofline needs of a model."""
+
+    config: Config
+    quantization: Quantization | None
+
+
+def read_without_weights(args) -> ModelWithoutWeights | None:
+    """The model of a directory that has a config.json, ours or Hugging Face's, but no weights; otherwise None.
+    args: of generate.py."""
+    directory = Path(os.path.expanduser(args.checkpoint_path or ""))
+    has_weights = any(file.suffix in (".safetensors", ".bin") for file in directory.glob("*"))
+    if not args.checkpoint_path or not (directory / "config.json").exists() or has_weights:
+        return None
+    if not args.roofline:
+        raise UserError(f"{directory} has no weights to measure the bandwidth with; give one, as in --roofline 100")
+    if is_ours(directory):
+        return ModelWithoutWeights(read_config(directory), None if args.dequantize else read_quantization(directory))
+    from sources.hf_directory import hf_config
+
+    return ModelWithoutWeights(hf_config(directory), None)
+
+
+def print_roofline(args, model, bandwidth: float):
+    """Print the roofline of a load.Checkpoint, or of a ModelWithoutWeights, on stdout. args: of generate.py."""
+    dtype = args.model.dtype
+    table = rooflines(model.config, bandwidth * args.devices, dtype, args.batch_size, model.quantization)
+    print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
 
 def read_bandwidth(model: Transformer) -> float:
@@ -273,35 +299,3 @@ def threads_text(used: dict[str, dict[int, int]]) -> str:
 
 def others_text(cpus: float | None) -> str:
     return f"; other programs used {cpus:.1f} processors" if cpus is not None and cpus >= 0.1 else ""
-
-
-def main():
-    """Print the roofline of a model; only its config.json is needed."""
-    from checkpoint import DTYPES, is_ours, read_config, read_quantization
-    from cli import ArgumentParser
-    from sources.hf_directory import hf_config
-
-    parser = ArgumentParser(description="The upper bound on tokens per second, from the bytes that a token reads.")
-    parser.add_argument("directory", type=Path, help="has a config.json, ours or Hugging Face's")
-    parser.add_argument("--bandwidth", type=float, required=True, metavar="GB/s", help="memory bandwidth of one device")
-    parser.add_argument("--devices", type=int, default=1, help="number of devices that share the weights (1)")
-    parser.add_argument("--rows", type=int, default=1, help="batch size: rows that are decoded together (1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache (bfloat16)")
-    quantized = "assume that quantize.py has quantized the model with this mode, groups of 32 and an int8 head"
-    parser.add_argument("--mode", choices=FORMATS, help=quantized)
-    args = parser.parse_args()
-    if not (0 < args.bandwidth < float("inf") and args.devices > 0 and args.rows > 0):
-        parser.error("--bandwidth, --devices and --rows must be above 0")
-    ours, dtype = is_ours(args.directory), DTYPES[args.dtype]
-    config = read_config(args.directory) if ours else hf_config(args.directory)
-    quantization = Quantization(args.mode, 32, "int8") if args.mode else None
-    if ours and quantization is None:
-        quantization = read_quantization(args.directory)
-    table = rooflines(config, args.bandwidth * 1e9 * args.devices, dtype, args.rows, quantization)
-    print(roofline_text(table, dtype))
-
-
-if __name__ == "__main__":
-    from cli import run_command
-
-    run_command(main)

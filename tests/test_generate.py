@@ -348,6 +348,8 @@ def test_a_line_says_which_factors_of_longrope_run(tiny, capsys, monkeypatch, fa
         (["--interactive", "--quiet"], "--interactive is one conversation"),
         (["--quiet", "--report"], "--report and --quiet exclude each other"),
         (["--roofline", "--report"], "--roofline generates nothing"),
+        (["--roofline", "-1"], "--roofline: must be above 0"),
+        (["--devices", "2"], "--devices is for --roofline"),
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
         (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),

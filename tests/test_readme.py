@@ -96,7 +96,7 @@ def test_commands_have_the_options_that_they_use(capsys, monkeypatch):
             known[program] = offered_options(program, capsys, monkeypatch)
         used = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert used <= known[program] | (TORCHRUN if command.lstrip().startswith("torchrun") else set()), command
-    assert {"generate.py", "quantize.py", "evaluate.py", "convert_hf_checkpoint.py", "report.py"} <= known.keys()
+    assert {"generate.py", "quantize.py", "evaluate.py", "convert_hf_checkpoint.py"} <= known.keys()
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if "python generate.py" in command])

@@ -1,16 +1,16 @@
 """Rooflines against torch's FLOP counter, and against the known numbers of a 176B model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from conftest import ROOT, only_torch
+from programs import main
 from torch.utils.flop_counter import FlopCounterMode
 
 import report
 from cli import UserError
+from formats import Quantization
 from load import load_model
+from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
 
 
@@ -40,15 +40,23 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
     assert model.kv_bytes([37]) == seen * 2 * config.n_kv_head * config.head_dim * 4
 
 
-@pytest.mark.slow
-def test_bloom_176b_needs_no_weights(tmp_path, monkeypatch):
+def test_a_roofline_needs_no_weights(tmp_path, tiny, capsys, monkeypatch):
+    """Of a directory of Hugging Face's (BLOOM-176B) or of ours, with the same numbers as beside its weights."""
     (tmp_path / "config.json").write_bytes((ROOT / "tests/data/configs/bigscience__bloom.json").read_bytes())
-    command = [sys.executable, str(ROOT / "report.py"), str(tmp_path), "--bandwidth", "1555", "--devices", "16"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1].split() == ["2048", "360.689", "352,494.5", "8,220.8", "69.0"], done.stderr
-    monkeypatch.setattr(sys, "argv", [*command[1:], "--bandwidth", "-1"])
-    with pytest.raises(UserError, match="must be above 0"):
-        report.main()
+    shown, _ = main(capsys, monkeypatch, "--checkpoint_path", tmp_path, "--roofline", 1555, "--devices", 16)
+    assert shown.splitlines()[-1].split() == ["2048", "360.689", "352,494.5", "8,220.8", "69.0"]
+    with pytest.raises(UserError, match=r"no weights to measure the bandwidth with; give one, as in --roofline 100"):
+        main(capsys, monkeypatch, "--checkpoint_path", tmp_path, "--roofline")
+
+    whole = tmp_path / "whole"
+    quantize_checkpoint(tiny("llama-gqa-biased")[2], whole, Quantization("int4", 32, "int8"))
+    (tmp_path / "config.json").write_bytes((whole / "config.json").read_bytes())
+    for options in (["--batch_size", 3], ["--dequantize"]):
+        texts = [
+            main(capsys, monkeypatch, "--checkpoint_path", directory, "--roofline", 7, *options)[0]
+            for directory in (whole, tmp_path)
+        ]
+        assert texts[0] == texts[1] != ""
 
 
 @pytest.mark.parametrize(

@@ -575,7 +575,9 @@ TWICE = """if True:
     import generate, sys
     for more in (["--top_a", "0"], ["--top_a", "1"]):
         sys.argv[1:] = sys.argv[1:] + more
-        generate.main()"""
+        generate.main()
+    from server.request_fields import FieldReader, read_sampling_params
+    assert read_sampling_params(FieldReader({"top_a": 0.5}), 9).top_a == 0.5"""
 
 
 def apply_example(directory):
@@ -599,7 +601,8 @@ def test_the_example_of_a_new_setting(tiny, tmp_path, python, capsys, monkeypatc
     """With the change to Python alone, the setting works, and nothing changes where it is not used."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "cpu", tmp_path / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("cpu", "server"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     apply_example(tmp_path)
     options = [
         "--checkpoint_path",

@@ -6,7 +6,7 @@ The files of optional features (kernels, drafts, several ranks) are imported onl
 from dataclasses import replace
 
 from checkpoint import check_memory
-from cli import UserError
+from cli import UserError, print_status
 from compile import compiled_steps
 from config import Config
 from engine import Engine

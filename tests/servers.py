@@ -21,6 +21,7 @@ from programs import printed_lines
 from engine import Engine, Request, generate
 from load import load_model
 from sampling import SamplingParams
+from serve import AnswerText
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
@@ -141,6 +142,19 @@ class Oracle:
         request = self.run(prompt, new, **params)
         ids = [i for i in request.new_tokens if i != 1]
         return TextStream(self.tokenizer, prompt if context else (), stop).add(ids, last=True)
+
+
+def take_tokens(answer: AnswerText, tokens: list[int], n: int, reason: str):
+    """Add the next n of the tokens to a request, as a step of the engine does. reason: why the last of them ends it."""
+    request = answer.request
+    for token in tokens[len(request.new_tokens) :][:n]:
+        request.new_tokens.append(token)
+        request.token_logprobs.append((-1.0, []))
+        if answer.add_token(token):
+            request.finish_reason = "stop"
+            return
+    if len(request.new_tokens) == len(tokens):
+        request.finish_reason = reason
 
 
 def prompt_ids(n: int, seed: int = 0) -> list[int]:

@@ -5,33 +5,16 @@ The app is the server's, with an engine that answers with given texts. Anthropic
 
 import json
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from scripted import TEMPLATE, ScriptedEngine, app_settings, events_of, served_model
 from servers import CONTEXT, KEY
 from starlette.testclient import TestClient
 
-from checkpoint import read_config, read_tokenizer_files
 from server import error_responses, http_server
 from server.anthropic import anthropic_error, chat_body, count_tokens, parse_message
-from server.api import ServedModel
-from server.metrics import Metrics
-from server.pipe_messages import Settings, Update
 from server.request_fields import ApiError, FieldReader
-
-# Writes everything that it gets, so that prompts show what was translated.
-TEMPLATE = """
-{%- if enable_thinking is defined %}{{ 'thinking %s\\n' % enable_thinking }}{% endif %}
-{%- if tools %}{{ tools | tojson }}{{ ' in <tool_call></tool_call>\\n' }}{% endif %}
-{%- for m in messages %}[{{ m.role }}] {{ '<think>' + m.reasoning_content + '</think>\\n' if m.reasoning_content }}
-    {{- m.content }}
-    {%- for c in m.tool_calls or [] %}<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>
-    {%- endfor %}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}[assistant]{{ ' ' }}{% endif %}"""
 
 
 def text_block(text: str) -> dict:
@@ -46,60 +29,17 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 @pytest.fixture(scope="module")
 def settings(checkpoints):
-    files = read_tokenizer_files(checkpoints[None])
-    files.template = TEMPLATE
-    return Settings(read_config(checkpoints[None]), files, "tiny", CONTEXT, 1, 1, KEY)
+    return app_settings(checkpoints[None], TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def model(settings):
-    return ServedModel(settings.config, settings.tokenizer_files, "tiny", CONTEXT)
-
-
-class Engine:
-    """Answers each request with the next of `updates`: the fields of its updates, or an error."""
-
-    def __init__(self):
-        self.metrics, self.updates = Metrics(), []
-        self.completion, self.error = None, None
-
-    def check_room(self):
-        if self.error is not None:
-            raise self.error
-
-    @contextmanager
-    def reserve(self):
-        yield
-
-    def generate(self, completion, receive):
-        self.completion, (choice,) = completion, completion.choices
-        return Answer([(choice, update) for update in self.updates])
-
-
-class Answer:
-    """As engine_client.UpdateStream."""
-
-    def __init__(self, updates: list):
-        self.updates = iter(updates)
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        choice, fields = next(self.updates, (None, None))
-        if choice is None:
-            raise StopAsyncIteration
-        if isinstance(fields, ApiError):
-            raise fields
-        return choice, Update(0, **{"completion_tokens": 9, "cached_tokens": 4} | fields)
-
-    def close(self):
-        pass
+def model(checkpoints):
+    return served_model(checkpoints[None], TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine()
+    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")
@@ -393,15 +333,6 @@ def test_requests_that_are_refused(client, fields, why):
 
 
 # ---------------------------------------------------------------- responses
-
-
-def events_of(response) -> list[dict]:
-    events = []
-    for part in response.text.removesuffix("\n\n").split("\n\n"):
-        name, _, data = part.partition("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 def streamed_message(events: list[dict]) -> dict:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
+from scripted import served_model
 from servers import CONTEXT, MESSAGES
 
 from checkpoint import read_config, read_tokenizer_files
@@ -424,9 +425,7 @@ def shown(checkpoints):
 
     def prompt(messages, thoughts="reasoning_content", **fields):
         if thoughts not in models:
-            files = read_tokenizer_files(checkpoints[None])
-            files.template = TEMPLATE.replace("THOUGHTS", thoughts)
-            models[thoughts] = ServedModel(read_config(checkpoints[None]), files, "tiny", CONTEXT)
+            models[thoughts] = served_model(checkpoints[None], TEMPLATE.replace("THOUGHTS", thoughts))
         reader = FieldReader({"messages": messages} | fields)
         text = models[thoughts].chat.read_conversation(reader).text
         reader.check_unread()

@@ -18,12 +18,11 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+from scripted import app_settings
 from servers import (
-    CONTEXT,
     KEY,
     OPTIONS,
     PATIENCE_S,
-    Oracle,
     RawClient,
     ended,
     greedy_text,
@@ -36,7 +35,6 @@ from servers import (
 from starlette.testclient import TestClient
 from texts import TEMPLATE
 
-from checkpoint import read_config, read_tokenizer_files
 from server.access import is_loopback
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
@@ -44,17 +42,12 @@ from server.engine_client import EngineClient
 from server.http_server import make_app
 from server.metrics import Metrics
 from server.openai_responses import ItemBuilder
-from server.pipe_messages import Settings, TextRequest, Update
+from server.pipe_messages import TextRequest, Update
 from server.responses import ResponseBuilder
 
 pytestmark = pytest.mark.slow
 
 LIMITS = ["--dtype", "float32", "--max_batch_size", 1, "--max_queue", 2]
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoints):
-    return Oracle(checkpoints[None])
 
 
 @pytest.fixture(scope="module")
@@ -349,9 +342,7 @@ class InProcess:
     """The app in this process. Its engine sends `updates` for each request."""
 
     def __init__(self, directory, key=None):
-        files = read_tokenizer_files(directory)
-        files.template = TEMPLATE
-        settings = Settings(read_config(directory), files, "tiny", CONTEXT, 1, 1, key)
+        settings = app_settings(directory, TEMPLATE, key)
         self.updates: list[Update] = []
         self.engine = EngineClient(SimpleNamespace(send=self.send), 1, 1)
         self.engine.state, self.engine.last_heard = "ready", math.inf

@@ -11,14 +11,11 @@ import openai
 import pydantic
 import pytest
 from openai.types import responses
+from scripted import TEMPLATE, ScriptedEngine, app_settings, events_of, served_model
 from servers import CONTEXT, KEY, MESSAGES
 from starlette.testclient import TestClient
-from test_anthropic import TEMPLATE, Engine, events_of
 
-from checkpoint import read_config, read_tokenizer_files
 from server import http_server, openai_responses
-from server.api import ServedModel
-from server.pipe_messages import Settings
 from server.request_fields import ApiError
 
 PATH = "/v1/responses"
@@ -36,25 +33,18 @@ EVENTS = {  # the published types of events, by their names
 
 
 @pytest.fixture(scope="module")
-def settings(checkpoints):
-    files = read_tokenizer_files(checkpoints[None])
-    files.template = TEMPLATE
-    return Settings(read_config(checkpoints[None]), files, "tiny", CONTEXT, 1, 1, KEY)
-
-
-@pytest.fixture(scope="module")
-def model(settings):
-    return ServedModel(settings.config, settings.tokenizer_files, "tiny", CONTEXT)
+def model(checkpoints):
+    return served_model(checkpoints[None], TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine()
+    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")
-def client(settings, engine):
-    app = http_server.make_app(settings, engine, "127.0.0.1")
+def client(checkpoints, engine):
+    app = http_server.make_app(app_settings(checkpoints[None], TEMPLATE), engine, "127.0.0.1")
     headers = {"authorization": f"Bearer {KEY}"}
     return TestClient(app, "http://localhost", headers=headers, raise_server_exceptions=False)
 
@@ -665,9 +655,10 @@ def is_kept_after(client, name: str, engine) -> bool:
     return is_kept(client, name)
 
 
-def test_the_file_can_be_deleted(settings, engine, monkeypatch, tmp_path):
+def test_the_file_can_be_deleted(checkpoints, engine, monkeypatch, tmp_path):
     monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
-    client = TestClient(http_server.make_app(settings, engine, "127.0.0.1"), headers={"authorization": f"Bearer {KEY}"})
+    app = http_server.make_app(app_settings(checkpoints[None], TEMPLATE), engine, "127.0.0.1")
+    client = TestClient(app, headers={"authorization": f"Bearer {KEY}"})
     assert client.post(PATH, json={"input": "Hello"}).json()["error"]["code"] == "not_found"
     assert client.get("/v1/models").status_code == 200
 

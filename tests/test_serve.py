@@ -44,6 +44,7 @@ from servers import (
     longest,
     prompt_ids,
     running,
+    take_tokens,
     wait_for,
 )
 from texts import strings
@@ -628,14 +629,7 @@ def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data)
     answer = serve.AnswerText(tokenizer, TextRequest(3, request, stop))
     sent, scored = "", []
     while request.finish_reason is None:
-        for token in tokens[len(request.new_tokens) :][: data.draw(st.integers(1, 3))]:
-            request.new_tokens.append(token)
-            request.token_logprobs.append((-1.0, []))
-            if answer.add_token(token):
-                request.finish_reason = "stop"
-                break
-        if len(request.new_tokens) == len(tokens) and request.finish_reason is None:
-            request.finish_reason = "length"
+        take_tokens(answer, tokens, data.draw(st.integers(1, 3)), "length")
         update = answer.update()
         sent, scored = sent + update.text, scored + update.logprobs
         assert whole.startswith(sent) and update.completion_tokens == len(request.new_tokens)

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import CONTEXT
+from scripted import served_model
+from servers import take_tokens
 from test_anthropic import events_of
 from test_tools import SOURCES
 
 import serve
-from checkpoint import read_config, read_tokenizer_files
 from server.anthropic import MessageBuilder, parse_message
 from server.api import CompletionRequest, ServedModel
 from server.pipe_messages import Update
@@ -34,9 +34,7 @@ EOS = 1  # "<|end|>"
 
 @pytest.fixture(scope="module")
 def model(checkpoints):
-    files = read_tokenizer_files(checkpoints[None])
-    files.template = SOURCES["qwen3"]
-    return ServedModel(read_config(checkpoints[None]), files, "tiny", CONTEXT)
+    return served_model(checkpoints[None], SOURCES["qwen3"])
 
 
 def answer_with(model: ServedModel, completion: CompletionRequest, text: str, reason: str, steps: list[int]):
@@ -52,14 +50,7 @@ def answer_with(model: ServedModel, completion: CompletionRequest, text: str, re
     assert model.tokenizer.decode(tokens) == text
     updates = []
     for n in itertools.cycle(steps):
-        for token in tokens[len(request.new_tokens) :][:n]:
-            request.new_tokens.append(token)
-            request.token_logprobs.append((-1.0, []))
-            if answer.add_token(token):
-                request.finish_reason = "stop"
-                break
-        if request.finish_reason is None and len(request.new_tokens) == len(tokens):
-            request.finish_reason = reason
+        take_tokens(answer, tokens, n, reason)
         updates.append(answer.update())
         if request.finish_reason is not None:
             return updates

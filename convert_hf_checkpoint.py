@@ -4,8 +4,6 @@ Nothing needs this: generate.py and the other commands read all of these as they
 by the slices of several ranks, and from it one can make others (quantize.py).
 """
 
-import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -13,15 +11,12 @@ import torch
 import checkpoint as ck
 from checkpoint import (
     DTYPES,
-    FileStates,
     Source,
-    check_memory,
     dtype_of,
     empty_model,
-    is_ours,
     total_weight_bytes,
 )
-from cli import ArgumentParser, UserError, print_status, progress_bar, run_command
+from cli import ArgumentParser, UserError, progress_bar, run_command
 from sources import hub
 from sources.opening import open_source
 from writer import Writer, print_written
@@ -53,31 +48,6 @@ def in_dtype(source: Path, name: str, tensor: torch.Tensor, dtype: torch.dtype) 
     if not torch.isfinite(tensor).all():
         raise UserError(f"{source}: {name} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
     return tensor
-
-
-def ensure_checkpoint(source: str | None, dtype: str = "bfloat16") -> Path:
-    """A directory with an unquantized checkpoint, for programs that need one. Other sources are converted once.
-
-    The name of a converted directory contains a digest of the source's files, so that a source that has changed is
-    converted again.
-    """
-    path = Path(os.path.expanduser(source or ""))
-    if (path.is_file() and path.suffix != ".gguf") or (not path.exists() and path.suffix in (".pth", ".pt")):
-        path = path.parent
-    if source and path.is_dir() and is_ours(path):
-        return path
-    if source and path.exists():
-        states = repr((str(path.resolve()), FileStates(path).found)).encode()
-        name = f"{path.resolve().name.removesuffix('.gguf')}-{dtype}-{hashlib.sha256(states).hexdigest()[:8]}"
-        out = ck.CHECKPOINTS / name
-    else:
-        out = ck.converted_path(source or ck.DEFAULT_NAME, dtype)
-    if (out / "config.json").exists():
-        return out
-    opened = open_source(source, dequantize=True)
-    check_memory(opened.config, "cpu", DTYPES[dtype], 0)  # a model that cannot be loaded is not converted
-    print_status(f"converting {opened.name} to {out} (once)")
-    return convert(opened, out, DTYPES[dtype], replace=False)
 
 
 # ---------------------------------------------------------------- command

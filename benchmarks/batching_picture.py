@@ -12,10 +12,10 @@ from pathlib import Path
 from measure import ROOT
 
 from cli import ArgumentParser, UserError, run_command
-from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request
 from load import load_model
 from sampling import SamplingParams
+from sources.opening import open_source
 
 ROWS, STEPS = 3, 18
 CHUNK = 8  # prompt tokens per step
@@ -90,7 +90,7 @@ def main():
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     if find_spec("matplotlib") is None:
         raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt")
-    engine = Engine(load_model(ensure_checkpoint(None)), ROWS, 64, chunk_tokens=CHUNK)
+    engine = Engine(load_model(open_source(None, dequantize=True)), ROWS, 64, chunk_tokens=CHUNK)
     engine.always_chunk = True
     draw(run(engine), ROOT / "docs" / "continuous-batching.png")
 

@@ -33,14 +33,16 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from checkpoint import CHECKPOINTS, is_ours
 from cli import ArgumentParser, UserError, positive, print_status
 from compile import compile_counts
-from convert_hf_checkpoint import ensure_checkpoint
+from convert_hf_checkpoint import convert
 from engine import Engine, Request, Timing, generate
 from formats import Quantization
 from quantize import quantize_checkpoint
 from report import synchronize
 from sampling import SamplingParams
+from sources.opening import open_source
 from sources.wheels import default_gguf
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -187,15 +189,20 @@ def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: 
 
 
 def quantized(source: str | None, format: str) -> Path:
-    """The checkpoint for --checkpoint_path (bf16), or its int8 or int4 version in groups of 32, which is made once; or
-    the source itself (file), such as a GGUF file in its own bits."""
+    """The directory of a model in bf16, or in int8 or int4 in groups of 32, which is made once, and again only after it
+    has been deleted; or the source itself (file), such as a GGUF file in its own bits."""
     if format == "file":
         return Path(source) if source else default_gguf()
-    directory = ensure_checkpoint(source)
-    out = directory if format == "bf16" else directory.with_name(f"{directory.name}-{format}-g32")
-    if not out.exists():
-        print_status(f"quantizing to {out.name}")
-        quantize_checkpoint(directory, out, Quantization(format, 32, "int8"))
+    opened = open_source(source, dequantize=True)
+    is_directory = opened.path.is_dir() and is_ours(opened.path)
+    folder = opened.path.resolve().parent if is_directory else CHECKPOINTS
+    out = folder / (opened.name if format == "bf16" else f"{opened.name}-{format}-g32")
+    if out.exists():
+        return out
+    print_status(f"writing {out.name}")
+    if format == "bf16":
+        return convert(opened, out, BF16, replace=False)
+    quantize_checkpoint(opened, out, Quantization(format, 32, "int8"))
     return out
 
 

@@ -17,7 +17,6 @@ import measure
 import torch
 
 from cli import print_status, run_command
-from convert_hf_checkpoint import ensure_checkpoint
 from evaluate import evaluate
 from formats import Quantization
 from load import load_model
@@ -44,7 +43,7 @@ def main():
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="of the formats (all)")
     parser.add_argument("--groupsizes", nargs="+", type=int, default=[0, 32, 64, 128], help="columns of a group (all)")
     args = parser.parse_args()
-    source = ensure_checkpoint(args.checkpoint_path)
+    source = measure.quantized(args.checkpoint_path, "bf16")
     tokenizer = Tokenizer(source)
     ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))[: args.max_tokens]
     reference, rows = quality([source], tokenizer, ids), []

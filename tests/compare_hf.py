@@ -32,12 +32,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, check_memory, read_config
+from checkpoint import DTYPES, Source, check_memory
 from cli import ArgumentParser, UserError, number, run_command
-from config import Config
-from convert_hf_checkpoint import ensure_checkpoint
 from generate import token_ids
 from load import load_model
+from sources.opening import open_source
 from tokenizer import Tokenizer
 
 # Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for its input.
@@ -81,9 +80,9 @@ def record(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def run_ours(directory: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+def run_ours(checkpoint: Source, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
     """Our tensors by name, with the parts of fused ones."""
-    model = load_model(directory, dtype=dtype, kernels="torch")  # fused blocks would bypass hooks
+    model = load_model(checkpoint, dtype=dtype, kernels="torch")  # fused blocks would bypass hooks
     model.setup_caches(1, len(ids))
     tensors = record(model)
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
@@ -161,9 +160,10 @@ def compare(ours: dict[str, Tensor], source: dict[str, Tensor], tolerance: float
     return parted is None
 
 
-def choose_ids(args, directory: Path, config: Config) -> list[int]:
+def choose_ids(args, checkpoint: Source) -> list[int]:
+    config = checkpoint.config
     if args.prompt is not None:
-        ids = Tokenizer(directory).encode(args.prompt)
+        ids = Tokenizer(checkpoint.tokenizer_files()).encode(args.prompt)
     elif args.prompt_ids is not None:
         ids = args.prompt_ids
     else:
@@ -189,11 +189,10 @@ def main(argv=None) -> int:
     source = args.hf_source.expanduser()
     if not (source.is_dir() or (source.is_file() and source.suffix == ".gguf")):
         raise UserError(f"{source} is neither a directory nor a .gguf file; give the checkpoint's source")
-    directory, dtype = ensure_checkpoint(args.checkpoint, args.dtype), DTYPES[args.dtype]
-    config = read_config(directory)
-    ids = choose_ids(args, directory, config)
-    check_memory(config, "cpu", dtype, len(ids) + 8)
-    return 0 if compare(run_ours(directory, ids, dtype), run_source(source, ids, dtype), args.tolerance) else 1
+    checkpoint, dtype = open_source(args.checkpoint, dequantize=True), DTYPES[args.dtype]
+    ids = choose_ids(args, checkpoint)
+    check_memory(checkpoint.config, "cpu", dtype, len(ids) + 8)
+    return 0 if compare(run_ours(checkpoint, ids, dtype), run_source(source, ids, dtype), args.tolerance) else 1
 
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import kernels
 import load
-from convert_hf_checkpoint import convert, ensure_checkpoint
+from checkpoint import CHECKPOINTS, DEFAULT_NAME
+from convert_hf_checkpoint import convert
 from cpu import build
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
-from sources.opening import open_hf
+from sources.opening import open_hf, open_source
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 
@@ -239,8 +240,11 @@ def tiny_model(tiny):
 
 @pytest.fixture(scope="session")
 def default_checkpoint():
-    """The default model in bfloat16, converted into checkpoints/ at first use as it is for a user."""
-    return ensure_checkpoint(None)
+    """The default model in bfloat16, converted into checkpoints/ at first use."""
+    out = CHECKPOINTS / DEFAULT_NAME
+    if not out.exists():
+        convert(open_source(None, dequantize=True), out, torch.bfloat16, replace=False)
+    return out
 
 
 @pytest.fixture(scope="session")

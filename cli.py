@@ -11,12 +11,9 @@ import signal
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 # ---------------------------------------------------------------- errors
 
@@ -44,31 +41,6 @@ def printable(text: str) -> str:
 def and_more(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def check_positive(numbers: dict, kinds: tuple = (int, float)):
-    """ValueError if a value of a checkpoint's config (name -> value) is not a number above 0 and not absurdly large."""
-    for name, value in numbers.items():
-        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
-            kind = "integer" if kinds == (int,) else "number"
-            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
-
-
-def check_fields(config):
-    """ValueError if a field of a dataclass of a checkpoint's config does not have the type that it is declared with.
-    Numbers must be positive."""
-    for field in fields(config):
-        is_union = isinstance(field.type, types.UnionType)
-        kinds, value = get_args(field.type) if is_union else (field.type,), getattr(config, field.name)
-        if value is None and type(None) in kinds:
-            continue
-        if bool in kinds and not isinstance(value, bool):
-            raise ValueError(f"{field.name} must be true or false, not {value!r}")
-        if int in kinds:
-            check_positive({field.name: value}, (int,))
-        if float in kinds:
-            check_positive({field.name: value})
 
 
 def check_is_file(path: Path):

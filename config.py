@@ -1,12 +1,12 @@
-"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it.
+"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it; the checks of their values.
 
 Knows nothing of tensors. H, K, E, D, F and V are explained in model.py.
 """
 
 import math
-from dataclasses import dataclass, replace
-
-from cli import check_fields, check_positive
+import types
+from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 
 @dataclass(frozen=True)
@@ -152,3 +152,27 @@ class Config:
         if not self.has_long_factors(max_seq_length):
             return self
         return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))
+
+
+def check_positive(numbers: dict, kinds: tuple = (int, float)):
+    """ValueError if a value (name -> value) is not a number above 0 and not absurdly large."""
+    for name, value in numbers.items():
+        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
+            kind = "integer" if kinds == (int,) else "number"
+            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
+
+
+def check_fields(config: Config):
+    """ValueError if a field does not have the type that it is declared with, or is a number that is not positive."""
+    for field in fields(config):
+        is_union = isinstance(field.type, types.UnionType)
+        kinds, value = get_args(field.type) if is_union else (field.type,), getattr(config, field.name)
+        if value is None and type(None) in kinds:
+            continue
+        if bool in kinds and not isinstance(value, bool):
+            raise ValueError(f"{field.name} must be true or false, not {value!r}")
+        if int in kinds:
+            check_positive({field.name: value}, (int,))
+        if float in kinds:
+            check_positive({field.name: value})

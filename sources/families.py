@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cli import check_positive
-from config import Config
+from config import Config, check_positive
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 

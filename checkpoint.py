@@ -1,4 +1,4 @@
-"""Reads checkpoint directories: config.json, model.safetensors (in shards above 5 GB), the tokenizer's files.
+"""Reads checkpoint directories: config.json and model.safetensors (in shards above 5 GB).
 
 Read down: Source, a model that can be read from any kind of files (a directory of ours here, others in sources/);
 `read_model`, which reads a Source into a Transformer. writer.py writes a directory.
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, and_more, check_is_file, progress_bar
+from cli import UserError, and_more, check_is_file, progress_bar, read_json
 from config import Config, RopeScaling
 from model import KVCache, Transformer
+from tokenizer import TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -28,26 +29,10 @@ SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 INDEX = "model.safetensors.index.json"
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # where converted and downloaded models are kept
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "chat_template_tool_use.jinja"
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")  # suffixes; others may change meanwhile
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
 
 # ---------------------------------------------------------------- sources
-
-
-@dataclass
-class TokenizerFiles:
-    """What a Tokenizer and a ChatTemplate are made of. At most one of json, library and model is there; a model without
-    a tokenizer has none."""
-
-    path: Path  # where this was read, for messages
-    settings: dict | None  # the contents of our tokenizer_config.json
-    json: bytes | None = None  # of a tokenizer.json
-    library: Any = None  # the same as a tokenizers.Tokenizer
-    model: bytes | None = None  # of a tokenizer.model
-    template: str | None = None  # a chat template
-    tool_template: str | None = None  # another one for conversations with tools, which some models have
 
 
 @dataclass
@@ -107,47 +92,7 @@ def open_directory(directory: Path) -> Source:
     return Source(directory, config, quantization, tensors, lambda: read_tokenizer_files(directory), files)
 
 
-def read_tokenizer_files(directory: Path, settings: dict | None = None) -> TokenizerFiles:
-    """settings: in the place of the directory's tokenizer_config.json, if it is not one of ours."""
-    directory, found = Path(directory), {}
-    if settings is None and (directory / "tokenizer_config.json").exists():
-        settings = read_json(directory / "tokenizer_config.json")
-    files = TokenizerFiles(directory, settings)
-    for name in TOKENIZER_FILES:
-        try:
-            if (directory / name).is_file():  # reading a device or a pipe might never end
-                found[name] = (directory / name).read_bytes()
-        except OSError as error:
-            raise UserError(f"{directory / name} cannot be read: {error}") from None
-    files.json = found.get("tokenizer.json")
-    files.model = found.get("tokenizer.model") if files.json is None else None
-    files.template, files.tool_template = read_template(directory / TEMPLATE), read_template(directory / TOOL_TEMPLATE)
-    return files
-
-
-def read_template(path: Path) -> str | None:
-    """The text of a chat template; None if there is no such file."""
-    try:
-        return path.read_bytes().decode() if path.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
 # ---------------------------------------------------------------- reading
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file; UserError if there is none."""
-    check_is_file(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def converted_path(name: str, dtype: str) -> Path:

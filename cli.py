@@ -5,6 +5,7 @@ models, and every other file may import it.
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -56,6 +57,20 @@ def read_text(path: Path, what: str) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; UserError if there is none."""
+    check_is_file(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
 
 
 def read_standard_input(what: str) -> str:

@@ -1,7 +1,8 @@
 """Converts text to token ids and back, and conversations to text by the model's chat template.
 
-Read down: Tokenizer; TextStream, which decodes tokens one by one, and StopSearch; ChatTemplate; the two kinds of
-vocabulary, which use the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
+Read down: TokenizerFiles, what the other two are made of; Tokenizer; TextStream, which decodes tokens one by one, and
+StopSearch; ChatTemplate; the two kinds of vocabulary, which use the `tokenizers` and `sentencepiece` libraries. This
+file knows nothing of models.
 
 A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
 token by token therefore gives the same text as decoding all tokens at once, and text is held back only while the last
@@ -18,10 +19,54 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from checkpoint import TokenizerFiles, read_tokenizer_files
-from cli import UserError, printable
+from cli import UserError, printable, read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "chat_template_tool_use.jinja"
+
+
+@dataclass
+class TokenizerFiles:
+    """What a Tokenizer and a ChatTemplate are made of. At most one of json, library and model is there; a model without
+    a tokenizer has none."""
+
+    path: Path  # where this was read, for messages
+    settings: dict | None  # the contents of our tokenizer_config.json
+    json: bytes | None = None  # of a tokenizer.json
+    library: Any = None  # the same as a tokenizers.Tokenizer
+    model: bytes | None = None  # of a tokenizer.model
+    template: str | None = None  # a chat template
+    tool_template: str | None = None  # another one for conversations with tools, which some models have
+
+
+def read_tokenizer_files(directory: Path, settings: dict | None = None) -> TokenizerFiles:
+    """settings: in the place of the directory's tokenizer_config.json, if it is not one of ours."""
+    directory, found = Path(directory), {}
+    if settings is None and (directory / "tokenizer_config.json").exists():
+        settings = read_json(directory / "tokenizer_config.json")
+    files = TokenizerFiles(directory, settings)
+    for name in TOKENIZER_FILES:
+        try:
+            if (directory / name).is_file():  # reading a device or a pipe might never end
+                found[name] = (directory / name).read_bytes()
+        except OSError as error:
+            raise UserError(f"{directory / name} cannot be read: {error}") from None
+    files.json = found.get("tokenizer.json")
+    files.model = found.get("tokenizer.model") if files.json is None else None
+    files.template, files.tool_template = read_template(directory / TEMPLATE), read_template(directory / TOOL_TEMPLATE)
+    return files
+
+
+def read_template(path: Path) -> str | None:
+    """The text of a chat template; None if there is no such file."""
+    try:
+        return path.read_bytes().decode() if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 class Tokenizer:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, SAFETENSORS_NAMES, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles, is_ours
+from checkpoint import INDEX, SAFETENSORS_NAMES, is_ours
 from cli import UserError, print_status
 from config import Config
+from tokenizer import TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 
 SHARD_BYTES = 5_000_000_000
 ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is assumed dead

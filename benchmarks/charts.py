@@ -12,8 +12,7 @@ except ModuleNotFoundError:
     sys.exit("charts.py: error: matplotlib is missing: pip install -r requirements-bench.txt")
 from measure import DECODE, PEERS, PREFILL, weight_bits
 
-from checkpoint import read_json
-from cli import ArgumentParser, run_command
+from cli import ArgumentParser, read_json, run_command
 
 BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito, for colour-blind readers, too
 GREY = "#999999"

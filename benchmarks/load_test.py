@@ -43,8 +43,7 @@ from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from matplotlib.figure import Figure
 from measure import ROOT, add_server_options, all_servers, make_parser, print_table, quantized, save
 
-from checkpoint import read_json
-from cli import positive, print_status, run_command
+from cli import positive, print_status, read_json, run_command
 from load import choose_device, find_source
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))

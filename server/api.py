@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from checkpoint import TokenizerFiles
 from cli import UserError
 from config import Config
 from engine import Request, check_prompt
@@ -34,7 +33,7 @@ from server.request_fields import (
     read_stream_options,
     read_token_ids,
 )
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, TokenizerFiles
 
 MAX_PROMPTS = 128  # of a request, each counted n times
 

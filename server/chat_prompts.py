@@ -10,7 +10,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from checkpoint import TokenizerFiles
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
 from server.constraints import AnswerRules, Constraint
@@ -24,7 +23,7 @@ from server.tools import (
     place_tools,
     special_tokens,
 )
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import ChatTemplate, Tokenizer, TokenizerFiles
 
 MAX_TOOLS = 128
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")

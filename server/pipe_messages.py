@@ -7,10 +7,10 @@ here, so the engine's process needs none.
 
 from dataclasses import dataclass, field
 
-from checkpoint import TokenizerFiles
 from config import Config
 from engine import Request
 from server.answers import AnswerSyntax
+from tokenizer import TokenizerFiles
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoint import TokenizerFiles, make_config
+from checkpoint import make_config
 from cli import UserError, and_more, first_line, print_status, printable
 from config import Config, RopeScaling
 from formats import FORMATS, Packed, Quantization, Scheme
@@ -24,6 +24,7 @@ from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
 from sources.gguf_header import TensorInfo, open_file, read_header, split_files
 from sources.gguf_tokenizer import gguf_tokenizer_files, short
+from tokenizer import TokenizerFiles
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
 USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import TokenizerFiles
 from cli import UserError, first_line, print_status, printable
+from tokenizer import TokenizerFiles
 
 START = "tokenizer.ggml."  # of the names of the fields
 TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}

@@ -13,20 +13,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import (
-    INDEX,
-    TokenizerFiles,
-    make_config,
-    read_json,
-    read_template,
-    read_tensor,
-    read_tokenizer_files,
-    weight_files,
-)
-from cli import UserError, first_line, print_status
+from checkpoint import INDEX, make_config, read_tensor, weight_files
+from cli import UserError, first_line, print_status, read_json
 from config import Config
 from sources.families import FAMILIES, Family
 from sources.fields import Fields
+from tokenizer import TokenizerFiles, read_template, read_tokenizer_files
 
 # ---------------------------------------------------------------- config.json
 

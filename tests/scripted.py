@@ -6,11 +6,12 @@ from pathlib import Path
 
 from servers import CONTEXT, KEY
 
-from checkpoint import TokenizerFiles, read_config, read_tokenizer_files
+from checkpoint import read_config
 from server.api import ServedModel
 from server.metrics import Metrics
 from server.pipe_messages import Settings, Update
 from server.request_fields import ApiError
+from tokenizer import TokenizerFiles, read_tokenizer_files
 
 # Writes everything that it gets, so that prompts show what was translated.
 TEMPLATE = """

@@ -17,14 +17,14 @@ from gguf_writer import bpe_fields, sentencepiece_fields, write_gguf
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from checkpoint import read_tokenizer_files
 from convert_hf_checkpoint import convert
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import end_tokens, token_types
 from sources.hf_directory import hf_tokenizer_files
 from sources.opening import open_gguf
 from sources.wheels import default_gguf
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import ChatTemplate, Tokenizer, read_tokenizer_files
+from writer import Writer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 PHI3_MARKS = """<|endoftext|> <|assistant|> <|placeholder1|> <|placeholder2|> <|placeholder3|> <|placeholder4|>
@@ -78,7 +78,8 @@ def our_tokenizers(folder, out):
     """The tokenizer of a Hugging Face directory, and that of the checkpoint directory that it is converted to."""
     files = hf_tokenizer_files(folder)
     out.mkdir()
-    files.write(SimpleNamespace(path=out, add_json=lambda name, value: write_json(out / name, value)))
+    directory = SimpleNamespace(path=out, add_json=lambda name, value: write_json(out / name, value))
+    Writer.add_tokenizer(directory, files)
     return Tokenizer(files), Tokenizer(out)
 
 

@@ -14,7 +14,7 @@ import pytest
 from scripted import served_model
 from servers import CONTEXT, MESSAGES
 
-from checkpoint import read_config, read_tokenizer_files
+from checkpoint import read_config
 from engine import Request
 from server import constraints
 from server.anthropic import count_tokens, parse_message
@@ -25,6 +25,7 @@ from server.openai_responses import KeptResponses, parse_response
 from server.pipe_messages import EngineStatus, Update
 from server.request_fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
 from server.responses import ResponseBuilder
+from tokenizer import read_tokenizer_files
 
 
 @pytest.fixture(scope="module")

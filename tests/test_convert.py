@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from texts import strings
 
 import convert_hf_checkpoint
-from checkpoint import read_config, read_model, read_quantization, read_tokenizer_files
+from checkpoint import read_config, read_model, read_quantization
 from cli import UserError
 from config import RopeScaling
 from convert_hf_checkpoint import convert
@@ -45,7 +45,7 @@ from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
 from sources.opening import open_gguf, open_hf, open_source
 from sources.wheels import default_gguf
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, read_tokenizer_files
 from tp import Shard
 from writer import remove_abandoned
 

@@ -14,7 +14,7 @@ import cli
 ORDER = """
     cli config kernels positions model sampling formats
     cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton tp
-    checkpoint writer ranks tokenizer grammar
+    tokenizer checkpoint writer ranks grammar
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
     sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint

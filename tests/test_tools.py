@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Library
 
 import server.chat_prompts
 import server.tools
-from checkpoint import read_config, read_tokenizer_files
+from checkpoint import read_config
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
@@ -27,7 +27,7 @@ from server.pipe_messages import Update
 from server.request_fields import ApiError, FieldReader
 from server.responses import ResponseBuilder
 from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, read_tokenizer_files
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 # Small templates in the form of families that are not among the files.

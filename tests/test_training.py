@@ -28,7 +28,7 @@ from teacher import (
     split_held_out,
 )
 
-from checkpoint import TokenizerFiles, read_config, total_weight_bytes, weight_files
+from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
 from config import Config
 from convert_hf_checkpoint import convert
@@ -40,7 +40,7 @@ from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_hf
 from speculative import Speculation
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, TokenizerFiles
 
 V, D = 97, 40  # tokens and width of the made-up teacher
 BFLOAT16 = 0.02  # relative error of gradients that are products of bfloat16 numbers

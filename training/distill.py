@@ -29,7 +29,7 @@ from formats import Quantization
 from load import ModelOptions, load_model, open_checkpoint
 from model import Attention, Block, Transformer
 from positions import rope_frequencies, rope_table, rotate
-from tokenizer import answer_end_ids
+from tokenizer import TokenizerFiles, answer_end_ids
 from writer import Writer, is_replaceable
 
 BATCH_TOKENS = 2048
@@ -189,7 +189,7 @@ class Distillation:
         return f"on held-out text {accepted / n:.3f} accepted, {agreed / n:.3f} equal when greedy"
 
 
-def write_draft(draft: Transformer, tokenizer_files: ck.TokenizerFiles, out: Path):
+def write_draft(draft: Transformer, tokenizer_files: TokenizerFiles, out: Path):
     """Write a checkpoint in bfloat16."""
     with Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
         for name, tensor in draft.state_dict().items():

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
 from config import Config, RopeScaling
+from formats import Quantization, matrices, swap
 from model import KVCache, Transformer
 from tokenizer import TokenizerFiles, read_tokenizer_files
 
@@ -42,7 +42,7 @@ class Source:
 
     path: Path
     config: Config
-    quantization: Any  # a formats.Quantization, or None
+    quantization: Quantization | None
     tensors: Callable[[], Iterator[tuple[str, Callable[..., torch.Tensor]]]]
     tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
@@ -115,14 +115,12 @@ def read_config(directory: Path) -> Config:
     return make_config(path, **fields)
 
 
-def read_quantization(directory: Path):
-    """How the weights of a checkpoint directory are quantized: a formats.Quantization, or None."""
+def read_quantization(directory: Path) -> Quantization | None:
+    """How the weights of a checkpoint directory are quantized; None if they are not."""
     path = Path(directory) / "config.json"
     fields = read_json(path).get("quantization")
     if fields is None:
         return None
-    from formats import Quantization, matrices
-
     try:
         quantization = Quantization(**fields)
     except (TypeError, ValueError) as error:
@@ -211,8 +209,6 @@ def empty_model(config: Config, quantization=None, shard=None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config, shard)
     if quantization is not None:
-        from formats import swap
-
         swap(model, quantization.scheme)
     return model
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cli import print_status
 from config import Config
-from model import Embedding, Linear, Transformer
+from model import Embedding, Linear, MatrixLayer, Transformer
 
 PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
 UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
@@ -415,15 +415,14 @@ class Packed(NamedTuple):
 # ---------------------------------------------------------------- the layers
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(MatrixLayer):
     """y = x W^T + bias. The parts of W are buffers."""
 
     def __init__(self, K: int, N: int, bias: bool, scheme: Scheme):
-        super().__init__()
-        self.in_features, self.out_features = K, N
+        super().__init__(K, N)
         self.scheme, self.format = scheme, FORMATS[scheme.format]
         self.groupsize = scheme.groupsize or K
-        self.stored_as = scheme.format  # for report.py, as in the packed layers of the kernels
+        self.stored_as = scheme.format
         for part in self.format.parts:
             self.register_buffer(part.name, torch.empty(N, part.width(K, self.groupsize), dtype=part.dtype))
         self.register_buffer("bias", torch.empty(N) if bias else None)
@@ -459,8 +458,9 @@ class StackedLinear(nn.ModuleList):
     """A linear layer whose outputs are those of several layers without bias, one after the other: q, k and v, or gate
     and up, in different formats."""
 
-    def __init__(self, pieces: Iterable[nn.Module], bias: Tensor | None):
+    def __init__(self, pieces: Iterable[MatrixLayer], bias: Tensor | None):
         super().__init__(pieces)
+        self.in_features, self.out_features = self[0].in_features, sum(piece.out_features for piece in self)
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor):
@@ -479,18 +479,17 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
     """An empty StackedLinear in the place of a Linear, with pieces of these numbers of rows."""
     if len(schemes) != len(rows):
         raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
-    K = plain.weight.shape[1]
+    K = plain.in_features
     pieces = [
         QuantizedLinear(K, N, False, scheme) if scheme else Linear(K, N, False) for N, scheme in zip(rows, schemes)
     ]
     return StackedLinear(pieces, None if plain.bias is None else torch.empty(plain.bias.shape))
 
 
-def make_layer(plain: nn.Module, scheme: Scheme) -> QuantizedLinear:
-    """An empty quantized layer for the matrix of another one, in the place of a Linear or an Embedding."""
-    kind = QuantizedEmbedding if hasattr(plain, "logits") else QuantizedLinear
-    N, K = (plain.out_features, plain.in_features) if isinstance(plain, QuantizedLinear) else plain.weight.shape
-    return kind(K, N, getattr(plain, "bias", None) is not None, scheme)
+def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLinear:
+    """An empty quantized layer for the matrix of another one."""
+    kind = QuantizedEmbedding if isinstance(plain, (Embedding, QuantizedEmbedding)) else QuantizedLinear
+    return kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
 
 
 # Formats of which int4 or int8 can hold the same values, with the level that stands for 0.
@@ -501,6 +500,7 @@ def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels
     """Replace the quantized layers whose formats are not `known` to a device: by int4 or int8 where these are known and
     can hold the same values, else by layers in bfloat16, or in the model's dtype. Says what that costs."""
     extra, names = 0, set()
+    dtype = model.dtype if isinstance(model, Transformer) else torch.bfloat16
     kinds = (QuantizedLinear, StackedLinear)
     for name in [name for name, module in model.named_modules() if isinstance(module, kinds)]:
         if isinstance(model.get_submodule(name.rpartition(".")[0]), (StackedLinear, Linear)):
@@ -513,7 +513,7 @@ def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels
         if len(pieces) == 1 and TWINS.get(layer.scheme.format, "none")[0] in known:
             model.set_submodule(name, twin(layer))
             continue
-        dense = dense_layer(layer, getattr(model, "dtype", torch.bfloat16))
+        dense = dense_layer(layer, dtype)
         extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
         names |= {piece.scheme.format for piece in foreign}
         model.set_submodule(name, dense)
@@ -535,31 +535,29 @@ def twin(layer: QuantizedLinear) -> QuantizedLinear:
     return made
 
 
-def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> nn.Module:
+def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> Linear:
     """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks of rows."""
     pieces, first = layer if isinstance(layer, StackedLinear) else [layer], 0
-    K, step = pieces[0].in_features, max(1, UNPACK_BLOCK // pieces[0].in_features)
-    device = next(layer.buffers()).device
-    weight = torch.empty(sum(piece.out_features for piece in pieces), K, dtype=dtype, device=device)
+    N, K = layer.out_features, layer.in_features
+    step = max(1, UNPACK_BLOCK // K)
+    weight = torch.empty(N, K, dtype=dtype, device=next(layer.buffers()).device)
     for piece in pieces:
         for start in range(0, piece.out_features, step):
             rows = slice(start, min(start + step, piece.out_features))
             part = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
             weight[first + rows.start : first + rows.stop] = part
         first += piece.out_features
+    is_table = isinstance(layer, QuantizedEmbedding)
     with torch.device("meta"):
-        if isinstance(layer, QuantizedEmbedding):
-            dense = Embedding(*weight.shape)
-        else:
-            dense = Linear(weight.shape[1], weight.shape[0], layer.bias is not None)
+        dense = Embedding(N, K) if is_table else Linear(K, N, layer.bias is not None)
     state = {"weight": weight} | ({} if layer.bias is None else {"bias": layer.bias})
     dense.load_state_dict(state, assign=True)
     return dense
 
 
-def matrices(model: Transformer) -> list[tuple[str, nn.Module]]:
+def matrices(model: Transformer) -> list[tuple[str, Linear]]:
     """(name, module) of the modules that can be quantized: the linear layers and the embedding."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
 
 
 def swap(model: Transformer, scheme_of: Callable[[str], Scheme | None]) -> Transformer:
@@ -584,13 +582,13 @@ def quantize_model(model: Transformer, quantization: Quantization) -> Transforme
     """
     for name, module in list(model.named_modules()):
         scheme, is_quantized = quantization.scheme(name), isinstance(module, QuantizedLinear)
-        if scheme is None or not (is_quantized or isinstance(module, (Linear, Embedding))):
+        if scheme is None or not (is_quantized or isinstance(module, Linear)):
             continue
         if is_quantized and module.format.bits <= FORMATS[scheme.format].bits:
             continue
         layer = make_layer(module, scheme)
         parts = pack(module.weights() if is_quantized else module.weight, *scheme)
         layer.load_state_dict(parts, assign=True, strict=False)
-        layer.bias = getattr(module, "bias", None)
+        layer.bias = module.bias
         model.set_submodule(name, layer)
     return model

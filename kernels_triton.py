@@ -55,7 +55,7 @@ from kernels import (
     find_kernels,
     uses_only,
 )
-from model import Block, Transformer
+from model import Block, MatrixLayer, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
 TILE_M = tl.constexpr(8)  # rows of activations in a tile: the fewest that a tensor core takes, padded with zeros
@@ -909,12 +909,11 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
 # ---------------------------------------------------------------- install the kernels in a model
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(MatrixLayer):
     """A quantized linear layer, with its weights packed for the kernels."""
 
     def __init__(self, plain: QuantizedLinear):
-        super().__init__()
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        super().__init__(plain.in_features, plain.out_features)
         self.bits, self.groupsize = plain.format.bits, plain.groupsize
         self.group = plain.scheme.groupsize  # 0: one scale a row
         self.stored_as = plain.stored_as

@@ -15,6 +15,7 @@ import torch
 
 from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
 from cli import UserError, first_line, positive, print_status
+from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 from tokenizer import Tokenizer
@@ -247,8 +248,6 @@ def load_model(source: Source | Path, options: ModelOptions | None = None, shard
             how["start"] = partial(module.pack_while_reading, **choices)
     model = read_model(source, device, options.dtype, shard, **how)
     if options.dequantize:
-        from formats import repack_layers
-
         repack_layers(model, (), "--dequantize")
     return install_kernels(model, options.kernels, options.exact_activations)
 
@@ -305,11 +304,9 @@ def install_kernels(model, kernels: str = "auto", exact_activations: bool = Fals
 def unpack_without_kernels(model: Transformer, kernels: str):
     """Unpack the quantized weights for which no kernels are installed, because products with unpacked weights are
     several times as fast as the reference, which unpacks them in every step. With `kernels` "torch" they stay."""
-    layers = [module for module in model.modules() if hasattr(module, "scheme")]
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     if kernels == "torch" or not layers:
         return
-    from formats import repack_layers
-
     extra = sum(layer.in_features * layer.out_features for layer in layers) * model.dtype.itemsize
     if extra < available_memory(model.device):
         return repack_layers(model, ())

@@ -268,12 +268,22 @@ class MLP(nn.Module):
 # imports torch's compiler (1.2 s).
 
 
-class Linear(nn.Module):
+class MatrixLayer(nn.Module):
+    """A layer for a matrix with out_features rows and in_features columns, however the matrix is stored: as it is
+    (Linear), quantized (formats.py), or packed for the kernels of a device. Subclasses add its tensors and `bias`."""
+
+    stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+
+class Linear(MatrixLayer):
     """y = x weight^T + bias."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features)
         self.weight = empty_parameter(out_features, in_features)
         self.register_parameter("bias", empty_parameter(out_features) if bias else None)
 
@@ -281,22 +291,22 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class Embedding(nn.Module):
-    """The embedding table; a tied output head uses it for the logits too."""
+class Embedding(Linear):
+    """The embedding table; if the output head is tied to it, `logits` computes the head with the same weights."""
+
+    logits = Linear.forward
 
     def __init__(self, vocab_size: int, dim: int):
-        super().__init__()
-        self.weight = empty_parameter(vocab_size, dim)
+        super().__init__(dim, vocab_size, bias=False)
 
     def forward(self, tokens: Tensor):
         return F.embedding(tokens, self.weight)
 
-    def logits(self, x: Tensor):
-        return linear(x, self.weight)
-
 
 class RMSNorm(nn.Module):
     """shard: a tp.Shard if each rank has a part of the dimension."""
+
+    bias = None  # LayerNorm has one
 
     def __init__(self, dim: int, eps: float, shard=None):
         super().__init__()

@@ -172,7 +172,7 @@ def quantize_checkpoint(
     if out.resolve() == source.path.resolve():
         raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
     schemes = {name: quantization.scheme(name) for name, _ in matrices(ck.empty_model(config))}
-    columns = min(module.weight.shape[1] for _, module in matrices(ck.empty_model(config)))
+    columns = min(module.in_features for _, module in matrices(ck.empty_model(config)))
     if quantization.groupsize > columns:
         raise UserError(
             f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"

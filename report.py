@@ -22,7 +22,7 @@ from checkpoint import is_ours, read_config, read_quantization
 from cli import UserError, print_status, size_text
 from config import Config
 from formats import Quantization, swap
-from model import Transformer
+from model import MatrixLayer, Transformer
 
 FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
 
@@ -48,9 +48,9 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
         model = Transformer(config).to(dtype)
     if quantization is not None:
         swap(model, quantization.scheme)
-    linears = [module for module in model.modules() if hasattr(module, "in_features")]
-    matrices = sum(module.in_features * module.out_features for module in linears if module is not model.embedding)
-    matrices += config.vocab_size * config.dim if model.output is None else 0
+    looked_up = None if model.output is None else model.embedding  # a table that is not multiplied
+    layers = [module for module in model.modules() if isinstance(module, MatrixLayer) and module is not looked_up]
+    matrices = sum(layer.in_features * layer.out_features for layer in layers)
     attended = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
     weights, kv = weight_bytes(model, rows), model.kv_bytes([context] * rows)
     return {
@@ -160,9 +160,10 @@ def bytes_by_format(model: Transformer) -> dict[str, int]:
     """The bytes of a model's weights by the format that they are stored in, the largest first."""
     found = Counter()
     for module in model.modules():
+        stored_as = module.stored_as if isinstance(module, MatrixLayer) else None
         for kind, tensor in (module._parameters | module._buffers).items():
             if tensor is not None and kind not in module._non_persistent_buffers_set:
-                found[getattr(module, "stored_as", None) or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+                found[stored_as or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return dict(found.most_common())
 
 

@@ -31,17 +31,15 @@ from cpu.layers import (
     LANES,
     PackedEmbedding,
     PackedLinear,
-    PreparedLayer,
-    biases,
     has_format,
-    is_quantized,
-    is_stack,
     packed_bytes,
+    prepare,
 )
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
+from formats import QuantizedEmbedding, StackedLinear, repack_layers
 from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, uses_only
-from model import Block, Embedding, Linear, Transformer
+from model import Block, Embedding, LayerNorm, Linear, RMSNorm, Transformer
 
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
 # still compute the old operation, so it is not used then.
@@ -72,10 +70,7 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = F
     if kernels == "torch" or not load_kernels(kernels):
         return backend
     backend = replace(backend, name=LOADED[0].name)
-    if any(is_quantized(module) and not has_format(module) for module in model.modules()):
-        from formats import repack_layers
-
-        repack_layers(model, FORMATS_WITH_KERNELS)
+    repack_layers(model, FORMATS_WITH_KERNELS)
     pack = pack_while_reading(model, kernels, exact_activations)
     for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
         pack(name)
@@ -106,7 +101,7 @@ def pack_while_reading(model: nn.Module, kernels: str, exact_activations: bool) 
 
     def pack(name: str):
         parent = model.get_submodule(name.rpartition(".")[0])
-        if is_stack(parent) or isinstance(parent, PackedLinear):  # a stack is packed as a whole
+        if isinstance(parent, (StackedLinear, PackedLinear)):  # a stack is packed as a whole
             return
         plain = model.get_submodule(name)
         plain_bytes = sum(tensor.nbytes for tensor in plain.buffers())
@@ -127,10 +122,10 @@ def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     if not KERNELS["cpu"] >= {"pack_layer", "prepare_layer", "linear_packed", "embed_packed"}:
         return None
     if has_format(module):
-        return PackedEmbedding if hasattr(module, "logits") else PackedLinear
-    if is_stack(module) and all(has_format(piece) or not is_quantized(piece) for piece in module):
+        return PackedEmbedding if isinstance(module, QuantizedEmbedding) else PackedLinear
+    if isinstance(module, StackedLinear) and all(has_format(piece) or isinstance(piece, Linear) for piece in module):
         return PackedLinear
-    if not isinstance(module, (Linear, Embedding)) or not isinstance(model, Transformer) or not allow_amx():
+    if not isinstance(module, Linear) or not isinstance(model, Transformer) or not allow_amx():
         return None
     is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
     N, K = module.weight.shape
@@ -186,15 +181,16 @@ def prepare_block(block: Block, dtype: torch.dtype) -> int:
     """Register a block's weights with the kernels, for activations of this dtype; returns a handle to them."""
     attention, mlp = block.attention, block.mlp
     config = attention.config
-    norms = [part for norm in (block.attention_norm, block.mlp_norm) for part in (weight_of(norm), biases(norm))]
+    norms = [*norm_tensors(block.attention_norm), *norm_tensors(block.mlp_norm)]
     others = (attention.q_norm, attention.k_norm, block.attention_post_norm, block.mlp_post_norm)
-    norms += [weight_of(norm) for norm in others]
-    layers = [PreparedLayer.of(layer) for layer in linears_of(block)]  # the block keeps them when these are released
+    norms += [norm_tensors(norm)[0] for norm in others]
+    layers = [prepare(layer) for layer in linears_of(block)]  # the block keeps them when these are released
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
     switches = (mlp.kind, config.qk_norm_whole, block.post_norm_residual, block.rope_table)
     settings = (attention.window, attention.scale, config.norm_eps, block.residual_scale, *switches)
     return torch.ops.fastpath.prepare_block(norms, [layer.handle for layer in layers], sizes, dtype, *settings)
 
 
-def weight_of(norm: nn.Module | None) -> Tensor | None:
-    return None if norm is None else norm.weight
+def norm_tensors(norm: RMSNorm | LayerNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a norm."""
+    return (None, None) if norm is None else (norm.weight, norm.bias)

@@ -10,27 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from cpu.build import FORMATS_WITH_KERNELS
+from formats import QuantizedLinear, StackedLinear
+from model import Linear, MatrixLayer
 
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether this is a formats.QuantizedLinear. (formats.py is imported for quantized checkpoints only.)"""
-    return hasattr(module, "scheme")
-
-
 def has_format(module: nn.Module) -> bool:
     """Whether this is a QuantizedLinear in a format that has kernels."""
-    return is_quantized(module) and module.scheme.format in FORMATS_WITH_KERNELS
-
-
-def is_stack(module: nn.Module) -> bool:
-    """Whether this is a formats.StackedLinear."""
-    return isinstance(module, nn.ModuleList) and hasattr(module, "bias")
-
-
-def biases(module: nn.Module) -> Tensor | None:
-    return getattr(module, "bias", None)
+    return isinstance(module, QuantizedLinear) and module.stored_as in FORMATS_WITH_KERNELS
 
 
 class PreparedLayer:
@@ -46,38 +34,34 @@ class PreparedLayer:
     def __reduce__(self):  # a copy gets a handle of its own
         return PreparedLayer, self.arguments
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> "PreparedLayer":
-        """Of a packed layer, or of a Linear or an Embedding as it is."""
-        if isinstance(layer, PackedLinear):
-            return layer.prepared
-        return cls("prepare_layer", "dense", layer.weight, biases(layer), *layer.weight.shape, 0, True)
+
+def prepare(layer: MatrixLayer) -> PreparedLayer:
+    """The PreparedLayer of a packed layer, or of one whose weights stay as they are."""
+    if isinstance(layer, PackedLinear):
+        return layer.prepared
+    return PreparedLayer("prepare_layer", "dense", layer.weight, layer.bias, *layer.weight.shape, 0, True)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(MatrixLayer):
     """A linear layer, with its weights packed for the kernels. empty: makes the memory for them."""
 
-    def __init__(self, plain: nn.Module, exact: bool, empty: Callable = torch.empty):
-        super().__init__()
-        self.register_buffer("bias", biases(plain))
-        self.stored_as = getattr(plain, "stored_as", None)
-        if is_stack(plain):
+    def __init__(self, plain: Linear | QuantizedLinear | StackedLinear, exact: bool, empty: Callable = torch.empty):
+        super().__init__(plain.in_features, plain.out_features)
+        self.register_buffer("bias", plain.bias)
+        if isinstance(plain, StackedLinear):
             # A piece that is not quantized stays as it is.
-            pieces = [PackedLinear(piece, exact, empty) if is_quantized(piece) else piece for piece in plain]
-            self.pieces = nn.ModuleList(pieces)
-            prepared = [PreparedLayer.of(piece) for piece in pieces]
-            self.out_features = sum(piece.out_features for piece in pieces)
-            self.in_features = pieces[0].in_features
-            self.prepared = PreparedLayer("stack_layers", prepared, self.bias)
+            self.pieces = nn.ModuleList(
+                piece if isinstance(piece, Linear) else PackedLinear(piece, exact, empty) for piece in plain
+            )
+            self.prepared = PreparedLayer("stack_layers", [prepare(piece) for piece in self.pieces], self.bias)
             return
-        if is_quantized(plain):
-            self.out_features, self.in_features = plain.out_features, plain.in_features
-            format, groupsize = plain.scheme.format, plain.groupsize
+        if isinstance(plain, QuantizedLinear):
+            self.stored_as = plain.stored_as
+            format, groupsize = plain.stored_as, plain.groupsize
             weight = empty((packed_bytes(plain),), dtype=torch.uint8)
             parts = [part.contiguous() for part in plain.parts().values()]
             torch.ops.fastpath.pack_layer(format, parts, self.in_features, groupsize, weight)
         else:
-            self.out_features, self.in_features = plain.weight.shape
             format, groupsize = "tiles", 0
             weight = plain.weight.detach().contiguous()
             packed = pack_bfloat16(weight)
@@ -106,14 +90,10 @@ class PackedEmbedding(PackedLinear):
 # formats.h and products.h describe the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
 
 
-def packed_bytes(plain: nn.Module) -> int:
-    """Of the packed matrix of a QuantizedLinear, or of those in a StackedLinear; 0 for other layers."""
-    if is_stack(plain):
-        return sum(map(packed_bytes, plain))
-    if not is_quantized(plain):
-        return 0
+def packed_bytes(plain: QuantizedLinear) -> int:
+    """The bytes of a quantized matrix when it is packed."""
     sizes = (plain.out_features, plain.in_features, plain.groupsize)
-    return torch.ops.fastpath.packed_bytes(plain.scheme.format, *sizes)
+    return torch.ops.fastpath.packed_bytes(plain.stored_as, *sizes)
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:

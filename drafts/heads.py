@@ -70,13 +70,13 @@ class MedusaHeads(nn.Module):
         None if it cannot be used."""
         if model.shard is not None or not has_kernel("medusa", self.device):
             return None
-        from cpu.layers import PackedLinear, PreparedLayer
+        from cpu.layers import PackedLinear, prepare
 
         own = (self.gate_up, self.down, self.vocabulary.output)
         has_layout = isinstance(model.embedding, (Embedding, PackedLinear))  # else it is quantized, but not packed
         if not has_layout or not all(isinstance(layer, PackedLinear) for layer in own):
             return None
-        return [PreparedLayer.of(layer) for layer in (model.embedding, *own)]
+        return [prepare(layer) for layer in (model.embedding, *own)]
 
     def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
         """The next state (B,D), from the state (B,D) before it and the embedding (B,D) of the newest token."""

@@ -14,7 +14,7 @@ from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_he
 from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import check_prompt
-from formats import Quantization, quantize_model, swap
+from formats import Quantization, QuantizedLinear, quantize_model, swap
 from load import DEFAULT_HEADS, Checkpoint, DraftOption, find_source, install_kernels, load_model
 from model import Transformer
 from speculative import Speculation
@@ -157,7 +157,7 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
     draft = quantize_model(read_model(checkpoint.source, model.device, options.dtype), Quantization("int4", 32, "int8"))
     if model.shard is not None:
         shard, whole = model.shard.fit(draft), draft.state_dict()
-        schemes = {name: layer.scheme for name, layer in draft.named_modules() if hasattr(layer, "scheme")}
+        schemes = {name: layer.scheme for name, layer in draft.named_modules() if isinstance(layer, QuantizedLinear)}
         slices, draft = shard.slices(draft), swap(empty_model(model.config, shard=shard), schemes.get)
         draft.load_state_dict({name: part.of(whole[name]).clone() for name, part in slices.items()}, assign=True)
         draft.activation_dtype = model.activation_dtype

@@ -3,7 +3,7 @@
 Read down: what a format consists of; the encoders; the table FORMATS; Quantization, which says how each matrix of a
 checkpoint is stored; the layers; `swap`, which puts these layers into a model. Knows nothing of files.
 
-A weight matrix (N,K) has N rows (outputs) and K columns (inputs). Each row is divided into G groups of `groupsize`
+A weight matrix (N,C) has N rows (outputs) and C columns (inputs). Each row is divided into G groups of `groupsize`
 columns; the last group may be shorter, and a groupsize of 0 means one group per row (per channel). A weight is
     level * scale + min,  or  table[level] * scale
 Each weight has its own level, an integer of few bits; its group shares the scale and, in some formats, the min. Each of
@@ -30,16 +30,16 @@ UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU'
 
 
 class Part(NamedTuple):
-    """A part of a packed matrix (N,K): a tensor of `count` elements for each `columns` columns of each row."""
+    """A part of a packed matrix (N,C): a tensor of `count` elements for each `columns` columns of each row."""
 
     name: str
     dtype: torch.dtype
     columns: int  # 0: those of a group
     count: int = 1
 
-    def width(self, K: int, groupsize: int) -> int:
+    def width(self, C: int, groupsize: int) -> int:
         """The elements of a row."""
-        return -(-K // (self.columns or groupsize)) * self.count
+        return -(-C // (self.columns or groupsize)) * self.count
 
 
 SCALES, MINS = Part("scales", torch.float16, 0), Part("mins", torch.float16, 0)
@@ -48,16 +48,16 @@ SCALES, MINS = Part("scales", torch.float16, 0), Part("mins", torch.float16, 0)
 class Decoded(NamedTuple):
     """What rows of packed weights consist of. A weight is level * scale + min."""
 
-    levels: Tensor  # (...,K)
+    levels: Tensor  # (...,C)
     scales: Tensor  # (...,G)
     mins: Tensor | None  # (...,G)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A row of FORMATS. `decode` gets the parts (...,n) of some rows by name, and K.
+    """A row of FORMATS. `decode` gets the parts (...,n) of some rows by name, and C.
 
-    `quantize` makes the parts of a matrix w (N,K) for a groupsize, and raises ValueError if w is not finite. It is None
+    `quantize` makes the parts of a matrix w (N,C) for a groupsize, and raises ValueError if w is not finite. It is None
     for formats that are only read.
     """
 
@@ -69,15 +69,15 @@ class Format:
     group: int = 0  # columns that share a scale after `decode`, if these are fewer than the groupsize (K-quants)
     halves_at: tuple[int, ...] = ()  # the bytes of a block at which float16 numbers begin
 
-    def unpack(self, parts: dict[str, Tensor], groupsize: int, K: int) -> Tensor:
-        """The weights (...,K) float32 of rows of the parts (...,n). This is the specification of the format.
+    def unpack(self, parts: dict[str, Tensor], groupsize: int, C: int) -> Tensor:
+        """The weights (...,C) float32 of rows of the parts (...,n). This is the specification of the format.
 
-        groupsize: columns of a group, as in Part; K if a row is one group.
+        groupsize: columns of a group, as in Part; C if a row is one group.
         """
-        levels, scales, mins = self.decode(parts, K)
+        levels, scales, mins = self.decode(parts, C)
         size = self.group or groupsize
-        w = levels.float() * repeat_groups(scales, size, K)
-        return w if mins is None else w + repeat_groups(mins, size, K)
+        w = levels.float() * repeat_groups(scales, size, C)
+        return w if mins is None else w + repeat_groups(mins, size, C)
 
     def is_finite(self, parts: dict[str, Tensor]) -> bool:
         """Whether all scales and mins are finite numbers."""
@@ -87,40 +87,40 @@ class Format:
         return not any(((blocks[..., at + 1] & 0x7C) == 0x7C).any() for at in self.halves_at)  # the exponent's bits
 
 
-def repeat_groups(x: Tensor, groupsize: int, K: int) -> Tensor:
-    """Repeats each group's value for its columns: (...,G) -> (...,K) float32. The last group may be shorter."""
-    if K % groupsize == 0:
+def repeat_groups(x: Tensor, groupsize: int, C: int) -> Tensor:
+    """Repeats each group's value for its columns: (...,G) -> (...,C) float32. The last group may be shorter."""
+    if C % groupsize == 0:
         return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
     # An index, because torch 2.13 compiles `expand` and a slice to reads beyond the end.
-    return x.float()[..., torch.arange(K, device=x.device) // groupsize]
+    return x.float()[..., torch.arange(C, device=x.device) // groupsize]
 
 
 # ---------------------------------------------------------------- our own formats: levels, scales and mins are tensors
 
 
-def unpack_nibbles(packed: Tensor, K: int) -> Tensor:
-    """uint8 (...,ceil(K/2)) -> uint8 (...,K) in 0..15; the low nibble holds the even column."""
+def unpack_nibbles(packed: Tensor, C: int) -> Tensor:
+    """uint8 (...,ceil(C/2)) -> uint8 (...,C) in 0..15; the low nibble holds the even column."""
     q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return q if q.shape[-1] == K else q[..., :K]
+    return q if q.shape[-1] == C else q[..., :C]
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """Pack uint8 (N,K) in 0..15 to (N,ceil(K/2)); the low nibble holds the even column."""
+    """Pack uint8 (N,C) in 0..15 to (N,ceil(C/2)); the low nibble holds the even column."""
     q = F.pad(q, (0, q.shape[1] % 2))
     return q[:, 0::2] | q[:, 1::2] << 4
 
 
-def decode_int8(parts: dict[str, Tensor], K: int) -> Decoded:
+def decode_int8(parts: dict[str, Tensor], C: int) -> Decoded:
     return Decoded(parts["weight"], parts["scales"], None)  # levels -128..127
 
 
-def decode_int4(parts: dict[str, Tensor], K: int) -> Decoded:
-    return Decoded(unpack_nibbles(parts["packed"], K), parts["scales"], parts["mins"])  # levels 0..15
+def decode_int4(parts: dict[str, Tensor], C: int) -> Decoded:
+    return Decoded(unpack_nibbles(parts["packed"], C), parts["scales"], parts["mins"])  # levels 0..15
 
 
 # ---------------------------------------------------------------- the formats of GGUF files
 #
-# They have one part, the blocks of the file as they are: uint8 (N, K / columns * bytes). Each block begins or ends with
+# They have one part, the blocks of the file as they are: uint8 (N, C / columns * bytes). Each block begins or ends with
 # float16 numbers. These functions get blocks (...,bytes) and return levels, scales and mins of each block. The layouts
 # are those of ggml-common.h of llama.cpp. The products are exact in float32, so the weights are those of the gguf
 # package, to the bit.
@@ -138,10 +138,10 @@ def block_format(
     scales and mins, or None. The other arguments are fields of Format."""
     columns, nbytes = block
 
-    def decode_rows(parts: dict[str, Tensor], K: int) -> Decoded:
+    def decode_rows(parts: dict[str, Tensor], C: int) -> Decoded:
         levels, *groups = decode(parts["blocks"].unflatten(-1, (-1, nbytes)))
-        scales, mins = (x if x is None else x.flatten(-2)[..., : -(-K // group)] for x in groups)
-        return Decoded(levels.flatten(-2)[..., :K], scales, mins)
+        scales, mins = (x if x is None else x.flatten(-2)[..., : -(-C // group)] for x in groups)
+        return Decoded(levels.flatten(-2)[..., :C], scales, mins)
 
     part = Part("blocks", torch.uint8, columns, nbytes)
     return Format(bits, (part,), decode_rows, quantize, (columns,), group, halves_at)
@@ -235,10 +235,10 @@ def decode_iq4_xs(blocks: Tensor):
 
 
 def split_groups(w: Tensor, groupsize: int) -> Tensor:
-    """Reshape w (N,K) to (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
-    N, K = w.shape
-    size = groupsize or K
-    missing = -K % size
+    """Reshape w (N,C) to (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
+    N, C = w.shape
+    size = groupsize or C
+    missing = -C % size
     w = torch.cat([w, w[:, -1:].expand(N, missing)], 1) if missing else w
     return w.float().reshape(N, -1, size)
 
@@ -257,10 +257,10 @@ def check_finite(w: Tensor, *stored: Tensor):
         raise ValueError("holds weights too large for float16 scales")
 
 
-def nearest_levels(distance: Tensor, scales: Tensor, low: int, high: int, K: int) -> Tensor:
-    """The levels (N,K) in low..high nearest to `distance` (N,G,groupsize), in steps of scales (N,G)."""
+def nearest_levels(distance: Tensor, scales: Tensor, low: int, high: int, C: int) -> Tensor:
+    """The levels (N,C) in low..high nearest to `distance` (N,G,groupsize), in steps of scales (N,G)."""
     steps = scales.float()[:, :, None]
-    return torch.where(steps > 0, distance / steps, 0).round_().clamp_(low, high).flatten(1)[:, :K]
+    return torch.where(steps > 0, distance / steps, 0).round_().clamp_(low, high).flatten(1)[:, :C]
 
 
 def quantize_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
@@ -335,7 +335,7 @@ FORMATS = {
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) to the parts of a format, in blocks of rows to need little memory besides w."""
+    """Quantize w (N,C) to the parts of a format, in blocks of rows to need little memory besides w."""
     parts = [FORMATS[format].quantize(rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -418,13 +418,13 @@ class Packed(NamedTuple):
 class QuantizedLinear(MatrixLayer):
     """y = x W^T + bias. The parts of W are buffers."""
 
-    def __init__(self, K: int, N: int, bias: bool, scheme: Scheme):
-        super().__init__(K, N)
+    def __init__(self, C: int, N: int, bias: bool, scheme: Scheme):
+        super().__init__(C, N)
         self.scheme, self.format = scheme, FORMATS[scheme.format]
-        self.groupsize = scheme.groupsize or K
+        self.groupsize = scheme.groupsize or C
         self.stored_as = scheme.format
         for part in self.format.parts:
-            self.register_buffer(part.name, torch.empty(N, part.width(K, self.groupsize), dtype=part.dtype))
+            self.register_buffer(part.name, torch.empty(N, part.width(C, self.groupsize), dtype=part.dtype))
         self.register_buffer("bias", torch.empty(N) if bias else None)
 
     def parts(self, rows=slice(None)) -> dict[str, Tensor]:
@@ -432,7 +432,7 @@ class QuantizedLinear(MatrixLayer):
         return {part.name: getattr(self, part.name)[rows] for part in self.format.parts}
 
     def weights(self, rows=slice(None)) -> Tensor:
-        """These rows of W, (...,K) float32."""
+        """These rows of W, (...,C) float32."""
         return self.format.unpack(self.parts(rows), self.groupsize, self.in_features)
 
     def forward(self, x: Tensor):
@@ -479,9 +479,9 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
     """An empty StackedLinear in the place of a Linear, with pieces of these numbers of rows."""
     if len(schemes) != len(rows):
         raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
-    K = plain.in_features
+    C = plain.in_features
     pieces = [
-        QuantizedLinear(K, N, False, scheme) if scheme else Linear(K, N, False) for N, scheme in zip(rows, schemes)
+        QuantizedLinear(C, N, False, scheme) if scheme else Linear(C, N, False) for N, scheme in zip(rows, schemes)
     ]
     return StackedLinear(pieces, None if plain.bias is None else torch.empty(plain.bias.shape))
 
@@ -538,9 +538,9 @@ def twin(layer: QuantizedLinear) -> QuantizedLinear:
 def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> Linear:
     """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks of rows."""
     pieces, first = layer if isinstance(layer, StackedLinear) else [layer], 0
-    N, K = layer.out_features, layer.in_features
-    step = max(1, UNPACK_BLOCK // K)
-    weight = torch.empty(N, K, dtype=dtype, device=next(layer.buffers()).device)
+    N, C = layer.out_features, layer.in_features
+    step = max(1, UNPACK_BLOCK // C)
+    weight = torch.empty(N, C, dtype=dtype, device=next(layer.buffers()).device)
     for piece in pieces:
         for start in range(0, piece.out_features, step):
             rows = slice(start, min(start + step, piece.out_features))
@@ -549,7 +549,7 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
         first += piece.out_features
     is_table = isinstance(layer, QuantizedEmbedding)
     with torch.device("meta"):
-        dense = Embedding(N, K) if is_table else Linear(K, N, layer.bias is not None)
+        dense = Embedding(N, C) if is_table else Linear(C, N, layer.bias is not None)
     state = {"weight": weight} | ({} if layer.bias is None else {"bias": layer.bias})
     dense.load_state_dict(state, assign=True)
     return dense

@@ -5,8 +5,8 @@ operations of one kind of device have none: where their kernels are missing, the
 
 Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
 has, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
-model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width. But a weight matrix has N
-rows (outputs), K columns (inputs) and G groups of columns that share a scale.
+model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; N rows (outputs), C
+columns (inputs) and G groups of a weight matrix.
 
 Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
 """
@@ -216,7 +216,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,K) @ weight (N,K)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
+    """x (...,C) @ weight (N,C)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
     kernels call F.linear too."""
     if has_kernel("linear", x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
@@ -250,21 +250,21 @@ def layer_norm(x, weight, bias, eps):
 # Only cpu/layers.py, cpu/install.py, drafts/heads.py and kernels_triton.py call these operations. Each device has its
 # own layout of packed weights, which its file describes.
 
-# CPU. pack_layer packs the parts of a matrix (N,K) in a format of formats.FORMATS into `to`, uint8 (packed_bytes,). A
-# layer is prepared once: prepare_layer returns a handle to a linear layer or a table of N outputs and K inputs. Its
-# format is one of FORMATS, and the weight is packed; or "dense", a weight (N,K) as it is; or "tiles", packed for AMX.
+# CPU. pack_layer packs the parts of a matrix (N,C) in a format of formats.FORMATS into `to`, uint8 (packed_bytes,). A
+# layer is prepared once: prepare_layer returns a handle to a linear layer or a table of N outputs and C inputs. Its
+# format is one of FORMATS, and the weight is packed; or "dense", a weight (N,C) as it is; or "tiles", packed for AMX.
 # exact: activations are not quantized to 8 bits. stack_layers makes one layer of several, whose outputs follow each
 # other. prepare_block makes a block of four layers, and `blocks` runs several blocks. medusa draws the greedy tokens of
 # Medusa heads.
-define("packed_bytes(str format, int N, int K, int groupsize) -> int")
-define("pack_layer(str format, Tensor[] parts, int K, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
-define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int K, int groupsize, bool exact) -> int")
+define("packed_bytes(str format, int N, int C, int groupsize) -> int")
+define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
+define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int C, int groupsize, bool exact) -> int")
 define("stack_layers(int[] layers, Tensor? bias) -> int")
 define("release_layers(int[] layers) -> ()")
 define("linear_packed(Tensor x, int layer, int N) -> Tensor", lambda x, layer, N: empty_with_columns(x, N))
 define(
-    "embed_packed(Tensor tokens, int layer, int K) -> Tensor",
-    lambda t, _, K: t.new_empty((*t.shape, K), dtype=torch.float32),
+    "embed_packed(Tensor tokens, int layer, int C) -> Tensor",
+    lambda t, _, C: t.new_empty((*t.shape, C), dtype=torch.float32),
 )
 BLOCK_SETTINGS = (
     "int? window, float scale, float eps, float residual_scale, str activation, bool qk_norm_whole, "
@@ -284,7 +284,7 @@ define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) ->
 # RoPE and writes the KV cache.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
-    "int N, int bits, int group, bool gated, float eps) -> Tensor",
+    "int N, int bits, int groupsize, bool gated, float eps) -> Tensor",
     lambda x, weight, scales, bias, norm, residual, N, *rest: empty_with_columns(x, N),
 )
 define(

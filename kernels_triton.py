@@ -2,8 +2,8 @@
 
 Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
 operations, sampling, packing, `install`, the fused block. kernels.py and model.py say what each operation computes, and
-name the shapes. In addition: GROUP query heads share a key/value head; a product has M rows of activations, N outputs
-and K columns of the weight matrix.
+name the shapes. In addition: HEADS_PER_KV query heads share a key/value head; a product has M rows of activations,
+N outputs and C columns of the weight matrix.
 
 **Attention.** In plain PyTorch, these two lines stand between the two products of attention:
     scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
@@ -18,11 +18,11 @@ T = 8192 and 32 heads, the two lines and the products around them would read or 
 bfloat16; q, k, v and the result are 0.2 GB. Decode reads each live key and value once, 2 T K E elements, and nothing
 beyond the row's own length. Positions are read on the device, so that one captured CUDA graph serves every length.
 
-**Products** with at most 16 new tokens a row are limited by reading the weights: N K bits / 8 bytes, and 2 or 4 more
+**Products** with at most 16 new tokens a row are limited by reading the weights: N C bits / 8 bytes, and 2 or 4 more
 bytes a group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a time, and unpacked in registers.
 Operations next to the product are fused with it: RMSNorm (its division applies to a whole row, so it can follow the
 sum), bias, SwiGLU and the residual. A Llama block takes 7 launches: qkv, rotary with cache write, attention, its merge,
-out, gate_up, down; and one more for each product that is split along K.
+out, gate_up, down; and one more for each product whose columns are split.
 
 Every result is summed in an order that does not depend on the batch, the other tokens of its row, or the length of the
 cache: a tile has 8 rows of M whatever M is, the position of a chunk in the cache alone decides to which split it
@@ -115,11 +115,11 @@ def attend(
 
 
 @triton.jit
-def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
+def load_queries(q, input_pos, slopes, b, head, at, S, H, E, HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr):
     """Load the queries with the indices `at` (Q,), which count the heads of a group within each token.
 
     Returns their values, positions, ALiBi slopes, indices in (B,S,H), and whether each query exists."""
-    token, h = at // GROUP, head * GROUP + at % GROUP
+    token, h = at // HEADS_PER_KV, head * HEADS_PER_KV + at % HEADS_PER_KV
     valid = token < S
     pos = tl.load(input_pos + b * S + token, mask=valid, other=-1).to(tl.int32)
     place = (b * S + token) * H + h
@@ -132,16 +132,16 @@ def load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP: tl.constexpr
 @triton.jit(do_not_specialize=["S", "T"])
 def decode_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
-    GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Flash-decoding: a tile of queries of one key/value head attends to one split of the chunks of its row.
 
     Grid (SPLITS, tiles of queries, B * K). Writes acc to parts (B,S,H,SPLITS,E), m and l to stats (B,S,H,SPLITS,2).
     """
-    split, K = tl.program_id(0), H // GROUP
+    split, K = tl.program_id(0), H // HEADS_PER_KV
     b, head = tl.program_id(2) // K, tl.program_id(2) % K
     at = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
-    q, pos, slope, place, valid = load_queries(q, input_pos, slopes, b, head, at, S, H, E, GROUP, BLOCK_E)
+    q, pos, slope, place, valid = load_queries(q, input_pos, slopes, b, head, at, S, H, E, HEADS_PER_KV, BLOCK_E)
     last, first = tl.max(pos, 0), 0
     if WINDOW:
         first = tl.maximum(tl.min(tl.where(pos < 0, last, pos), 0) - window + 1, 0)
@@ -182,7 +182,7 @@ def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "T"])
 def prefill_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
-    GROUP: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks that are in its future or before its window,
     and masks only chunks that are partly visible. Tiles with the most chunks start first."""
@@ -196,7 +196,7 @@ def prefill_kernel(
     if WINDOW:
         first = tl.maximum(oldest - window + 1, 0)
     row = tl.load(rows + b) if rows is not None else b
-    base = (row.to(tl.int64) * (H // GROUP) + h // GROUP) * T * E
+    base = (row.to(tl.int64) * (H // HEADS_PER_KV) + h // HEADS_PER_KV) * T * E
     begin, stop = first // WIDTH, (last + WIDTH) // WIDTH
     full, diagonal = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
     m = tl.full((BLOCK_S,), float("-inf"), tl.float32)
@@ -229,25 +229,25 @@ def prefill_kernel(
 # Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row. Field j (4 or 8 bits)
 # of word i holds column 32 j + i of the tile. Field j of all 32 words is therefore 32 consecutive columns of one group,
 # in the order that the tensor cores need. Scales are (tiles,N,groups of a tile), or (N,) if a row has one. With 4
-# bits a scale is a 32-bit word, whose upper half is the min. Weights that are not quantized stay as they are, (N,K).
+# bits a scale is a 32-bit word, whose upper half is the min. Weights that are not quantized stay as they are, (N,C).
 
 TILE_BITS = tl.constexpr(1024)
 
 
 @triton.jit
-def load_tile(weight, t, row, N, K, BITS: tl.constexpr, EVEN: tl.constexpr):
+def load_tile(weight, t, row, N, C, BITS: tl.constexpr, EVEN: tl.constexpr):
     """Load tile t of these rows: words (BLOCK_N,32), or weights (BLOCK_N,columns) that are not quantized."""
     if BITS < 16:
         start = (row.to(tl.int64) + t * N) * 32
         tile = tl.load(weight + start[:, None] + tl.arange(0, 32)[None, :], eviction_policy="evict_first")
     else:
         COLUMNS: tl.constexpr = TILE_BITS // BITS
-        k = t * COLUMNS + tl.arange(0, COLUMNS)
-        where = weight + row.to(tl.int64)[:, None] * K + k[None, :]
+        c = t * COLUMNS + tl.arange(0, COLUMNS)
+        where = weight + row.to(tl.int64)[:, None] * C + c[None, :]
         if EVEN:
             tile = tl.load(where, eviction_policy="evict_first")
         else:
-            tile = tl.load(where, mask=(k < K)[None, :], other=0.0)
+            tile = tl.load(where, mask=(c < C)[None, :], other=0.0)
     return tile
 
 
@@ -271,14 +271,14 @@ def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def epilogue(y, up, squares, bias, residual, out, m, n, M, N, K, eps, GATED: tl.constexpr):
+def epilogue(y, up, squares, bias, residual, out, m, n, M, N, C, eps, GATED: tl.constexpr):
     """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M), and store the result.
 
     squares (TILE_M,) are the sums of the squares of x."""
     inside = (n < N)[:, None] & (m < M)[None, :]
     place = m.to(tl.int64)[None, :] * N + n[:, None]
     if squares is not None:
-        inverse = tl.rsqrt(squares / K + eps)[None, :]
+        inverse = tl.rsqrt(squares / C + eps)[None, :]
         y, up = y * inverse, up * inverse
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -307,21 +307,22 @@ def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def load_inputs(x, norm, square, m, k, M, K, EVEN: tl.constexpr):
+def load_inputs(x, norm, square, m, c, M, C, EVEN: tl.constexpr):
     """x (WIDTH,TILE_M) in these rows and columns, times the norm's weights, and square plus the squares of x."""
-    inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (k < K)[:, None]
-    part = tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)
+    inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (c < C)[:, None]
+    part = tl.load(x + m[None, :] * C + c[:, None], mask=inside, other=0.0)
     if norm is not None:
         value = part.to(tl.float32)
         square += value * value
-        factor = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
+        factor = tl.load(norm + c) if EVEN else tl.load(norm + c, mask=c < C, other=0.0)
         part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
     return part, square
 
 
 @triton.jit
 def store_parts(y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.constexpr):
-    """Store the sums y and up (BLOCK_N,TILE_M) and square_sum (TILE_M,) of one split of K, for reduce_kernel."""
+    """Store the sums y and up (BLOCK_N,TILE_M) and square_sum (TILE_M,) of one split of the columns, for
+    reduce_kernel."""
     inside = (n < N)[:, None] & (m < M)[None, :]
     at = split * M + m if not GATED else split * 2 * M + m
     tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
@@ -333,16 +334,16 @@ def store_parts(y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, weight, scales, bias, norm, residual, out, parts, squares, M, N, K, eps,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, SPLIT_K: tl.constexpr,
+    x, weight, scales, bias, norm, residual, out, parts, squares, M, N, C, eps,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (M,K), after an optional RMSNorm, @ weight (N or 2N,K)^T: grid (tiles of M, tiles of N, SPLIT_K).
+    """x (M,C), after an optional RMSNorm, @ weight (N or 2N,C)^T: grid (tiles of M, tiles of N, SPLIT_K).
 
-    GROUP: columns that share a scale; 0 if a row has one scale or none. EVEN: K is a multiple of a tile's columns.
-    SPLIT_K > 1: K is split over several programs, which write float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares
-    (SPLIT_K,M); reduce_kernel adds them. The weights are the left operand of tl.dot, because then 8 rows of x fill a
-    tensor core's operand; as the left operand x would need 16 rows.
+    GROUPSIZE: columns that share a scale; 0 if a row has one scale or none. EVEN: C is a multiple of a tile's columns.
+    SPLIT_K > 1: the columns are split over several programs (split-K), which write float32 sums to parts (SPLIT_K,1 or
+    2,M,N) and squares (SPLIT_K,M); reduce_kernel adds them. The weights are the left operand of tl.dot, because then 8
+    rows of x fill a tensor core's operand; as the left operand x would need 16 rows.
     """
     # The first grid dimension is M, so that tiles with the same weights run together.
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
@@ -351,55 +352,55 @@ def linear_kernel(
     COLUMNS: tl.constexpr = TILE_BITS // BITS
     FIELDS: tl.constexpr = 32 // BITS if BITS < 16 else 1
     WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one tl.dot
-    GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP else 1  # groups of a tile
+    GROUPS: tl.constexpr = COLUMNS // GROUPSIZE if GROUPSIZE else 1  # groups of a tile
     EACH: tl.constexpr = FIELDS // GROUPS  # fields of a group
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     ROWS = 2 * N if GATED else N
     row = tl.where(n < N, n, 0)
-    tiles = tl.cdiv(K, COLUMNS)
+    tiles = tl.cdiv(C, COLUMNS)
     each = tl.cdiv(tiles, SPLIT_K)
     ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
     total, square = tl.zeros((BLOCK_N, TILE_M), tl.float32), tl.zeros((WIDTH, TILE_M), tl.float32)
     total_up, sum_x = total, total
     for t in range(split * each, tl.minimum(split * each + each, tiles)):
-        words = load_tile(weight, t, row, ROWS, K, BITS, EVEN)
-        words_up = load_tile(weight, t, row + N, ROWS, K, BITS, EVEN) if GATED else words
+        words = load_tile(weight, t, row, ROWS, C, BITS, EVEN)
+        words_up = load_tile(weight, t, row + N, ROWS, C, BITS, EVEN) if GATED else words
         for g in tl.static_range(GROUPS):  # fields g * EACH + i
-            y = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total
-            up = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else total_up
-            sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUP else sum_x
+            y = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else total
+            up = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else total_up
+            sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else sum_x
             for i in tl.static_range(EACH):
-                k = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
-                part, square = load_inputs(x, norm, square, m, k, M, K, EVEN)
+                c = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
+                part, square = load_inputs(x, norm, square, m, c, M, C, EVEN)
                 if BITS == 4:  # on the idle tensor cores, which give each thread the sums that it needs
                     sum_x = dot(ones, part, sum_x)
                 y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
                 if GATED:
                     up = dot(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
-            if GROUP:
+            if GROUPSIZE:
                 place = scales + (row.to(tl.int64) + t * ROWS) * GROUPS
                 total += apply_scales(y, sum_x, place + g, BITS, OFFSET)
                 if GATED:
                     total_up += apply_scales(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
             else:
                 total, total_up = y, up
-    if scales is not None and GROUP == 0:
+    if scales is not None and GROUPSIZE == 0:
         total = apply_scales(total, sum_x, scales + row, BITS, OFFSET)
         if GATED:
             total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, OFFSET)
     square_sum = tl.sum(square, 0) if norm is not None else None
     if SPLIT_K == 1:
-        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
     else:
         store_parts(total, total_up, square_sum, parts, squares, split, m, n, M, N, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
 def reduce_kernel(
-    parts, squares, bias, residual, out, M, N, K, eps,
+    parts, squares, bias, residual, out, M, N, C, eps,
     GATED: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of the splits along K, in ascending order: grid (tiles of M, tiles of N)."""
+    """Add the sums of the splits of the columns, in ascending order: grid (tiles of M, tiles of N)."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (n < N)[:, None] & (m < M)[None, :]
@@ -413,15 +414,15 @@ def reduce_kernel(
         if squares is not None:
             square += tl.load(squares + split * M + m, mask=m < M, other=0.0)
     square_sum = square if squares is not None else None
-    epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, K, eps, GATED)
+    epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
-    x, weight, scales, bias, out, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, weight, scales, bias, out, M, N, C,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (M,K) with many rows @ quantized weight (N,K)^T: grid (tiles of M, tiles of N).
+    """x (M,C) with many rows @ quantized weight (N,C)^T: grid (tiles of M, tiles of N).
 
     It is limited by arithmetic. A weight is unpacked once for BLOCK_M rows, to the reference's value in x's dtype.
     """
@@ -429,16 +430,16 @@ def matmul_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.where(n < N, n, 0)
     FIELDS: tl.constexpr = 32 // BITS
-    GROUPS: tl.constexpr = 32 * FIELDS // GROUP if GROUP else 1
+    GROUPS: tl.constexpr = 32 * FIELDS // GROUPSIZE if GROUPSIZE else 1
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for t in range(0, tl.cdiv(K, 32 * FIELDS)):
-        words = load_tile(weight, t, row, N, K, BITS, True)
+    for t in range(0, tl.cdiv(C, 32 * FIELDS)):
+        words = load_tile(weight, t, row, N, C, BITS, True)
         for j in tl.static_range(FIELDS):
-            k = (t * FIELDS + j) * 32 + tl.arange(0, 32)
-            inside = (m < M)[:, None] & (k < K)[None, :]
-            part = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
-            place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUP else scales + row
+            c = (t * FIELDS + j) * 32 + tl.arange(0, 32)
+            inside = (m < M)[:, None] & (c < C)[None, :]
+            part = tl.load(x + m.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0.0)
+            place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUPSIZE else scales + row
             one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
             w = apply_scales(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
             total = dot(part, tl.trans(w.to(part.dtype)), total)
@@ -515,29 +516,29 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def default_tiles(bits: int, N: int, K: int, processors: int) -> dict:
+def default_tiles(bits: int, N: int, C: int, processors: int) -> dict:
     """Tile sizes of a product with few rows, chosen by its shape and never by M.
 
     Tiles are wide, or narrow if wide ones would not occupy all multiprocessors. (A tile of 16 outputs has one warp,
     which cannot unpack weights as fast as they arrive, so only plain weights have such tiles.) If narrow tiles are
-    still too few, K is split, which costs a second launch for the sum."""
+    still too few, the columns are split, which costs a second launch for the sum."""
     enough, split_k = processors * 5 // 4, 1
     blocks = (64, 32, 16) if bits >= 16 else (64, 32)
     block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
-    tiles = triton.cdiv(K * bits, TILE_BITS.value)
+    tiles = triton.cdiv(C * bits, TILE_BITS.value)
     while triton.cdiv(N, block) * split_k < enough and split_k < 8 and tiles >= 2 * split_k * MIN_TILES_PER_SPLIT:
         split_k *= 2
     stages = 4 if block == 64 else 5 if bits < 16 else 6
     return {"BLOCK_N": block, "SPLIT_K": split_k, "num_warps": block // 16, "num_stages": stages}
 
 
-def tile_key(bits: int, group: int, N: int, K: int, gated: bool) -> str:
-    return f"{bits} bits, groups of {group}, {'2 x ' if gated else ''}{N} x {K}"
+def tile_key(bits: int, groupsize: int, N: int, C: int, gated: bool) -> str:
+    return f"{bits} bits, groups of {groupsize}, {'2 x ' if gated else ''}{N} x {C}"
 
 
-def choose_tiles(bits: int, group: int, N: int, K: int, gated: bool, device: torch.device) -> dict:
-    key = tile_key(bits, group, N, K, gated)
-    return tuned_tiles(device).get(key) or default_tiles(bits, N, K, multiprocessors(device))
+def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device: torch.device) -> dict:
+    key = tile_key(bits, groupsize, N, C, gated)
+    return tuned_tiles(device).get(key) or default_tiles(bits, N, C, multiprocessors(device))
 
 
 def tuning_file(device: torch.device) -> Path:
@@ -562,16 +563,16 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
-    group, block = H // K, max(16, triton.next_power_of_2(E))
+    heads_per_kv, block = H // K, max(16, triton.next_power_of_2(E))
     q, input_pos = q.contiguous(), input_pos.contiguous()
     places = (input_pos, rows, slopes)
     values = (S, T, H, E, scale * LOG2E.value, window or 0)
-    settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window is not None}
+    settings = {"HEADS_PER_KV": heads_per_kv, "BLOCK_E": block, "WINDOW": window is not None}
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
         if S <= MAX_DECODE_TOKENS:
             parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
-            grid = (SPLITS.value, triton.cdiv(S * group, QUERIES.value), B * K)
+            grid = (SPLITS.value, triton.cdiv(S * heads_per_kv, QUERIES.value), B * K)
             settings |= decode_tiles(block, q.dtype)
             decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *values, **settings)
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
@@ -602,16 +603,16 @@ def linear(x, weight, bias):
     return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
 
 
-def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated, eps):
-    """x (...,K) @ weight^T, packed or plain, to (...,N) in x's dtype. gated: weight has 2 N rows, gate and up.
+def fused_linear(x, weight, scales, bias, norm, residual, N, bits, groupsize, gated, eps):
+    """x (...,C) @ weight^T, packed or plain, to (...,N) in x's dtype. gated: weight has 2 N rows, gate and up.
 
-    norm (K,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With more than
+    norm (C,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With more than
     MAX_DECODE_TOKENS new tokens a row, only packed weights are supported, without norm, gate and residual."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
-        return matmul(x, weight, scales, bias, N, bits, group)
-    x, K = x.contiguous(), x.shape[-1]
-    M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
-    tiles = choose_tiles(bits, group, N, K, gated, x.device)
+        return matmul(x, weight, scales, bias, N, bits, groupsize)
+    x, C = x.contiguous(), x.shape[-1]
+    M, out = x.numel() // C, x.new_empty(*x.shape[:-1], N)
+    tiles = choose_tiles(bits, groupsize, N, C, gated, x.device)
     block, split_k = tiles["BLOCK_N"], tiles["SPLIT_K"]
     parts = squares = None
     if split_k > 1:
@@ -619,25 +620,30 @@ def fused_linear(x, weight, scales, bias, norm, residual, N, bits, group, gated,
         squares = None if norm is None else x.new_empty(split_k, M, dtype=torch.float32)
     residual = None if residual is None else residual.contiguous()
     grid = (triton.cdiv(M, TILE_M.value), triton.cdiv(N, block))
-    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": K % (1024 // bits) == 0} | tiles
+    settings = {
+        "BITS": bits,
+        "GROUPSIZE": groupsize,
+        "GATED": gated,
+        "EVEN": C % (TILE_BITS.value // bits) == 0,
+    } | tiles
     tensors = (x, weight, scales, bias, norm, residual, out, parts, squares)
     with torch.cuda.device_of(x):
-        linear_kernel[(*grid, split_k)](*tensors, M, N, K, eps, **settings)
+        linear_kernel[(*grid, split_k)](*tensors, M, N, C, eps, **settings)
         if split_k > 1:
             sizes = {"GATED": gated, "SPLIT_K": split_k, "BLOCK_N": block}
-            reduce_kernel[grid](parts, squares, bias, residual, out, M, N, K, eps, **sizes)
+            reduce_kernel[grid](parts, squares, bias, residual, out, M, N, C, eps, **sizes)
     return out
 
 
-def matmul(x, weight, scales, bias, N, bits, group):
-    """x (...,K) @ packed weight^T, (...,N), for many rows."""
-    x, K = x.contiguous(), x.shape[-1]
-    M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
+def matmul(x, weight, scales, bias, N, bits, groupsize):
+    """x (...,C) @ packed weight^T, (...,N), for many rows."""
+    x, C = x.contiguous(), x.shape[-1]
+    M, out = x.numel() // C, x.new_empty(*x.shape[:-1], N)
     sizes = {"BLOCK_M": 32, "BLOCK_N": 32} if x.dtype == torch.float32 else {"BLOCK_M": 64, "BLOCK_N": 128}
     grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
-    sizes |= {"BITS": bits, "GROUP": group, "num_warps": 4, "num_stages": 3}
+    sizes |= {"BITS": bits, "GROUPSIZE": groupsize, "num_warps": 4, "num_stages": 3}
     with torch.cuda.device_of(x):
-        matmul_kernel[grid](x, weight, scales, bias, out, M, N, K, **sizes)
+        matmul_kernel[grid](x, weight, scales, bias, out, M, N, C, **sizes)
     return out
 
 
@@ -872,7 +878,7 @@ LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 
 def pack_words(q: Tensor, bits: int) -> Tensor:
-    """q (N,K), int8 or uint8, to words int32 (tiles,N,32); K is padded with zeros."""
+    """q (N,C), int8 or uint8, to words int32 (tiles,N,32); the columns are padded with zeros."""
     fields = 32 // bits
     q = F.pad(q, (0, -q.shape[1] % (32 * fields))).unflatten(1, (-1, fields, 32))  # (N,tiles,fields,32)
     words = q[:, :, 0].int() & (2**bits - 1)
@@ -881,12 +887,12 @@ def pack_words(q: Tensor, bits: int) -> Tensor:
     return words.transpose(0, 1).contiguous()
 
 
-def unpack_words(words: Tensor, bits: int, K: int) -> Tensor:
-    """words (tiles,...,32) to q (...,K), int32."""
+def unpack_words(words: Tensor, bits: int, C: int) -> Tensor:
+    """words (tiles,...,32) to q (...,C), int32."""
     high = 32 - bits  # shifting up and down extends the sign of an 8-bit field
     fields = [words << (high - bits * j) >> high for j in range(32 // bits)]
     q = torch.stack(fields, -2).movedim(0, -3).flatten(-3)
-    return (q & 15 if bits == 4 else q)[..., :K]
+    return (q & 15 if bits == 4 else q)[..., :C]
 
 
 def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
@@ -914,10 +920,9 @@ class PackedLinear(MatrixLayer):
 
     def __init__(self, plain: QuantizedLinear):
         super().__init__(plain.in_features, plain.out_features)
-        self.bits, self.groupsize = plain.format.bits, plain.groupsize
-        self.group = plain.scheme.groupsize  # 0: one scale a row
-        self.stored_as = plain.stored_as
-        groups = 1024 // self.bits // self.group if self.group else 1
+        self.bits, self.stored_as = plain.format.bits, plain.stored_as
+        self.groupsize = plain.scheme.groupsize  # 0: one scale a row
+        groups = TILE_BITS.value // self.bits // self.groupsize if self.groupsize else 1
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
         self.register_buffer("weight", pack_words(levels, self.bits))
         self.register_buffer("scales", pack_scales(scales, mins, groups))
@@ -933,11 +938,11 @@ class PackedEmbedding(PackedLinear):
     logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):
-        K, groups = self.in_features, -(-self.in_features // self.groupsize)
-        q = unpack_words(self.weight[:, tokens], self.bits, K)  # (B,S,K)
-        scales, mins = unpack_scales(self.scales[:, tokens], groups)
-        y = q * repeat_groups(scales, self.groupsize, K)
-        return y if mins is None else y + repeat_groups(mins, self.groupsize, K)
+        C, groupsize = self.in_features, self.groupsize or self.in_features
+        q = unpack_words(self.weight[:, tokens], self.bits, C)  # (B,S,C)
+        scales, mins = unpack_scales(self.scales[:, tokens], -(-C // groupsize))
+        y = q * repeat_groups(scales, groupsize, C)
+        return y if mins is None else y + repeat_groups(mins, groupsize, C)
 
 
 FORMATS_WITH_KERNELS = ("int8", "int4")
@@ -1000,8 +1005,9 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
 def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, residual=None, gated=False) -> Tensor:
     """A PackedLinear or a Linear, with an optional RMSNorm before it and SwiGLU or a residual after it."""
     packed = isinstance(layer, PackedLinear)
-    scales, bits, group = (layer.scales, layer.bits, layer.group) if packed else (None, 8 * layer.weight.itemsize, 0)
+    scales = layer.scales if packed else None
+    bits, groupsize = (layer.bits, layer.groupsize) if packed else (8 * layer.weight.itemsize, 0)
     factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     N = layer.out_features // 2 if gated else layer.out_features
     tensors = (x, layer.weight, scales, layer.bias, factor, residual)
-    return torch.ops.fastpath.fused_linear.default(*tensors, N, bits, group, gated, eps)
+    return torch.ops.fastpath.fused_linear.default(*tensors, N, bits, groupsize, gated, eps)

@@ -7,6 +7,7 @@ dispatches them to the kernels of the device.
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
   H query heads  K key/value heads           E head width    F hidden width
+  N rows (outputs), C columns (inputs), G groups of columns that share a scale: of a weight matrix
 
 Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), sliding window (Mistral,
 arXiv:2310.06825), QK norm (Qwen3, arXiv:2505.09388), BLOOM (arXiv:2211.05100).

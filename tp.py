@@ -27,7 +27,7 @@ from config import Config
 from formats import QuantizedLinear
 from model import Transformer
 
-# How the weight (N,K) of a module, with N outputs and K inputs, and its bias (N,) are split. The keys are the ends of
+# How the weight (N,C) of a module, with N outputs and C inputs, and its bias (N,) are split. The keys are the ends of
 # the modules' names; the values are (how, number of matrices that are stored as one):
 #   heads        by outputs: the rows of this rank's query heads, then those of the key and value heads that they
 #                attend to

@@ -49,10 +49,10 @@ from formats import Quantization, QuantizedLinear, Scheme, swap
 from model import Transformer
 from report import weight_bytes
 
-BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, columns of a group
+BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, groupsize
 LLAMA31, LLAMA32 = (RopeScaling("llama3", factor, 8192) for factor in (8.0, 32.0))
 FULL = {
-    # name: (N, K)
+    # name: (N, C)
     "products": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     | {"head": (128256, 4096)},
     "rows": (1, 4, 16),
@@ -114,38 +114,38 @@ def fill(tensors):
 # ---------------------------------------------------------------- products
 
 
-def random_layer(format: str, N: int, K: int, device: torch.device) -> nn.Module:
+def random_layer(format: str, N: int, C: int, device: torch.device) -> nn.Module:
     """nn.Linear or QuantizedLinear of random numbers."""
     if format == "bf16":
-        return nn.Linear(K, N, False, device=device, dtype=BF16).requires_grad_(False)
+        return nn.Linear(C, N, False, device=device, dtype=BF16).requires_grad_(False)
     with torch.device(device):
-        layer = QuantizedLinear(K, N, False, Scheme(format, BITS[format][1]))
+        layer = QuantizedLinear(C, N, False, Scheme(format, BITS[format][1]))
     fill(layer.buffers())
     return layer
 
 
 def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
-    for format, (name, (N, K)) in itertools.product(FORMATS, sizes["products"].items()):
+    for format, (name, (N, C)) in itertools.product(FORMATS, sizes["products"].items()):
         print_status(f"{format} {name}")
-        plain = random_layer(format, N, K, device)
+        plain = random_layer(format, N, C, device)
         size = sum(tensor.nbytes for tensor in plain.state_dict().values())
-        plains = [plain] + [random_layer(format, N, K, device) for _ in range(copies(size, device) - 1)]
+        plains = [plain] + [random_layer(format, N, C, device) for _ in range(copies(size, device) - 1)]
         ours = plains if format == "bf16" else [kt.PackedLinear(layer) for layer in plains]
         gated = name == "gate_up"  # ours with SwiGLU, as a model has it; torch's without
         if tuning:
-            tune(ours, format, N, K, gated, device)
+            tune(ours, format, N, C, gated, device)
         for M in sizes["rows"]:
             torch.compiler.reset()
-            x, call = randn(M, K, device=device), lambda layer, x: layer(x)
+            x, call = randn(M, C, device=device), lambda layer, x: layer(x)
             call = torch.compile(call, dynamic=False) if device.type == "cuda" else call  # on a CPU it takes too long
-            row = {"name": f"{format} {name} {K}x{N}", "rows": M, "bytes": size}
+            row = {"name": f"{format} {name} {C}x{N}", "rows": M, "bytes": size}
             row["ours_s"] = seconds([partial(kt.apply_linear, layer, x, gated=gated) for layer in ours])
             yield row | {"torch_s": seconds([partial(call, layer, x) for layer in plains])}
 
 
-def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.device):
+def tune(layers: list, format: str, N: int, C: int, gated: bool, device: torch.device):
     """Store the fastest tiles of SPACE for one row. The kernels use them for all numbers of rows up to 16."""
-    x, path = randn(1, K, device=device), kt.tuning_file(device)
+    x, path = randn(1, C, device=device), kt.tuning_file(device)
     choose = kt.choose_tiles
     times, space = [], SPACE if device.type == "cuda" else SPACE[::40]
     for tiles in space:
@@ -158,7 +158,7 @@ def tune(layers: list, format: str, N: int, K: int, gated: bool, device: torch.d
             times.append(float("inf"))
     kt.choose_tiles = choose
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[kt.tile_key(*BITS[format], N // 2 if gated else N, K, gated)] = space[times.index(min(times))]
+    known[kt.tile_key(*BITS[format], N // 2 if gated else N, C, gated)] = space[times.index(min(times))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1))
     kt.tuned_tiles.cache_clear()

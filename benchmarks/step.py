@@ -39,15 +39,15 @@ ROWS, STEPS = 8, 40  # consecutive steps
 # ---------------------------------------------------------------- products
 
 
-def torch_product(format: str, N: int, K: int) -> tuple[int, Callable]:
+def torch_product(format: str, N: int, C: int) -> tuple[int, Callable]:
     """The bytes of a matrix of random numbers, and torch's product with it as a function of x."""
     if format == "bf16":
-        weight = torch.randn(N, K).to(BF16)
+        weight = torch.randn(N, C).to(BF16)
         return weight.nbytes, partial(F.linear, weight=weight)
     if format == "int8":
-        weight, scales = torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N).to(BF16)
+        weight, scales = torch.randint(-127, 128, (N, C), dtype=torch.int8), torch.rand(N).to(BF16)
         return weight.nbytes + scales.nbytes, lambda x: torch._weight_int8pack_mm(x, weight, scales)
-    levels, scales = torch.randint(0, 16, (N, K), dtype=torch.int32), torch.rand(K // 32, N, 2).to(BF16)
+    levels, scales = torch.randint(0, 16, (N, C), dtype=torch.int32), torch.rand(C // 32, N, 2).to(BF16)
     weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)  # scales has the zero points, too
     return weight.nbytes + scales.nbytes, lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, 32, scales)
 
@@ -65,12 +65,12 @@ def compare_products(args, source: Source, format: str) -> list[dict]:
     contestants = {f"torch {format}": theirs, f"ours {format}": products_of(model)}
     if format != "bf16":
         contestants[f"ours {format} exact"] = products_of(load_model(source, exact_activations=True))
-    numbers, table = torch.ones(sum(N * K for N, K in shapes) // 2), []  # as many bytes as in bfloat16
+    numbers, table = torch.ones(sum(N * C for N, C in shapes) // 2), []  # as many bytes as in bfloat16
 
     for M in args.rows:
-        inputs, works = {K: torch.randn(M, K).to(BF16) for _, K in shapes}, {"read": numbers.sum}
+        inputs, works = {C: torch.randn(M, C).to(BF16) for _, C in shapes}, {"read": numbers.sum}
         for name, functions in contestants.items():
-            works[name] = measure.in_a_row([partial(f, inputs[K]) for f, (_, K) in zip(functions, shapes)])
+            works[name] = measure.in_a_row([partial(f, inputs[C]) for f, (_, C) in zip(functions, shapes)])
         turns = {name: partial(measure.seconds, work) for name, work in works.items()}
         times = measure.take_turns(turns, 2 * args.rounds, warm_up=2)
         for name in contestants:

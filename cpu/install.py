@@ -62,8 +62,8 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = F
     at a time. Returns what the model can rely on; where the kernels cannot run, this is only memory in huge pages and
     the tuning of threads.
 
-    Weights (N,K) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
-    and K of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
+    Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
+    and C of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
     Transformer, only quantized weights are packed.
     """
     backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
@@ -128,8 +128,8 @@ def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     if not isinstance(module, Linear) or not isinstance(model, Transformer) or not allow_amx():
         return None
     is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
-    N, K = module.weight.shape
-    if is_table or N % LANES or K % GROUP or module.weight.dtype != torch.bfloat16:  # padding would make it larger
+    N, C = module.weight.shape
+    if is_table or N % LANES or C % GROUP or module.weight.dtype != torch.bfloat16:  # padding would make it larger
         return None
     return PackedEmbedding if isinstance(module, Embedding) else PackedLinear
 

@@ -87,7 +87,7 @@ class PackedEmbedding(PackedLinear):
 
 # ---------------------------------------------------------------- packing
 #
-# formats.h and products.h describe the layouts. Nb: blocks of 16 rows (LANES); Kb: groups of 32 columns (GROUP).
+# formats.h and products.h describe the layouts. Nb: blocks of 16 rows (LANES); Cb: groups of 32 columns (GROUP).
 
 
 def packed_bytes(plain: QuantizedLinear) -> int:
@@ -97,5 +97,5 @@ def packed_bytes(plain: QuantizedLinear) -> int:
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack bfloat16 (N,K) to (Nb,Kb,16,16,2): of each group 16 times 2 columns, for 16 rows. N and K are multiples."""
+    """Pack bfloat16 (N,C) to (Nb,Cb,16,16,2): of each group 16 times 2 columns, for 16 rows. N and C are multiples."""
     return weight.view(-1, LANES, weight.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()

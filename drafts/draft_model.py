@@ -58,9 +58,9 @@ class DraftVocabulary(nn.Module):
 
 def int8_layer(packed: dict[str, Tensor]) -> QuantizedLinear:
     """The layer with these parts of an int8 matrix in groups of GROUPSIZE columns."""
-    N, K = packed["weight"].shape
+    N, C = packed["weight"].shape
     with torch.device("meta"):
-        layer = QuantizedLinear(K, N, False, Scheme("int8", GROUPSIZE))
+        layer = QuantizedLinear(C, N, False, Scheme("int8", GROUPSIZE))
     layer.load_state_dict(packed, assign=True)
     return layer
 

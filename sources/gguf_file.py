@@ -276,8 +276,8 @@ class GgufFile:
     def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
         """A tensor of a type that is not kept, in float32."""
         if info.type.lower() in FORMATS:
-            format, K = FORMATS[info.type.lower()], info.shape[-1]
-            return format.unpack({"blocks": blocks}, format.groupsizes[0], K).view(info.shape)
+            format, C = FORMATS[info.type.lower()], info.shape[-1]
+            return format.unpack({"blocks": blocks}, format.groupsizes[0], C).view(info.shape)
         import gguf
 
         try:

@@ -142,12 +142,12 @@ def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, Te
         type_name, columns, block = block_sizes(name, kind)
         if 0 in shape:
             raise ValueError(f"tensor {name} has the shape {shape}")
-        rows, K = 1, shape[-1] if shape else 1
+        rows, C = 1, shape[-1] if shape else 1
         for dimension in shape[:-1]:
             rows *= dimension
-        if K % columns:
-            raise ValueError(f"tensor {name} ({type_name}) has rows of {K} elements, which are no blocks of {columns}")
-        row_bytes = K // columns * block
+        if C % columns:
+            raise ValueError(f"tensor {name} ({type_name}) has rows of {C} elements, which are no blocks of {columns}")
+        row_bytes = C // columns * block
         start, end = begin + offset, begin + offset + rows * row_bytes
         if end > size:
             raise ValueError(f"truncated: tensor {name} ends at byte {end:,}, the file at {size:,}")

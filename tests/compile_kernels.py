@@ -32,7 +32,7 @@ import kernels_triton as kt
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INTEGERS = ("M", "N", "K", "S", "T", "H", "E", "D", "V", "W", "P", "words", "b_stride", "s_stride", "window")
+INTEGERS = ("M", "N", "C", "K", "S", "T", "H", "E", "D", "V", "W", "P", "words", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
 
 
@@ -47,7 +47,7 @@ def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict
             signature[name] = "i32" if name in INTEGERS else "fp32"
         else:
             signature[name] = "*" + kinds.get(name, TYPES[dtype])
-        if signature[name][0] == "*" or name in ("N", "K", "T", "E", "H"):
+        if signature[name][0] == "*" or name in ("N", "C", "K", "T", "E", "H"):
             aligned[(i,)] = [["tt.divisibility", 16]]  # as in a real launch
     source = ASTSource(fn=kernel, signature=signature, constexprs=settings, attrs=aligned)
     return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
@@ -90,10 +90,10 @@ SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs")
 SAMPLE_KINDS |= dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), "fp32")
 
 
-def linear_case(bits, group, N, K, gated, normed):
+def linear_case(bits, groupsize, N, C, gated, normed):
     """(settings, types of pointers, warps, stages) of a product as `linear` launches it on 132 multiprocessors."""
-    tiles = kt.default_tiles(bits, N, K, 132)
-    settings = {"BITS": bits, "GROUP": group, "GATED": gated, "EVEN": True, "BLOCK_N": tiles["BLOCK_N"]}
+    tiles = kt.default_tiles(bits, N, C, 132)
+    settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": True, "BLOCK_N": tiles["BLOCK_N"]}
     settings |= {"SPLIT_K": tiles["SPLIT_K"], "bias": None} | ({"scales": None} if bits >= 16 else {})
     settings |= {"residual": None} if normed or tiles["SPLIT_K"] > 1 else {"norm": None}
     settings |= {"parts": None, "squares": None} if tiles["SPLIT_K"] == 1 else {} if normed else {"squares": None}
@@ -110,12 +110,12 @@ def cases(everything: bool):
     quantized = KINDS | {"weight": "i32", "scales": "i32"}
     sums = {"GATED": False, "SPLIT_K": 2, "BLOCK_N": 32, "bias": None, "squares": None}
     yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
-    many = {"BITS": 4, "GROUP": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
+    many = {"BITS": 4, "GROUPSIZE": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
     yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
     for E in (64, 80, 96, 128, 256) if everything else (128,):
         block = triton.next_power_of_2(E)
-        for group, window, alibi in ((1, True, True), (4, False, False))[: 1 + everything]:
-            settings = {"GROUP": group, "BLOCK_E": block, "WINDOW": window, "rows": None}
+        for heads, window, alibi in ((1, True, True), (4, False, False))[: 1 + everything]:
+            settings = {"HEADS_PER_KV": heads, "BLOCK_E": block, "WINDOW": window, "rows": None}
             settings |= {} if alibi else {"slopes": None}
             name = f"E {E}" + ", window, ALiBi" * window
             yield f"decode {name}", kt.decode_kernel, half, settings, KINDS, *kt.decode_tiles(block, half).values()
@@ -128,9 +128,9 @@ def cases(everything: bool):
     yield "sample", kt.sample_kernel, half, {"BLOCK": kt.SAMPLE_BLOCK}, SAMPLE_KINDS, 16, 3
     yield "norm", kt.norm_kernel, half, {"SUBTRACT_MEAN": False, "BLOCK_D": 4096, "bias": None}, KINDS, 8, 3
     if everything:
-        many |= {"BITS": 8, "GROUP": 0}
+        many |= {"BITS": 8, "GROUPSIZE": 0}
         yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
-        settings = {"GROUP": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
+        settings = {"HEADS_PER_KV": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
         tiles = kt.decode_tiles(128, torch.float32).values()
         yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, *tiles
         yield "norm LayerNorm", kt.norm_kernel, half, {"SUBTRACT_MEAN": True, "BLOCK_D": 16384}, KINDS, 16, 3

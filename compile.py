@@ -10,9 +10,10 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cli import Stopwatch, UserError, first_line, print_status
 from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
@@ -35,17 +36,21 @@ def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
 def compile_per_shape(function: Callable) -> Callable:
     """Compile function(model, ...) as one graph for each model, cache size and shapes of the arguments.
 
-    The graphs skip Dynamo's guards on the model: there are about 2,000, which take a fifth of a step of the default
-    model in int4. Therefore only the contents of a model's caches may change between steps.
+    The graphs skip Dynamo's guards on the model, and on other modules that are arguments: a model has about 2,000,
+    which take a fifth of a step of the default model in int4. Therefore only the contents of a model's caches may
+    change between steps. All arguments are positional.
     """
     graphs = {}
 
     def step(model, *arguments):
         case = model, model.blocks[0].attention.cache.k.shape, *shapes_of(arguments)
         if case not in graphs:
+            names = zip(function.__code__.co_varnames, (model, *arguments))
+            modules = {name for name, value in names if isinstance(value, nn.Module)}
             # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            options = {"triton.cudagraphs": True, "guard_filter_fn": drop_model_guards}  # like mode="reduce-overhead"
+            options = {"triton.cudagraphs": True}  # like mode="reduce-overhead"
+            options["guard_filter_fn"] = partial(drop_module_guards, modules)
             if model.backend.thread_invariant:  # the kernels have their own threads; other operations are small
                 options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
@@ -69,11 +74,12 @@ def drop_global_state_guards(guards) -> list[bool]:
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
-def drop_model_guards(guards) -> list[bool]:
-    """`drop_global_state_guards` for `compile_per_shape`, which also drops all guards on the models."""
-    on_model = re.compile(r"(L\['(model|vocabulary|draft)'\]|(model|vocabulary|draft)\b)")
+def drop_module_guards(modules: set[str], guards) -> list[bool]:
+    """`drop_global_state_guards` for `compile_per_shape`, which also drops all guards on some of the function's
+    parameters and what they contain. Guards have names such as model.blocks or L['model'].blocks."""
+    roots = (re.match(r"(?:L\[')?(\w*)", guard.name)[1] for guard in guards)
     kept = drop_global_state_guards(guards)
-    return [keep and on_model.match(guard.name) is None for keep, guard in zip(kept, guards)]
+    return [keep and root not in modules for keep, root in zip(kept, roots)]
 
 
 def compile_counts() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from schedules import GREEDY, masked_requests, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
-from compile import compile_counts, compiled_steps, warm_up
+from compile import compile_counts, compile_per_shape, compiled_steps, warm_up
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
@@ -580,6 +580,21 @@ def test_no_graph_is_compiled_again(models, monkeypatch):
     for request in requests:
         assert request.new_tokens == tokens_of(model, request)[: len(request.new_tokens)]
         assert request.finish_reason in ("length", "cancelled")
+
+
+def test_graphs_do_not_check_modules_again(models, monkeypatch):
+    """Whatever the arguments are called: a change of a module that its guards would notice needs no new graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    target, x, table = models(), torch.randn(1, 3, models().config.dim), torch.nn.Linear(models().config.dim, 7)
+    target.setup_caches(1, 8)
+    step, counts = compile_per_shape(lambda target, x, table: table(target.norm(x))), []
+    for training in (True, False):
+        target.train(training)
+        table.train(training)
+        step(target, x, table)
+        counts.append(compile_counts()[0])
+    assert counts[0] == counts[1] > 0
 
 
 def test_with_always_chunk_every_step_reads_one_chunk(models):

@@ -175,7 +175,7 @@ def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Ten
     """
     try:
         with safe_open(path, "pt") as file:
-            return copy(file.get_tensor(name) if part is None else part.of(file.get_slice(name)))
+            return copy(file.get_tensor(name) if part is None else part.cut(file.get_slice(name)))
     except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
         raise UserError(f"{path}: {name} cannot be read: {error}") from None
 

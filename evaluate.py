@@ -400,7 +400,7 @@ def without_nan(value):
 
 def main():
     args = parse_arguments()
-    checkpoint = open_checkpoint(ModelOptions.of(args))
+    checkpoint = open_checkpoint(ModelOptions.from_arguments(args))
     result = evaluate_text(args, checkpoint) if args.text else {}
     if args.tasks:
         result["tasks"] = evaluate_tasks(args, checkpoint)

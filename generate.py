@@ -104,7 +104,7 @@ def check_arguments(args):
             raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
     if args.prompt.count("-") > (0 if args.interactive else 1):
         raise UserError("--prompt - reads all of standard input: give it once, and not with --interactive")
-    args.model = ModelOptions.of(args, converses=args.chat or args.interactive)
+    args.model = ModelOptions.from_arguments(args, converses=args.chat or args.interactive)
     if args.report and args.quiet:
         raise UserError("--report and --quiet exclude each other")
     if args.roofline is not None and (args.profile or args.report or args.interactive or args.model.speculates):

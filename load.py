@@ -63,7 +63,7 @@ class ModelOptions:
     lookup_by_default: bool = False  # prompt lookup is the draft where it cannot change a token; not an option
 
     @classmethod
-    def of(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
+    def from_arguments(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
         """The options of a command line, which may have some of them only. converses: whether the program holds
         conversations, in which prompt lookup is the draft by default."""
         options = cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})

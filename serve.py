@@ -73,7 +73,7 @@ def parse_arguments(argv=None):
         raise UserError(f"{args.name!r} and --checkpoint_path {args.checkpoint_path!r} both name a model; name one")
     if args.name is not None:
         args.checkpoint_path = args.name
-    args.model = ModelOptions.of(args, converses=True)
+    args.model = ModelOptions.from_arguments(args, converses=True)
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave the option out to need none")
     if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):

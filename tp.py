@@ -74,7 +74,7 @@ class Slice:
     columns: range | None = None  # None: all columns, or a tensor with one dimension
     height: int = 0  # zero rows are appended up to this number of rows
 
-    def of(self, source) -> Tensor:
+    def cut(self, source) -> Tensor:
         """The slice of a tensor, or of a safetensors get_slice, which then reads only that part of the file."""
         columns = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
         pieces = [source[(slice(r.start, r.stop), *columns)] for r in self.rows]
@@ -97,7 +97,7 @@ class Shard:
     control: Any = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> "Shard":
+    def in_group(cls, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> "Shard":
         return cls(group.rank(), group.size(), group=group.group_name, control=control or group)
 
     def fit(self, model: Transformer) -> "Shard":

@@ -159,6 +159,6 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
         shard, whole = model.shard.fit(draft), draft.state_dict()
         schemes = {name: layer.scheme for name, layer in draft.named_modules() if isinstance(layer, QuantizedLinear)}
         slices, draft = shard.slices(draft), swap(empty_model(model.config, shard=shard), schemes.get)
-        draft.load_state_dict({name: part.of(whole[name]).clone() for name, part in slices.items()}, assign=True)
+        draft.load_state_dict({name: part.cut(whole[name]).clone() for name, part in slices.items()}, assign=True)
         draft.activation_dtype = model.activation_dtype
     return install_kernels(draft, options.kernels, options.exact_activations)

@@ -120,4 +120,4 @@ def stacked(target: str, pieces: list[dict[str, torch.Tensor]], in_several_forma
 def take(pieces: list[torch.Tensor], part=None, copy: Callable = torch.clone) -> torch.Tensor:
     """A copy of tensors, stacked, or of a part of this stack (a tp.Slice)."""
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return copy(whole if part is None else part.of(whole)) if len(pieces) == 1 or part is not None else whole
+    return copy(whole if part is None else part.cut(whole)) if len(pieces) == 1 or part is not None else whole

@@ -267,7 +267,7 @@ def test_each_rank_takes_its_slices(file, ranks):
         part, slices = read_model(open_gguf(file), shard=shard).state_dict(), shard.fit(whole).slices(whole)
         assert part.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
-            assert torch.equal(part[name], slices[name].of(tensor)), name
+            assert torch.equal(part[name], slices[name].cut(tensor)), name
     stacks = [module for module in whole.modules() if isinstance(module, StackedLinear)]
     assert len(stacks) == 2 and all(isinstance(piece, QuantizedLinear) for stack in stacks for piece in stack)
 

@@ -244,7 +244,7 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
         whole = quantize_model(read_model(tmp_path / "q", dtype=torch.float32), Quantization("int4", 32, "int8"))
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)
-        assert all(torch.equal(part, slices[name].of(state[name])) for name, part in draft.state_dict().items())
+        assert all(torch.equal(part, slices[name].cut(state[name])) for name, part in draft.state_dict().items())
 
 
 def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):

@@ -109,7 +109,7 @@ def run_cases(folder: Path):
         if rank >= case["ranks"]:
             continue
         group = groups[case["ranks"]]
-        model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"], shard=Shard.of(group))
+        model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"], shard=Shard.in_group(group))
         draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
         mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]

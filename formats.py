@@ -333,6 +333,8 @@ FORMATS = {
     "iq4_xs": block_format(4, (256, 136), decode_iq4_xs),
 }
 
+GPTQ = "int4-gptq"  # a mode of Quantization, in the format int4
+
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
     """Quantize w (N,C) to the parts of a format, in blocks of rows to need little memory besides w."""
@@ -363,13 +365,13 @@ class Quantization:
     exceptions: dict[str, str] = field(default_factory=dict)  # module name -> format
 
     def __post_init__(self):
-        modes = (*FORMATS, "int4-gptq")
+        modes = (*FORMATS, GPTQ)
         if self.mode not in modes:
             raise ValueError(f"quantization mode must be one of {modes}, not {self.mode!r}")
         if not isinstance(self.exceptions, dict):
             raise ValueError(f"quantization exceptions must name formats of modules, not {self.exceptions!r}")
         known = re.compile(rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?")
-        texts = [("mode", self.mode.removesuffix("-gptq")), ("head", self.head)]
+        texts = [("mode", self.format), ("head", self.head)]
         for name, text in self.exceptions.items():  # which may name the formats of several matrices
             texts += [(name, piece) for piece in text.split("+")] if isinstance(text, str) else [(name, text)]
         for name, piece in texts:
@@ -391,13 +393,18 @@ class Quantization:
         return Scheme(name, int(size) if size else usual)
 
     @property
+    def format(self) -> str:
+        """That of the matrices in the blocks."""
+        return "int4" if self.mode == GPTQ else self.mode
+
+    @property
     def bits(self) -> int:
         """Of a level in the blocks."""
-        return FORMATS[self.mode.removesuffix("-gptq")].bits
+        return FORMATS[self.format].bits
 
     def usual(self, name: str) -> str:
         """The format of the module with this name, if it is no exception."""
-        return self.head if name in ("embedding", "output") else self.mode.removesuffix("-gptq")
+        return self.head if name in ("embedding", "output") else self.format
 
     def scheme(self, name: str) -> Scheme | list[Scheme | None] | None:
         """How the module with this name is stored; None if it is not quantized, a list if its pieces differ."""

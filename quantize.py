@@ -19,7 +19,7 @@ from checkpoint import Source
 from cli import ArgumentParser, UserError, announced, print_status, progress_bar, read_text, run_command, size_text
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
-from formats import FORMATS, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
+from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
 from kernels import Backend
 from model import Linear, Transformer
 from sampling import SamplingParams
@@ -180,7 +180,7 @@ def quantize_checkpoint(
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
     total = sum(t.nbytes for t in ck.empty_model(config).state_dict().values())
     gptq_packed = {}
-    if quantization.mode == "int4-gptq":
+    if quantization.mode == GPTQ:
         gptq_packed = run_gptq(source, schemes, calibration_file)
     kept, from_directory = [], source.path.is_dir()  # whose dtype is kept
     with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
@@ -281,7 +281,7 @@ def main():
     add = parser.add_argument
     add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
     encoded = [name for name, format in FORMATS.items() if format.quantize is not None]
-    add("--mode", choices=(*encoded, "int4-gptq"), required=True, help="format of the matrices in the blocks")
+    add("--mode", choices=(*encoded, GPTQ), required=True, help="format of the matrices in the blocks")
     sizes = "columns that share a scale (32); 0: a whole row"
     add("--groupsize", type=int, choices=(0, 32, 64, 128), default=32, help=sizes)
     add("--head", choices=(*encoded, "none"), default="int8", help="format of the embedding and the output head (int8)")
@@ -289,8 +289,8 @@ def main():
     add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()
-    if args.calibration_file and args.mode != "int4-gptq":
-        parser.error(f"--calibration_file is for --mode int4-gptq, not {args.mode}")
+    if args.calibration_file and args.mode != GPTQ:
+        parser.error(f"--calibration_file is for --mode {GPTQ}, not {args.mode}")
     try:
         quantization = Quantization(args.mode, args.groupsize, args.head)
     except ValueError as error:

@@ -13,15 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from formats import FORMATS
+
 # How to unpack a value, by its type in the file; strings (8) and arrays (9) have lengths.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 FIRST_READ = 1 << 24  # bytes; few headers are longer
 LONGEST_HEADER = 1 << 26  # bytes; longer ones than those of any model would take minutes and gigabytes
 # (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
-TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22)}
-TYPES |= {7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)}
-TYPES |= {14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2)}
+TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
+QUANTIZED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
+QUANTIZED |= {20: "iq4_nl", 23: "iq4_xs"}
+BLOCKS = {number: FORMATS[name].parts[0] for number, name in QUANTIZED.items()}
+TYPES |= {number: (QUANTIZED[number].upper(), block.columns, block.count) for number, block in BLOCKS.items()}
 
 MOST_FILES = 1000  # of a split model
 SPLIT_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")

@@ -33,14 +33,14 @@ SEQUENCES, SEQUENCE_LENGTH = 32, 512  # sequences of calibration text, tokens in
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,K) with the scales and mins of int4, and levels that change the layer's outputs little.
+    """Quantize w (N,C) with the scales and mins of int4, and levels that change the layer's outputs little.
 
-    hessian: (K,K), the sum of x x^T over the layer's inputs. Returns the parts of int4. Columns with the largest
+    hessian: (C,C), the sum of x x^T over the layer's inputs. Returns the parts of int4. Columns with the largest
     inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The
     packed columns and groups keep their original order.
     """
     scales, mins = int4_grid(w, groupsize)
-    K, size = w.shape[1], groupsize or w.shape[1]
+    C, size = w.shape[1], groupsize or w.shape[1]
     H = hessian.double()
     diagonal = H.diagonal()
     diagonal += 0.01 * diagonal.mean() + (diagonal == 0)  # dampening; an input that is always 0 would make H singular
@@ -48,12 +48,12 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
     H = H[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
     U = torch.linalg.cholesky(inverse, upper=True).float()
-    # From here on w is transposed, (K,N), so that each column of the layer is contiguous.
+    # From here on w is transposed, (C,N), so that each column of the layer is contiguous.
     w = w.float().t()[order].contiguous()
     step, minimum = (numbers.float().t()[order // size].contiguous() for numbers in (scales, mins))
     levels = torch.empty_like(w)
-    for start in range(0, K, GPTQ_BLOCK):
-        end = min(start + GPTQ_BLOCK, K)
+    for start in range(0, C, GPTQ_BLOCK):
+        end = min(start + GPTQ_BLOCK, C)
         errors = torch.empty_like(w[start:end])
         for i in range(start, end):
             level = torch.where(step[i] > 0, (w[i] - minimum[i]) / step[i], 0).round_().clamp_(0, 15)
@@ -82,9 +82,9 @@ def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Sche
             linears = {name: linears[name] for name in int4 if name in linears}
             hessians = collect_hessians(linears, run)
             for name, module in linears.items():
-                K = module.in_features
+                C = module.in_features
                 packed = pack_gptq(module.weight, hessians[name], int4[name])
-                module.weight.copy_(FORMATS["int4"].unpack(packed, int4[name] or K, K))
+                module.weight.copy_(FORMATS["int4"].unpack(packed, int4[name] or C, C))
                 on_packed(name, packed)
             x = run()
         return x
@@ -102,7 +102,7 @@ def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
 
 
 def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
-    """For each layer by name, the sum of x x^T over its inputs x during run(), (K,K) float32."""
+    """For each layer by name, the sum of x x^T over its inputs x during run(), (C,C) float32."""
     sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
 
     def add(name, module, inputs):
@@ -245,8 +245,8 @@ def rounding_error(source: Source, quantization: Quantization) -> float:
         tensor = read().float() if scheme else None
         if tensor is None or tensor.dim() < 2:
             continue
-        K, parts = tensor.shape[1], pack(tensor, *scheme)
-        difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or K, K) - tensor
+        C, parts = tensor.shape[1], pack(tensor, *scheme)
+        difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or C, C) - tensor
         moved, size = moved + difference.square().sum().item(), size + tensor.square().sum().item()
     return (moved / size) ** 0.5 if size else 0.0
 

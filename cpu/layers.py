@@ -98,4 +98,4 @@ def packed_bytes(plain: QuantizedLinear) -> int:
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
     """Pack bfloat16 (N,C) to (Nb,Cb,16,16,2): of each group 16 times 2 columns, for 16 rows. N and C are multiples."""
-    return weight.view(-1, LANES, weight.shape[1] // GROUP, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
+    return weight.view(-1, LANES, weight.shape[1] // GROUP, GROUP // 2, 2).permute(0, 2, 3, 1, 4).contiguous()

@@ -20,24 +20,24 @@ def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
     return flat[offset:].view(shape)
 
 
-def random_blocks(format, N, K, seed=0):
+def random_blocks(format, N, C, seed=0):
     """Blocks of a GGUF file, of random bytes, but with small scales and mins."""
     (part,), generator = FORMATS[format].parts, torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (N, -(-K // part.columns), part.count), generator=generator).byte()
+    blocks = torch.randint(0, 256, (N, -(-C // part.columns), part.count), generator=generator).byte()
     for at in FORMATS[format].halves_at:
         values = torch.rand(*blocks.shape[:2], 1, generator=generator) * 0.02 - 0.01
         blocks[..., at : at + 2] = values.half().view(torch.uint8)
     return {"blocks": blocks.flatten(1)}
 
 
-def quantized(format, N, K, groupsize, bias, dtype, seed=0):
+def quantized(format, N, C, groupsize, bias, dtype, seed=0):
     """(a quantized layer, the float32 matrix that it stands for)."""
     has_encoder = FORMATS[format].quantize is not None
-    packed = pack(numbers(N, K, seed=seed), format, groupsize) if has_encoder else random_blocks(format, N, K, seed)
-    layer = QuantizedLinear(K, N, bias, Scheme(format, groupsize))
+    packed = pack(numbers(N, C, seed=seed), format, groupsize) if has_encoder else random_blocks(format, N, C, seed)
+    layer = QuantizedLinear(C, N, bias, Scheme(format, groupsize))
     layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
     layer.bias = layer.bias.to(dtype) if bias else None
-    return layer, FORMATS[format].unpack(packed, groupsize or K, K)
+    return layer, FORMATS[format].unpack(packed, groupsize or C, C)
 
 
 def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):

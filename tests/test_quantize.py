@@ -37,25 +37,25 @@ from writer import Writer
 ROUNDING = 3e-7  # float32 rounding errors, as a fraction of the largest weight
 
 
-def unpacked(packed: dict, groupsize: int, K: int) -> torch.Tensor:
+def unpacked(packed: dict, groupsize: int, C: int) -> torch.Tensor:
     """The float32 matrix that packed tensors stand for."""
     format = next(format for format in FORMATS.values() if {part.name for part in format.parts} == packed.keys())
-    return format.unpack(packed, groupsize or K, K)
+    return format.unpack(packed, groupsize or C, C)
 
 
-def by_column(numbers, groupsize, K):
-    return numbers.float().repeat_interleave(groupsize or K, 1)[:, :K]
+def by_column(numbers, groupsize, C):
+    return numbers.float().repeat_interleave(groupsize or C, 1)[:, :C]
 
 
 KINDS = ["normal", "constant rows", "zeros", "one outlier", "subnormal", "tiny", "large", "positive", "bfloat16"]
 
 
-def matrix(N, K, kind, seed):
-    w = torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
+def matrix(N, C, kind, seed):
+    w = torch.randn(N, C, generator=torch.Generator().manual_seed(seed))
     if kind == "constant rows":
-        w = w[:, :1].expand(N, K).clone()
+        w = w[:, :1].expand(N, C).clone()
     if kind == "one outlier":
-        w[:, seed % K] = 3e4
+        w[:, seed % C] = 3e4
     scale = {"zeros": 0.0, "subnormal": 1e-40, "tiny": 1e-7, "large": 1e4}.get(kind, 1.0)
     w = w.abs() if kind == "positive" else w * scale
     return w.bfloat16() if kind == "bfloat16" else w
@@ -63,23 +63,23 @@ def matrix(N, K, kind, seed):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    N=st.integers(1, 19), K=st.integers(1, 300), groupsize=st.sampled_from([0, 32, 64, 128]),
+    N=st.integers(1, 19), C=st.integers(1, 300), groupsize=st.sampled_from([0, 32, 64, 128]),
     kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6),
 )  # fmt: skip
-def test_no_weight_is_further_off_than_half_a_level(N, K, groupsize, kind, seed):
+def test_no_weight_is_further_off_than_half_a_level(N, C, groupsize, kind, seed):
     """The error is at most half a level, or the float16 rounding of an int4 group's minimum if that is more."""
-    w = matrix(N, K, kind, seed)
+    w = matrix(N, C, kind, seed)
     exact, most = w.float(), w.float().abs().max() * ROUNDING + 1e-42  # at most 127 times the least float32
     packed = pack(w, "int8", groupsize)
-    error = (unpacked(packed, groupsize, K) - exact).abs()
-    assert (error <= by_column(packed["scales"], groupsize, K) / 2 + most).all()
+    error = (unpacked(packed, groupsize, C) - exact).abs()
+    assert (error <= by_column(packed["scales"], groupsize, C) / 2 + most).all()
     packed = pack(w, "int4", groupsize)
-    least = torch.stack([part.amin(1) for part in exact.split(groupsize or K, 1)], 1)
-    offset = by_column((packed["mins"].float() - least).abs(), groupsize, K)
-    error = (unpacked(packed, groupsize, K) - exact).abs()
-    assert (error <= torch.maximum(by_column(packed["scales"], groupsize, K) / 2, offset) + most).all()
-    G = -(-K // (groupsize or K))
-    assert packed["packed"].shape == (N, -(-K // 2)) and packed["scales"].shape == packed["mins"].shape == (N, G)
+    least = torch.stack([part.amin(1) for part in exact.split(groupsize or C, 1)], 1)
+    offset = by_column((packed["mins"].float() - least).abs(), groupsize, C)
+    error = (unpacked(packed, groupsize, C) - exact).abs()
+    assert (error <= torch.maximum(by_column(packed["scales"], groupsize, C) / 2, offset) + most).all()
+    G = -(-C // (groupsize or C))
+    assert packed["packed"].shape == (N, -(-C // 2)) and packed["scales"].shape == packed["mins"].shape == (N, G)
 
 
 def test_the_layout_on_disk():
@@ -148,17 +148,17 @@ def test_what_cannot_be_packed_is_refused(value):
 
 
 @pytest.mark.parametrize("format", ENCODED)
-@pytest.mark.parametrize("N, K, groupsize", [(7, 45, 32), (50, 129, 128), (33, 64, 0), (1, 31, 0), (5, 70, 64)])
-def test_layers_are_the_unpacked_matrix(format, N, K, groupsize):
+@pytest.mark.parametrize("N, C, groupsize", [(7, 45, 32), (50, 129, 128), (33, 64, 0), (1, 31, 0), (5, 70, 64)])
+def test_layers_are_the_unpacked_matrix(format, N, C, groupsize):
     torch.manual_seed(N)
-    w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(2, 3, K)
+    w, bias, x = torch.randn(N, C), torch.randn(N), torch.randn(2, 3, C)
     scheme = Scheme(format, groupsize if groupsize in FORMATS[format].groupsizes else 32)
     packed = pack(w, *scheme)
-    whole = FORMATS[format].unpack(packed, scheme.groupsize or K, K)
-    layer = QuantizedLinear(K, N, True, scheme)
+    whole = FORMATS[format].unpack(packed, scheme.groupsize or C, C)
+    layer = QuantizedLinear(C, N, True, scheme)
     layer.load_state_dict(packed | {"bias": bias})
     assert torch.allclose(layer(x), F.linear(x, whole, bias), atol=1e-5)
-    table = QuantizedEmbedding(K, N, False, scheme)
+    table = QuantizedEmbedding(C, N, False, scheme)
     table.load_state_dict(packed)
     tokens = torch.randint(0, N, (2, 5))
     assert torch.equal(table(tokens), whole[tokens])
@@ -390,19 +390,19 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
 # ---------------------------------------------------------------- GPTQ
 
 
-@pytest.mark.parametrize("N, K, groupsize", [(60, 200, 32), (33, 300, 64), (7, 45, 0)])
-def test_gptq_changes_outputs_less_than_rounding_does(N, K, groupsize):
+@pytest.mark.parametrize("N, C, groupsize", [(60, 200, 32), (33, 300, 64), (7, 45, 0)])
+def test_gptq_changes_outputs_less_than_rounding_does(N, C, groupsize):
     """On correlated inputs, with levels on the same grid."""
-    generator = torch.Generator().manual_seed(K)
-    mixing = torch.randn(K, K, generator=generator) * K**-0.5
-    x = torch.randn(4000, K, generator=generator) @ mixing
+    generator = torch.Generator().manual_seed(C)
+    mixing = torch.randn(C, C, generator=generator) * C**-0.5
+    x = torch.randn(4000, C, generator=generator) @ mixing
     x[:, 3] = 0  # an input that is always 0
-    w = torch.randn(N, K, generator=generator)
+    w = torch.randn(N, C, generator=generator)
     ours, nearest = quantize.pack_gptq(w, x.T @ x, groupsize), pack(w, "int4", groupsize)
     assert torch.equal(ours["scales"], nearest["scales"]) and torch.equal(ours["mins"], nearest["mins"])
-    new = torch.randn(1000, K, generator=generator) @ mixing
+    new = torch.randn(1000, C, generator=generator) @ mixing
     new[:, 3] = 0
-    error, before = (((new @ (unpacked(p, groupsize, K) - w).T) ** 2).mean() for p in (ours, nearest))
+    error, before = (((new @ (unpacked(p, groupsize, C) - w).T) ** 2).mean() for p in (ours, nearest))
     assert error < 0.7 * before
 
 

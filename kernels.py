@@ -52,7 +52,7 @@ def has_kernel(name, device):
     return name in KERNELS.get(device.type, ())
 
 
-# The fields of model.Config that the fused operations (all blocks of a model in one call) take into account.
+# The fields of config.Config that the fused operations (all blocks of a model in one call) take into account.
 FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",

@@ -449,7 +449,7 @@ def matmul_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-# ---------------------------------------------------------------- positions and norms: model.rotate, model.RMSNorm
+# ---------------------------------------------------------------- positions and norms: positions.rotate, model.RMSNorm
 
 
 @triton.jit(do_not_specialize=["S", "T"])

@@ -45,7 +45,7 @@ from model import Block, Embedding, LayerNorm, Linear, RMSNorm, Transformer
 # still compute the old operation, so it is not used then.
 FUSED_OPERATIONS = {"prepare_layer", "prepare_block", "blocks", "linear", "linear_packed", "rms_norm", "layer_norm"}
 FUSED_OPERATIONS |= {"attention"}
-# What it computes of model.Config besides kernels.FUSED_FIELDS.
+# What it computes of config.Config besides kernels.FUSED_FIELDS.
 MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale", "query_scale_beta")
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed

@@ -4,16 +4,21 @@ The pages are README.md, CONTRIBUTING.md and docs/. A number in a table must equ
 benchmarks/results, rounded to the digits that are shown.
 """
 
+import ast
 import importlib
 import json
 import re
 import shlex
 import sys
+import tokenize
 from contextlib import nullcontext
+from functools import cache
+from io import StringIO
 
 import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
+from test_house import FILES, PATHS, PROGRAMS
 
 from generate import parse_arguments
 from sources.families import FAMILIES
@@ -49,6 +54,60 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|cpp))`|`(benchmarks/results/[\w.]+)`", PAGES[page]):
         assert (ROOT / "".join(name)).exists(), name
+
+
+def named_things() -> set[tuple[str, str]]:
+    """(file, name) of each "`name` in `file`" or "`name` (`file`)" of the pages. Several names may stand together."""
+    found = set()
+    for text in PAGES.values():
+        names = r"((?:`[\w.-]+`,? (?:and |or )?)*`[\w-]+(?:\.\w+)?`)"
+        for several, path in re.findall(rf"{names} (?:in |of |\()`([\w/]+\.(?:py|h|cpp))`", " ".join(text.split())):
+            found |= {(path, name) for name in re.findall("`([^`]+)`", several) if not name.endswith(".py")}
+    return found
+
+
+@cache
+def defined_names(path: str) -> set[str]:
+    """The names that a file defines: at the top level, in classes (also as Class.member), as options. C++: anywhere."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if not path.endswith(".py"):
+        return set(re.findall(r"^ *(?!return)(?:#define |[\w:<>,&* ]+[ &*])(\w+)\b", text, re.M))
+    found, tree = set(re.findall(r'"(--\w+)"', text)), ast.parse(text)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for prefix, scope in [("", tree), *((f"{node.name}.", node) for node in classes)]:
+        for node in scope.body:
+            is_block = isinstance(node, ast.ClassDef | ast.FunctionDef)
+            names = [node.name] if is_block else [name.id for name in stored(node, ast.Name)]
+            found |= {*names, *(prefix + name for name in names)}
+    return found | {f"{node.name}.{member.attr}" for node in classes for member in stored(node, ast.Attribute)}
+
+
+def stored(tree: ast.AST, kind: type) -> list:
+    """The names or attributes to which something is assigned anywhere in a tree."""
+    return [node for node in ast.walk(tree) if isinstance(node, kind) and isinstance(node.ctx, ast.Store)]
+
+
+def test_names_are_in_the_files_that_the_pages_say():
+    things = named_things()
+    assert len(things) > 15
+    assert [(path, name) for path, name in sorted(things) if name not in defined_names(path)] == []
+
+
+def test_members_are_in_their_classes():
+    every = set().union(*(defined_names(str(path.relative_to(ROOT))) for path in PATHS))
+    named = {name for text in PAGES.values() for name in re.findall(r"`([A-Z]\w+\.\w+)\b[^`]*`", text)}
+    assert len(named) > 8 and named - every == set()
+
+
+@pytest.mark.parametrize("path", [*PATHS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_comments_are_in_their_modules(path):
+    """Where a comment or a docstring says module.name or room.module.name. (tokenizer.model and others are files.)"""
+    tokens = tokenize.generate_tokens(StringIO(path.read_text(encoding="utf-8")).readline)
+    comments = [one.string for one in tokens if one.type == tokenize.COMMENT or one.string.startswith('"""')]
+    modules = "|".join(map(re.escape, sorted(FILES, key=len, reverse=True)))
+    no_file = r"(?!(?:py|h|txt|json|model|safetensors)\b)"
+    named = re.findall(rf"(?<![\w./`])({modules})\.{no_file}([A-Za-z_]\w*)", "\n".join(comments))
+    assert [pair for pair in named if pair[1] not in defined_names(str(FILES[pair[0]].relative_to(ROOT)))] == []
 
 
 def test_every_page_is_linked_from_the_readme():

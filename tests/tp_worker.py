@@ -38,7 +38,7 @@ DRAWN = [SamplingParams(seed=seed) for seed in (10, 11, 12)]
 
 
 class GroupRanks:
-    """The part of tp.Ranks that the engine needs, for a process group."""
+    """The part of ranks.Ranks that the engine needs, for a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()

@@ -31,13 +31,14 @@ from cli import UserError
 from config import Config
 from cpu import build
 from cpu.install import install
-from cpu.layers import PackedEmbedding, PackedLinear
+from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
-from kernels import KERNELS, attention_reference
+from kernels import KERNELS, MAX_DECODE_TOKENS, attention_reference
 from load import install_kernels, kernels_module, load_model
 from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
+from sources.gguf_header import TYPES
 from writer import Writer
 
 if not build.load_kernels():
@@ -235,6 +236,22 @@ def test_levels_that_only_other_programs_write():
     for exact in (True, False):
         found = PackedLinear(layer, exact)(x.bfloat16()).float()
         assert torch.allclose(found, torch.tensor([[8192.0, 4064.0, -64.0]]), rtol=0.01)
+
+
+def test_cpp_and_python_have_the_same_numbers():
+    """Those that stand in both, because neither can read them from the other."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "cpu").glob("*.h")))
+    numbers = {name: int(value) for name, value in re.findall(r"^constexpr int (\w+) = (\d+);", text, re.M)}
+    ours = {"LANES": LANES, "GROUP": GROUP, "MAX_DECODE_TOKENS": MAX_DECODE_TOKENS}
+    assert ours.items() <= numbers.items()
+
+    begin = r"struct \w+ : (?:Small)?Blocks<(?:(\d+), )?(\d+)(?:, true|, false)?>"
+    found = re.findall(begin + r' \{\n.*NAME = "(\w+)"', text)
+    blocks = {name: (int(columns or 32), int(nbytes)) for columns, nbytes, name in found}
+    parts = {name: format.parts[0] for name, format in FORMATS.items() if format.parts[0].name == "blocks"}
+    assert blocks == {name: (part.columns, part.count) for name, part in parts.items()}
+    of_gguf = {name.lower(): (columns, nbytes) for name, columns, nbytes in TYPES.values()}
+    assert blocks.items() <= of_gguf.items()
 
 
 @pytest.mark.parametrize("format", FORMATS)

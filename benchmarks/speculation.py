@@ -153,13 +153,7 @@ def in_four_bits(source: Source, directory: Path):
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
     add = parser.add_argument
-    add(
-        "--formats",
-        nargs="+",
-        choices=measure.WITH_FILE,
-        default=list(FORMATS),
-        help="of the weights (bf16 int8 int4)",
-    )
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
     add("--eager", action="store_true", help="do not compile")
     add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
     add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")

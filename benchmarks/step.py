@@ -119,13 +119,7 @@ def measure_steps(args, source: Source) -> dict:
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 7, "--context": 4096, "--cache": 8192})
     add = parser.add_argument
-    add(
-        "--formats",
-        nargs="+",
-        choices=measure.WITH_FILE,
-        default=list(FORMATS),
-        help="of the weights (bf16 int8 int4)",
-    )
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
     add("--rows", type=positive, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()

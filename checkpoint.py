@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
 from config import Config, RopeScaling
 from formats import Quantization, matrices, swap
-from model import KVCache, Transformer
+from model import WHOLE_MODEL, KVCache, Transformer
 from tokenizer import TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -204,7 +204,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: found[name] for name in weight_map}
 
 
-def empty_model(config: Config, quantization=None, shard=None) -> Transformer:
+def empty_model(config: Config, quantization=None, shard=WHOLE_MODEL) -> Transformer:
     """The model, or a tp.Shard's part of it, on the meta device: with shapes and dtypes, but without memory."""
     with torch.device("meta"):
         model = Transformer(config, shard)
@@ -251,7 +251,7 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
 
 def read_model(
-    source: Source | Path, device="cpu", dtype=torch.bfloat16, shard=None, memory=None, start=lambda model: None
+    source: Source | Path, device="cpu", dtype=torch.bfloat16, shard=WHOLE_MODEL, memory=None, start=lambda model: None
 ) -> Transformer:
     """The model of a source, or of a checkpoint directory, with its weights on device, without caches and kernels.
     UserError for NaN and infinity.
@@ -266,13 +266,13 @@ def read_model(
     model = empty_model(config, quantization)
     expected = model.state_dict()
     parts = dict.fromkeys(expected)
-    if shard is not None:
+    if shard.ranks > 1:
         shard = shard.fit(model)
         parts, model = shard.slices(model), empty_model(config, quantization, shard)
     model.activation_dtype = dtype if config.float32_norms else None
     finish = start(model)
     missing = Counter(map(layer_of, expected))
-    total = total_weight_bytes(config, dtype, quantization) // (shard.ranks if shard else 1)
+    total = total_weight_bytes(config, dtype, quantization) // shard.ranks
     # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
     memory = None if memory is None or quantization is not None else memory(total)
     with progress_bar(total, f"loading {source.name}", "B", delay=2) as bar:

@@ -87,7 +87,7 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
     """Sample a token for each row from logits (B,V), for position (B,). All ranks use rank 0's tokens."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
     ids, logprobs = sample(logits, rows, position, None, sampling)
-    return ids if model.shard is None else model.shard.broadcast(ids), logprobs, logits
+    return model.shard.broadcast(ids), logprobs, logits
 
 
 @dataclass

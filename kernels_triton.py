@@ -967,7 +967,7 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = T
         model.set_submodule(name, kind(plain))
     # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a norm's
     # weight may overflow, because the kernels divide by the norm only after the matrix product.
-    is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard is None
+    is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard.ranks == 1
     if not is_fused or model.dtype == torch.float16:
         return backend
     return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)

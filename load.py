@@ -17,7 +17,7 @@ from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory
 from cli import UserError, first_line, positive, print_status
 from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS
-from model import Transformer
+from model import WHOLE_MODEL, Transformer
 from tokenizer import Tokenizer
 
 KERNEL_CHOICES = ("auto", "avx2", "torch")
@@ -175,7 +175,7 @@ class SingleProcess:
         return 1.0
 
     def shard(self, device: torch.device):
-        return None
+        return WHOLE_MODEL
 
     def share(self, work: Callable = lambda: None):
         return work()
@@ -231,7 +231,7 @@ def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
 # ---------------------------------------------------------------- the model
 
 
-def load_model(source: Source | Path, options: ModelOptions | None = None, shard=None, **fields) -> Transformer:
+def load_model(source: Source | Path, options: ModelOptions | None = None, shard=WHOLE_MODEL, **fields) -> Transformer:
     """The model of a source or a checkpoint directory (checkpoint.read_model), with kernels as `install_kernels` says.
 
     options: how to load it; or some of the fields of ModelOptions as keyword arguments. shard: a tp.Shard, to read one

@@ -1,8 +1,8 @@
 """A decoder-only transformer in one file.
 
-Read down: Transformer, Block, Attention, KVCache, MLP, layers, inputs. The hyperparameters are in config.py, RoPE and
-ALiBi in positions.py. Knows nothing of text, sampling, files or devices: kernels.py defines the operations and
-dispatches them to the kernels of the device.
+Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, layers, inputs. The hyperparameters are in
+config.py, RoPE and ALiBi in positions.py. Knows nothing of text, sampling, files or devices: kernels.py defines the
+operations and dispatches them to the kernels of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T cache slots a row   D model width   V vocabulary
@@ -24,6 +24,47 @@ from config import Config
 from kernels import Backend, attention, layer_norm, linear, rms_norm
 from positions import Positions, rotate
 
+# ---------------------------------------------------------------- a model that is not split
+
+
+class WholeModel:
+    """What a Transformer asks of its shard, for a model that is not split over ranks: tp.Shard has the same interface.
+    The only rank has everything, so its collectives return what they get."""
+
+    rank = 0
+    ranks = 1
+
+    def own(self, n: int) -> range:
+        """This rank's range of n items."""
+        return range(n)
+
+    def config(self, config: Config) -> Config:
+        """The Config of this rank's part of a model."""
+        return config
+
+    def embed(self, table: nn.Module, rows: int, tokens: Tensor) -> Tensor:
+        """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has `rows` rows."""
+        return table(tokens)
+
+    def gather(self, logits: Tensor, V: int) -> Tensor:
+        """The logits (...,V) of all ranks."""
+        return logits
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x."""
+        return x
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over a dimension of which each rank has a part."""
+        return rms_norm(x, weight, eps)
+
+
+WHOLE_MODEL = WholeModel()
+
 # ---------------------------------------------------------------- Transformer
 
 SCRATCH_SLOTS = 8  # extra slots at the end of each cache row: see setup_caches
@@ -35,15 +76,16 @@ class Transformer(nn.Module):
     Rows are independent: each token has its position in its own row, so rows may have different lengths
     (ragged prompts, speculation, continuous batching). Padding is on the right and has position -1.
 
-    shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part, config of the whole.
+    shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part, config those of the
+    whole.
     """
 
     activation_dtype: torch.dtype | None = None  # that of the norms' weights, unless these are float32 in any model
 
-    def __init__(self, config: Config, shard=None):
+    def __init__(self, config: Config, shard=WHOLE_MODEL):
         super().__init__()
         self.config, self.shard = config, shard
-        self.own_config = own = config if shard is None else shard.config(config)
+        self.own_config = own = shard.config(config)
         self.embedding = Embedding(own.vocab_size, own.dim)
         self.embedding_norm = make_norm(own) if own.embedding_norm else None
         ropes = own.different_ropes()
@@ -66,7 +108,7 @@ class Transformer(nn.Module):
         more positions than the original context have the long factors from their first token on.
         """
         T = max_seq_length + SCRATCH_SLOTS
-        heads = None if self.shard is None else list(self.shard.own(self.config.n_head))
+        heads = self.shard.own(self.config.n_head)
         # Not made in __init__, where its tables would be meta tensors that no checkpoint fills.
         self.positions = Positions(self.config.for_rows_of(max_seq_length), T, heads, self.device)
         nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
@@ -132,19 +174,17 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: Tensor):
         """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""
-        if self.shard is None:
-            return self.embedding(tokens)
         return self.shard.embed(self.embedding, self.own_config.vocab_size, tokens)
 
     def head(self, x: Tensor):
         """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V logits."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
         logits = logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
-        return logits if self.shard is None else self.shard.gather(logits, self.config.vocab_size)
+        return self.shard.gather(logits, self.config.vocab_size)
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int, rope_table: int, shard=None):
+    def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
         self.rope_table = rope_table  # an index of Positions.ropes
         self.post_norm_residual, self.residual_scale = config.post_norm_residual, config.residual_scale
@@ -166,7 +206,7 @@ class Block(nn.Module):
 
     def add(self, x: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
         """The residual connection: x plus the output y of attention or MLP, which may have a norm."""
-        y = y if self.shard is None else self.shard.all_reduce(y)  # each rank has computed a part of a sum
+        y = self.shard.all_reduce(y)  # each rank has computed a part of a sum
         y = y if post_norm is None else post_norm(y)
         return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
 
@@ -176,7 +216,7 @@ class Attention(nn.Module):
 
     positions: Positions  # setup_caches makes it, for all layers
 
-    def __init__(self, config: Config, layer: int, shard=None):
+    def __init__(self, config: Config, layer: int, shard):
         super().__init__()
         self.config, self.cache = config, KVCache(config)
         self.window, self.scale = config.window(layer), config.attention_scale or config.head_dim**-0.5
@@ -309,14 +349,13 @@ class RMSNorm(nn.Module):
 
     bias = None  # LayerNorm has one
 
-    def __init__(self, dim: int, eps: float, shard=None):
+    def __init__(self, dim: int, eps: float, shard=WHOLE_MODEL):
         super().__init__()
         self.weight, self.eps = empty_parameter(dim), eps
         self.shard = shard
 
     def forward(self, x: Tensor):
-        norm = rms_norm if self.shard is None else self.shard.rms_norm
-        return norm(x, self.weight, self.eps)
+        return self.shard.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

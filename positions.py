@@ -74,17 +74,16 @@ class Positions(nn.Module):
     They are tables, because a compiled cosine differs from the eager one in the last bit.
     query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3).
     slopes: (H,) float32, those of ALiBi.
-    Each is None if the model does not have it. heads: the query heads of this rank, or None for all of them.
+    Each is None if the model does not have it. heads: the query heads of this rank.
     """
 
-    def __init__(self, config: Config, T: int, heads: list[int] | None, device: torch.device):
+    def __init__(self, config: Config, T: int, heads: range, device: torch.device):
         super().__init__()
         slots = torch.arange(T, device=device)[None]  # (1,T)
         tables = {"query_scales": query_scales(config, slots)}
         tables |= dict.fromkeys(("rope_cos", "rope_sin", "slopes"))
         if config.alibi:
-            slopes = alibi_slopes(config.n_head).to(device)
-            tables["slopes"] = slopes if heads is None else slopes[heads]
+            tables["slopes"] = alibi_slopes(config.n_head)[list(heads)].to(device)
         else:
             tables["rope_cos"], tables["rope_sin"] = rope_tables(config, slots)
         for name, table in tables.items():

@@ -116,7 +116,7 @@ class Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             group = dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT)
-        return Shard.in_group(group, self.control)
+        return Shard.in_group(group)
 
     def portion(self, device: torch.device) -> float:
         """The fraction of the model on this device. On CPU all ranks of a machine share the memory."""

@@ -191,7 +191,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
         "read_bandwidth_bytes_per_s": read_bandwidth(model) if rate and in_full else None,
         "threads": engine.threads.used(),
-        "other_programs_cpus": None if model.shard else engine.threads.others(),
+        "other_programs_cpus": None if model.shard.ranks > 1 else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.report replaces it
         "device": str(model.device),
         "kernels": model.backend.name,
@@ -200,7 +200,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
     }
     if engine.speculation is not None:
         fields["draft_prefill_s"] = None if profiled else timing.draft_prefill_s
-    if model.shard is not None:  # all numbers of bytes are then those of one rank
+    if model.shard.ranks > 1:  # all numbers of bytes are then those of one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
         if rate and in_full:

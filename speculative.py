@@ -83,13 +83,12 @@ def verify(model, inputs: Tensor, proposal: Proposal, sampling: Sampling, padded
     logits = model.head(x)[..., : model.config.n_token]  # (B,k+1,V)
     if p_draft is None:
         tokens, logprobs = sample(logits, rows, position + 1, drafted, sampling)
-        tokens = tokens if model.shard is None else model.shard.broadcast(tokens)
+        tokens = model.shard.broadcast(tokens)
         count = count_leading(drafted == tokens[:, :-1], lengths) + 1
         return tokens, count, logprobs, logits, at_last_token(x, count)
     p_target = probabilities(logits, rows, position + 1, drafted, sampling)
     tokens, count = accept(p_target, proposal, position + 1, sampling.seed[rows])
-    if model.shard is not None:
-        tokens, count = model.shard.broadcast(tokens), model.shard.broadcast(count)
+    tokens, count = model.shard.broadcast(tokens), model.shard.broadcast(count)
     logprobs = logits.float().log_softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
     return tokens, count, logprobs, logits, at_last_token(x, count)
 
@@ -106,7 +105,7 @@ def verify_without_padding(model, all_tokens: Tensor, input_pos: Tensor, is_real
     before = torch.arange(1, all_tokens.shape[1], device=row.device) <= offset[:, None]  # (n,k)
     before = torch.where(before, all_tokens[row, 1:], -1)  # the tokens drafted before each one
     ids, own_logprobs = sample(logits, cache_rows, position + 1, before, sampling)  # (n,1) each
-    ids = ids if model.shard is None else model.shard.broadcast(ids)
+    ids = model.shard.broadcast(ids)
     tokens = torch.full_like(all_tokens, -1).masked_scatter(is_real, ids)
     logprobs = ids.new_full(all_tokens.shape, 0, dtype=torch.float32).masked_scatter(is_real, own_logprobs)
     lengths = is_real.sum(1)
@@ -386,7 +385,7 @@ class Speculation:
             return next((drafted for drafted in asked if drafted.proposal is not None), Drafted())
         found, candidates = {}, []
         # One row is searched faster than this is decided. Ranks measure different times, but need the same candidates.
-        always = len(batch.rows) == 1 or self.model.shard is not None
+        always = len(batch.rows) == 1 or self.model.shard.ranks > 1
         worth_finding = always or (self.pause == 0 and self.controller.could_gain(len(batch.rows), self.k))
         for i, draft in enumerate(self.drafts):
             if not hasattr(draft, "find"):
@@ -395,7 +394,7 @@ class Speculation:
                 found[i] = self._find(i, batch)
                 candidates += self._found_candidates(i, batch, found[i])
         choice = self.controller.choose(len(batch.rows), candidates)
-        if self.model.shard is not None:  # the other ranks have measured other times
+        if self.model.shard.ranks > 1:  # the other ranks have measured other times
             index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)
             index = int(self.model.shard.broadcast(index))
             choice = None if index < 0 else candidates[index]

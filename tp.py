@@ -85,20 +85,20 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's share of a model: rank `rank` of `ranks`. A split model has it as `model.shard`.
+    """One rank's share of a model: rank `rank` of `ranks`. A split model has it as `model.shard`, where others have a
+    model.WholeModel.
 
-    group: the process group for tensors on the model's device; control: the process group for tensors on the CPU.
+    group: the process group for tensors on the model's device.
     """
 
     rank: int
     ranks: int
     hidden_block: int = 1  # hidden units that are not separated: see `fit`
     group: Any = None  # the group's name, which the functional collectives take; `slices` needs no group
-    control: Any = None
 
     @classmethod
-    def in_group(cls, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> "Shard":
-        return cls(group.rank(), group.size(), group=group.group_name, control=control or group)
+    def in_group(cls, group: dist.ProcessGroup) -> "Shard":
+        return cls(group.rank(), group.size(), group=group.group_name)
 
     def fit(self, model: Transformer) -> "Shard":
         """This share of a whole model (it may be on meta): no block of a quantized format is cut through.
@@ -112,12 +112,12 @@ class Shard:
         """This rank's range of n items."""
         return range(self.rank * n // self.ranks, (self.rank + 1) * n // self.ranks)
 
-    def own_hidden(self, F: int) -> range:
+    def _own_hidden(self, F: int) -> range:
         """This rank's range of F hidden units, in whole blocks."""
         blocks, size = self.own(-(-F // self.hidden_block)), self.hidden_block
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
 
-    def kv_heads(self, config: Config) -> list[int]:
+    def _kv_heads(self, config: Config) -> list[int]:
         """The key and value heads that this rank keeps, in the order of its query heads.
 
         Each of them serves the same number of query heads. If neither K nor the number of ranks is a multiple of the
@@ -129,9 +129,9 @@ class Shard:
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
-        sizes = {"n_head": len(self.own(config.n_head)), "n_kv_head": len(self.kv_heads(config))}
+        sizes = {"n_head": len(self.own(config.n_head)), "n_kv_head": len(self._kv_heads(config))}
         sizes |= {
-            "hidden_dim": len(self.own_hidden(config.hidden_dim)),
+            "hidden_dim": len(self._own_hidden(config.hidden_dim)),
             "vocab_size": -(-config.vocab_size // self.ranks),
         }
         return dataclasses.replace(config, n_token=None, **sizes)
@@ -154,10 +154,10 @@ class Shard:
             H, K, E = config.heads
             starts = {"heads": (H, H + K), "query heads": (), "key heads": (0,)}[how]
             rows = [range(E * self.own(H).start, E * self.own(H).stop)] if how != "key heads" else []
-            rows += [range(E * (i + head), E * (i + head + 1)) for i in starts for head in self.kv_heads(config)]
+            rows += [range(E * (i + head), E * (i + head + 1)) for i in starts for head in self._kv_heads(config)]
             return Slice(tuple(rows))
         if how == "hidden":
-            own, F = self.own_hidden(config.hidden_dim), config.hidden_dim
+            own, F = self._own_hidden(config.hidden_dim), config.hidden_dim
             return Slice(tuple(range(own.start + i * F, own.stop + i * F) for i in range(count)))
         if how == "vocab":
             height = -(-N // self.ranks)
@@ -167,7 +167,7 @@ class Shard:
             return Slice((range(N),))
         if kind == "bias":  # the others have zeros
             return Slice((range(N if self.rank == 0 else 0),), height=N)
-        own = self.own_hidden(config.hidden_dim) if how == "from hidden" else self.own(config.n_head)
+        own = self._own_hidden(config.hidden_dim) if how == "from hidden" else self.own(config.n_head)
         width = 1 if how == "from hidden" else config.head_dim
         columns, count = columns_of(module, kind)
         return Slice((range(N),), range(own.start * width // columns * count, -(-own.stop * width // columns) * count))

@@ -77,7 +77,7 @@ def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = F
     if not isinstance(model, Transformer):
         return backend
     backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
-    if not can_fuse(model.config) or model.shard is not None:  # a split model adds up the ranks' parts in the blocks
+    if not can_fuse(model.config) or model.shard.ranks > 1:  # a split model adds up the ranks' parts in the blocks
         return backend
     all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
     is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)

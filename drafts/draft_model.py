@@ -110,8 +110,7 @@ class Drafter:
             probs.append(p.clone() if batch.random else None)
             tokens = drafted[-1][:, None]  # (B,1)
             input_pos = torch.where(i + 1 < lengths, position + 1 + i, -1)[:, None]
-        drafted = torch.stack(drafted, 1)
-        drafted = drafted if target.shard is None else target.shard.broadcast(drafted)
+        drafted = target.shard.broadcast(torch.stack(drafted, 1))
         return Proposal(drafted, lengths, torch.stack(probs, 1) if batch.random else None)
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:

@@ -68,7 +68,7 @@ class MedusaHeads(nn.Module):
     def layers_for_kernels(self, model: Transformer) -> list | None:
         """The layers of the heads and of the model that the CPU kernels' operation `medusa` needs, prepared for it;
         None if it cannot be used."""
-        if model.shard is not None or not has_kernel("medusa", self.device):
+        if model.shard.ranks > 1 or not has_kernel("medusa", self.device):
             return None
         from cpu.layers import PackedLinear, prepare
 
@@ -224,8 +224,7 @@ class MedusaDraft:
         else:
             sampling = self.context.sampling if batch.random else None
             drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
-        if model.shard is not None:
-            drafted = model.shard.broadcast(drafted)
+        drafted = model.shard.broadcast(drafted)
         room = (self.context.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
         lengths = [0 if state is None else min(k, n) for state, n in zip(states, room)] + [0] * len(padding)
         return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))

@@ -155,7 +155,7 @@ def load_self_draft(checkpoint: Checkpoint, model: Transformer, sources: DraftSo
         return load_model(sources.source, options, model.shard)
     print_status("loading the draft in 4 bits ...")
     draft = quantize_model(read_model(checkpoint.source, model.device, options.dtype), Quantization("int4", 32, "int8"))
-    if model.shard is not None:
+    if model.shard.ranks > 1:
         shard, whole = model.shard.fit(draft), draft.state_dict()
         schemes = {name: layer.scheme for name, layer in draft.named_modules() if isinstance(layer, QuantizedLinear)}
         slices, draft = shard.slices(draft), swap(empty_model(model.config, shard=shard), schemes.get)

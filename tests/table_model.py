@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from model import WHOLE_MODEL
 from sampling import Sampling, SamplingParams, probabilities
 
 V, ROWS = 11, 60_000
@@ -20,7 +21,7 @@ MASKS = torch.tensor([sum(1 << u for u in range(V) if (t + u) % 3) for t in rang
 class Table:
     """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
 
-    config, shard = SimpleNamespace(n_token=None), None
+    config, shard = SimpleNamespace(n_token=None), WHOLE_MODEL
 
     def __init__(self, noise: float):
         torch.manual_seed(3)

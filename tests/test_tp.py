@@ -3,6 +3,7 @@
 All splits run in one launch of four processes (tp_worker.py). Two, three or four of them share each model.
 """
 
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from config import Config, RopeScaling
 from drafts.loading import DraftSources, load_self_draft
 from formats import Quantization, quantize_model
 from load import ModelOptions, load_model
+from model import WHOLE_MODEL, WholeModel
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
 from tp import SPLIT, Shard, check, split_of
@@ -185,10 +187,10 @@ def test_key_and_value_heads_of_a_rank():
         config = Config(1, H, K, 4, 8, 8 * ranks, 20, 16)
         for rank in range(ranks):
             shard = Shard(rank, ranks)
-            own, kv = shard.own(H), shard.kv_heads(config)
+            own, kv = shard.own(H), shard._kv_heads(config)
             local = shard.config(config)
             assert [kv[i // (local.n_head // local.n_kv_head)] for i in range(len(own))] == [h // (H // K) for h in own]
-    assert Shard(5, 8).kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: each rank has one"
+    assert Shard(5, 8)._kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: one each"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, excep
         with pytest.raises(UserError, match="160 columns in blocks of 64 are 3 blocks"):
             Shard(0, 4).fit(whole)
         return
-    found = [len(Shard(rank, 4).fit(whole).own_hidden(F)) for rank in range(4)]
+    found = [Shard(rank, 4).fit(whole).config(whole.config).hidden_dim for rank in range(4)]
     assert found == shares and sum(found) == F
 
 
@@ -245,6 +247,18 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)
         assert all(torch.equal(part, slices[name].cut(state[name])) for name, part in draft.state_dict().items())
+
+
+def test_a_whole_model_has_the_interface_of_a_shard():
+    """Without what makes a Shard, and what cuts a checkpoint for it."""
+
+    def interface(kind) -> dict:
+        members = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+        return {name: inspect.signature(member) for name, member in members.items() if callable(member)}
+
+    shard, whole = interface(Shard), interface(WholeModel)
+    assert {name: shard[name] for name in shard if name not in ("in_group", "fit", "slices")} == whole
+    assert (WHOLE_MODEL.rank, WHOLE_MODEL.ranks, WHOLE_MODEL.own(7)) == (0, 1, range(7))
 
 
 def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):

@@ -159,11 +159,7 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
-        x = self.embed(tokens).to(self.dtype)  # (B,S,D)
-        if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as the authors of Gemma do
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+        x = self.block_inputs(tokens)  # (B,S,D)
         ropes = self.positions.ropes(input_pos)
         if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
             x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
@@ -171,6 +167,14 @@ class Transformer(nn.Module):
             for block in self.blocks:
                 x = block(x, ropes[block.rope_table], input_pos, rows)
         return self.norm(x)
+
+    def block_inputs(self, tokens: Tensor):
+        """The inputs (B,S,D) of the first block for tokens (B,S): their embeddings, which some families scale or
+        normalize."""
+        x = self.embed(tokens).to(self.dtype)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as the authors of Gemma do
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def embed(self, tokens: Tensor):
         """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""

@@ -20,7 +20,6 @@ from cli import ArgumentParser, UserError, announced, print_status, progress_bar
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
-from kernels import Backend
 from model import Linear, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -66,34 +65,30 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None], on_packed):
-    """Quantize the int4 matrices block by block, in one pass of the model over all sequences: in the place of the fused
-    operations for its blocks it calls quantize_blocks. Each block's inputs come from the blocks already quantized.
+def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None]) -> dict[str, dict]:
+    """Quantize the int4 matrices block by block, in one pass of the model over all sequences. Each block's inputs come
+    from the blocks already quantized.
 
     sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4 modules are quantized.
-    Calls on_packed(name, packed) for each matrix, and replaces the model's weights by the rounded ones.
+    Returns the packed tensors by module name, and replaces the model's weights by the rounded ones.
     """
     int4 = {name: scheme.groupsize for name, scheme in schemes.items() if scheme and scheme.format == "int4"}
-
-    def quantize_blocks(blocks, x: Tensor, ropes: list, input_pos: Tensor, rows) -> Tensor:
-        for i, block in enumerate(blocks):
-            run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
-            linears = {f"blocks.{i}.{name}": module for name, module in block.named_modules()}
-            linears = {name: linears[name] for name in int4 if name in linears}
-            hessians = collect_hessians(linears, run)
-            for name, module in linears.items():
-                C = module.in_features
-                packed = pack_gptq(module.weight, hessians[name], int4[name])
-                module.weight.copy_(FORMATS["int4"].unpack(packed, int4[name] or C, C))
-                on_packed(name, packed)
-            x = run()
-        return x
-
+    packed = {}
     tokens = torch.tensor(sequences)  # (n,S)
+    input_pos = torch.arange(tokens.shape[1])[None]
     model.setup_caches(1, tokens.shape[1])
-    model.use(Backend(run_blocks=quantize_blocks, max_fused_tokens=tokens.shape[1]))
-    model.hidden(tokens, torch.arange(tokens.shape[1])[None])
-    model.use(Backend())
+    x, ropes = model.block_inputs(tokens), model.positions.ropes(input_pos)
+    for i, block in enumerate(model.blocks):
+        run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
+        linears = {name: module for name, module in block.named_modules(prefix=f"blocks.{i}") if name in int4}
+        hessians = collect_hessians(linears, run)
+        for name, module in linears.items():
+            C = module.in_features
+            packed[name] = pack_gptq(module.weight, hessians[name], int4[name])
+            module.weight.copy_(FORMATS["int4"].unpack(packed[name], int4[name] or C, C))
+        x = run()
+        print_status(f"block {i + 1} of {len(model.blocks)}")
+    return packed
 
 
 def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
@@ -212,22 +207,15 @@ def quantize_checkpoint(
 def run_gptq(source: Source, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
     ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
-    model, packed = ck.read_model(source, dtype=torch.bfloat16), {}
+    model = ck.read_model(source, dtype=torch.bfloat16)
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, Tokenizer(source.tokenizer_files()), calibration_file)
-
-    def on_packed(name, parts):
-        packed[name] = parts
-        if name.endswith("mlp.down"):
-            print_status(f"block {int(name.split('.')[1]) + 1} of {len(model.blocks)}")
-
     try:
-        gptq(model, sequences, schemes, on_packed)
+        return gptq(model, sequences, schemes)
     except ValueError as error:
         raise UserError(f"{source.path}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
         raise UserError(f"{source.path}: the activations on the calibration text are too large or not finite") from None
-    return packed
 
 
 def summary(kept: list[str]) -> str:

@@ -76,7 +76,7 @@ def drop_global_state_guards(guards) -> list[bool]:
 
 def drop_module_guards(modules: set[str], guards) -> list[bool]:
     """`drop_global_state_guards` for `compile_per_shape`, which also drops all guards on some of the function's
-    parameters and what they contain. Guards have names such as model.blocks or L['model'].blocks."""
+    parameters and what they contain. Guards have names such as `model.blocks` or `L['model'].blocks`."""
     roots = (re.match(r"(?:L\[')?(\w*)", guard.name)[1] for guard in guards)
     kept = drop_global_state_guards(guards)
     return [keep and root not in modules for keep, root in zip(kept, roots)]

@@ -101,7 +101,7 @@ def test_members_are_in_their_classes():
 
 @pytest.mark.parametrize("path", [*PATHS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_in_comments_are_in_their_modules(path):
-    """Where a comment or a docstring says module.name or room.module.name. (tokenizer.model and others are files.)"""
+    """Where a comment or a docstring says module.name or room.module.name; in backticks this may be any code."""
     tokens = tokenize.generate_tokens(StringIO(path.read_text(encoding="utf-8")).readline)
     comments = [one.string for one in tokens if one.type == tokenize.COMMENT or one.string.startswith('"""')]
     modules = "|".join(map(re.escape, sorted(FILES, key=len, reverse=True)))

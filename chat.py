@@ -39,7 +39,6 @@ ENDS = ("/bye", "/exit", "/quit")
 WITH_TEXT = ("/system", "/save", "/load")  # the commands that take a text
 COMMANDS = ("/reset", "/regenerate", "/thoughts", "/stats", "/help", *WITH_TEXT, *ENDS)
 QUOTES = '"""'
-READ_TOKENS = 256  # of a prompt between two looks at the keyboard; with 2048, Ctrl-C takes 12 s in a 1.5B model
 HISTORY_LINES = 1000
 LARGEST_CONVERSATION = 1 << 24  # bytes of a file
 
@@ -352,8 +351,6 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
         warm_up(engine, [[0] * min(n, engine.length)], random=args.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
     session.keeps_all = args.keep_all_turns
-    engine.chunk_tokens = READ_TOKENS
-    engine.always_chunk = True
     session.thinking = None if template is None else template.thinking_marks()
     if args.system is not None:
         session.set_system(args.system)
@@ -409,7 +406,7 @@ def send(session: Session, text: str):
 
 def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Request]):
     """Print what `ask` shows, and a line about it."""
-    with one_interrupt() if session.engine.ranks is None else nullcontext():  # Ctrl-C ends torchrun
+    with one_interrupt() if session.engine.ranks.size == 1 else nullcontext():  # Ctrl-C ends torchrun
         turn = ask(lambda piece: print(piece, end="", flush=True))
         print(flush=True)
         print_status(session.summary(turn), dim=True)
@@ -417,7 +414,7 @@ def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Reques
 
 def idle(engine: Engine):
     """A context manager for waiting: the other ranks get an empty plan every second, so that they do not time out."""
-    return nullcontext() if engine.ranks is None else engine.ranks.repeat(Plan)
+    return engine.ranks.repeat(Plan)
 
 
 def handle_command(session: Session, command: str, rest: str):

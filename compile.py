@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cli import Stopwatch, UserError, first_line, print_status
-from engine import Engine, Request, StepFunctions, Timing, decode, generate, prefill
+from engine import Engine, Request, StepFunctions, decode, generate, prefill
 from sampling import SamplingParams
 
 # ---------------------------------------------------------------- compiled steps
@@ -107,7 +107,7 @@ def compile_while_serving(engine: Engine):
                 steps.decode(engine.model, inputs, engine.sampling)
     except Exception as error:  # no C++ compiler, for example
         return print_status(f"--compile failed, eager steps go on: {first_line(error)}")
-    engine.steps = replace(steps, prefill=engine.steps.prefill)
+    engine.replace_steps(replace(steps, prefill=engine.steps.prefill))
     print_status(f"decode is compiled ({watch.seconds:.0f} s)")
 
 
@@ -122,19 +122,15 @@ def warm_up(engine: Engine, prompts: list[list[int]], random: bool) -> float:
         return 0.0
     try:
         first = "seconds to minutes the first time; torch keeps the result on disk"
-        with Stopwatch(f"compiling {' and '.join(parts)}", first) as watch:
-            if engine.speculation is not None:
-                engine.speculation.rehearsing = True
+        with Stopwatch(f"compiling {' and '.join(parts)}", first) as watch, engine.decoding.rehearsal():
             params = SamplingParams(temperature=1.0 if random else 0.0)
             for batch in (prompts[:1], prompts) if len(engine.rows) > 1 else (prompts,):
                 generate(engine, [Request(list(prompt), params, 3) for prompt in batch])
-            if engine.speculation is not None:
-                engine.speculation.rehearsing = False
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if "InvalidCxxCompiler" not in repr(error):
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
     engine.clear()
-    engine.timing = Timing()
+    engine.reset_timing()
     engine.threads.forget()
     return watch.seconds

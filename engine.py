@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out. This is the only generation loop (continuous batching).
 
-Read down: Request; prefill and decode; Row; Plan; Engine, whose `step` is the body of the loop; `generate`, the loop.
-Knows token ids only: the caller handles text, in on_token. Speculation and the ranks of a split model are arguments.
+Read down: Request; prefill and decode; PlainDecoding; Row; Plan; Engine, whose `step` is the body of the loop;
+`generate`, the loop. Knows token ids only: the caller handles text, in on_token. Speculation and the ranks of a split
+model are arguments.
 
 Requests join and leave between steps. A step gives free cache rows to waiting requests, prefills a chunk of one prompt
 (or of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A
@@ -11,7 +12,8 @@ row keeps its keys and values after its request has ended, so that later prompts
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor
 from cli import UserError, first_line, progress_bar
 from config import Config
 from kernels import MAX_DECODE_TOKENS
-from model import Transformer, pad_rows
+from model import WHOLE_MODEL, Transformer, pad_rows
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
+CHUNK_TOKENS = 128  # of a prompt, read between two decode steps
 PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
 MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
 SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many positions at once, to bound the (n,V) tensor
@@ -91,10 +94,21 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
 
 
 @dataclass
+class StepResult:
+    """What a decode step has yielded for each row, and what a draft took."""
+
+    new_tokens: list[list[int]]
+    logprobs: Tensor  # (B,n): the log-probability of each new token
+    logits: Sequence[Tensor]  # B x (n,V)
+    draft_prefill_s: float = 0.0  # in which a draft model read prompts
+    draft_bytes: float = 0.0  # weights and
+    draft_kv_bytes: float = 0.0  # keys and values that the draft read
+
+
+@dataclass
 class Timing:
     """Seconds and counts, summed over steps."""
 
-    first_token_s: float | None = None  # the longest wait for a first token; generate.py writes it
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
@@ -104,16 +118,13 @@ class Timing:
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
     draft_prefill_s: float = 0.0  # in which a draft model read prompts; part of neither prefill_s nor decode_s
 
-    def add_step(self, seconds: float, tokens: int, kv_bytes: int, draft=None):
-        self.decode_s += seconds
+    def add_step(self, seconds: float, tokens: int, kv_bytes: int, result: StepResult):
+        self.decode_s += seconds - result.draft_prefill_s
         self.decode_tokens += tokens
         self.decode_steps += 1
-        self.kv_bytes += kv_bytes
-        if draft is not None:  # a speculative.Drafted
-            self.draft_prefill_s += draft.prefill_s
-            self.decode_s -= draft.prefill_s
-            self.draft_bytes += draft.weight_bytes
-            self.kv_bytes += draft.kv_bytes
+        self.kv_bytes += kv_bytes + result.draft_kv_bytes
+        self.draft_bytes += result.draft_bytes
+        self.draft_prefill_s += result.draft_prefill_s
 
 
 @dataclass
@@ -124,6 +135,77 @@ class StepFunctions:
     decode: Callable = decode
     fixed_shapes: bool = False  # decode with 1 row or all rows only, as each number needs its own graph
     compile: Callable = lambda function: function  # what compiled `decode`; speculation compiles its functions with it
+
+
+# ---------------------------------------------------------------- what the engine is given
+
+
+class PlainDecoding:
+    """Decodes one token for each row. speculative.Speculation has the same members, and decodes several tokens."""
+
+    draft_counts: dict[str, dict] = {}  # the counts of each draft, by its name
+
+    def begin(self, engine: "Engine"):
+        """Called once, before all others."""
+        self.engine = engine
+
+    def add(self, row: int, tokens: list[int], cached: int):
+        """A request has its first new token. tokens: its prompt and this token; `cached` of them were in the cache."""
+
+    def remove(self, row: int):
+        """The request in this cache row has ended."""
+
+    def step(self, rows: list["Row"], inputs: Tensor) -> StepResult:
+        """The next tokens of these rows. inputs: as in `decode`; they may include rows of padding behind `rows`."""
+        engine = self.engine
+        engine.set_masks(rows)
+        with engine.threads.of("decode", len(rows), fixed=not engine.model.backend.thread_invariant):
+            ids, logprobs, logits = engine.steps.decode(engine.model, inputs, engine.sampling)
+        return StepResult(ids.tolist()[: len(rows)], logprobs, logits)
+
+    def rehearsal(self):
+        """A context in which each step runs everything that a later step may need, so that it is compiled."""
+        return nullcontext()
+
+    def numbers(self, profiled: bool) -> dict:
+        """The fields of --json about drafts; without times if they were `profiled`."""
+        return {}
+
+
+class SingleProcess:
+    """The interface of ranks.Ranks for a run with one process, without torchrun."""
+
+    rank, size = 0, 1
+
+    def device(self, name: str | None):
+        return name
+
+    def portion(self, device: torch.device) -> float:
+        return 1.0
+
+    def shard(self, device: torch.device):
+        return WHOLE_MODEL
+
+    def share(self, work: Callable = lambda: None):
+        return work()
+
+    in_turn = share
+
+    def repeat(self, work: Callable):
+        return nullcontext()
+
+    def check_same(self, source):
+        pass
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine works, apart from its model and the size of its cache."""
+
+    chunk_tokens: int | None = None  # of a prompt, read between two decode steps; None: CHUNK_TOKENS
+    always_chunk: bool = False  # read chunks of one prompt also while no row is decoding
+    fixed_threads: bool = False  # do not tune the number of threads
+    ranks: object = SingleProcess()  # or a ranks.Ranks, if the model is split: rank 0 calls `step`, the others `follow`
 
 
 # ---------------------------------------------------------------- the engine
@@ -164,25 +246,24 @@ class Plan:
 class Engine:
     """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
 
-    steps: the functions to call, by default uncompiled ones. chunk_tokens: how many prompt tokens are read between two
-    decode steps. speculation: a speculative.Speculation or None.
+    steps: the functions to call, by default uncompiled ones. decoding: a speculative.Speculation, by default
+    PlainDecoding.
     """
 
-    always_chunk = False  # read chunks of one prompt also while no row is decoding
-    ranks = None  # a ranks.Ranks if the model is split: rank 0 calls `step`, the others call `follow`
-
-    def __init__(self, model, max_batch_size, max_seq_length, steps=None, chunk_tokens=128, speculation=None):
+    def __init__(self, model, max_batch_size, max_seq_length, steps=None, decoding=None, options=None):
         model.setup_caches(max_batch_size, max_seq_length)
         self.model, self.length = model, max_seq_length
-        self.steps, self.chunk_tokens = steps or StepFunctions(), chunk_tokens
+        self.options = options or EngineOptions()
+        self.ranks = self.options.ranks
+        self.steps = self.next_steps = steps or StepFunctions()
         self.rows, self.waiting = [Row(index) for index in range(max_batch_size)], deque()
-        self.timing, self.threads = Timing(), model.backend.make_threads()
+        self.threads = model.backend.make_threads(self.options.fixed_threads)
+        self.timing = Timing()
         self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
         self.finished, self.cancelled = [], []  # requests, since the last step
         self.released: list[int] = []  # rows, since the last step
-        self.speculation = speculation
-        if speculation is not None:
-            speculation.begin(self)
+        self.decoding = decoding or PlainDecoding()
+        self.decoding.begin(self)
 
     def add(self, request: Request):
         """Queue a request until a row is free; raises UserError if no row could serve it."""
@@ -208,8 +289,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Do one step, and return the requests that have ended since the last step."""
         plan = self._plan()
-        if self.ranks is not None:
-            self.ranks.share(lambda: plan)
+        self.ranks.share(lambda: plan)
         self._run(plan)
         finished, self.finished = self.finished, []
         return finished
@@ -218,6 +298,13 @@ class Engine:
         """Forget the tokens of free rows, so that the next prompts are read from their beginning."""
         for row in [row for row in self.rows if row.request is None]:
             row.tokens = []
+
+    def replace_steps(self, steps: StepFunctions):
+        """Call other functions from the next step on. Another thread may call this."""
+        self.next_steps = steps
+
+    def reset_timing(self):
+        self.timing = Timing()
 
     @torch.no_grad()
     def follow(self):
@@ -231,7 +318,8 @@ class Engine:
             self.finished, self.released = [], []
 
     def close(self):
-        if self.ranks is not None and self.ranks.rank == 0:
+        """End the other ranks' `follow`."""
+        if self.ranks.rank == 0:
             self.ranks.share(lambda: None)
 
     def _plan(self) -> Plan:
@@ -274,14 +362,16 @@ class Engine:
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
         """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
-        if not (decoding or self.always_chunk):
+        if not (decoding or self.options.always_chunk):
             return {row.index: min(max(1, PREFILL_TOKENS // len(reading)), len(row.unread)) for row in reading}
         order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:
             row.waited += 1
-        return {row.index: min(self.chunk_tokens, len(row.unread)) for row in order[:1]}
+        chunk_tokens = self.options.chunk_tokens or CHUNK_TOKENS
+        return {row.index: min(chunk_tokens, len(row.unread)) for row in order[:1]}
 
     def _run(self, plan: Plan):
+        self.steps = self.next_steps
         if plan.chunk:  # fixed, because the results of torch's own products may depend on the number of threads
             with self.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.backend.chunk_invariant):
                 self._read(plan.chunk)
@@ -330,36 +420,28 @@ class Engine:
                 logits = self.model.head(states[start : start + len(ids)])[:, : self.model.config.n_token]  # (n,V)
                 row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
 
-    def set_masks(self, rows: list[Row], proposal=None):
-        """Let the grammars of rows say which tokens may come next, and after each token of a speculative.Proposal."""
+    def set_masks(self, rows: list[Row], drafted: list[list[int]] | None = None):
+        """Let the grammars of rows say which tokens may come next, and after each drafted token of a row."""
         if all(row.request.grammar is None for row in rows):
             return
-        drafted = [[]] * len(rows) if proposal is None else proposal.tokens()
+        drafted = drafted or [[]] * len(rows)
         pairs = [(row, row.request, ids) for row, ids in zip(rows, drafted) if row.request.grammar is not None]
         self.sampling.set_masks(
             [(row.index, len(r.prompt) + len(r.new_tokens), r.grammar, ids) for row, r, ids in pairs]
         )
 
     def _decode(self, rows: list[Row]):
-        start, steps = time.perf_counter(), self.steps  # read once: compile.compile_while_serving replaces it
+        start = time.perf_counter()
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
+        if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
-        inputs = torch.tensor(list(zip(*columns)), device=self.model.device)
-        drafted = None
-        if self.speculation is None:
-            self.set_masks(rows)
-            with self.threads.of("decode", len(rows), fixed=not self.model.backend.thread_invariant):
-                ids, logprobs, logits = steps.decode(self.model, inputs, self.sampling)
-            new_tokens = ids.tolist()
-        else:
-            new_tokens, logprobs, logits, drafted = self.speculation.step(rows, inputs)
-        for row, tokens in zip(rows, new_tokens):
+        result = self.decoding.step(rows, torch.tensor(list(zip(*columns)), device=self.model.device))
+        for row, tokens in zip(rows, result.new_tokens):
             row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
             row.last_used = start
         kv = self.model.kv_bytes([len(row.tokens) for row in rows])
-        count = self._append_tokens(rows, new_tokens, logprobs, logits)
-        self.timing.add_step(time.perf_counter() - start, count, kv, drafted)
+        count = self._append_tokens(rows, result.new_tokens, result.logprobs, result.logits)
+        self.timing.add_step(time.perf_counter() - start, count, kv, result)
 
     def _append_tokens(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
         """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits B x (n,V)."""
@@ -367,8 +449,8 @@ class Engine:
         before = sum(len(request.new_tokens) for request in requests)
         self.sampling.count([(row.index, new) for row, new in zip(rows, new_tokens) if row.request.params.penalizes])
         for i, (row, request) in enumerate(zip(rows, requests)):
-            if self.speculation is not None and not request.new_tokens:
-                self.speculation.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
+            if not request.new_tokens:
+                self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
             request.times.setdefault("first_token", time.perf_counter())
             if request.logprobs is not None:  # _finish drops those after the request's last token
                 request.token_logprobs += top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
@@ -403,8 +485,7 @@ class Engine:
         if row is not None:
             row.request = None
             self.released.append(row.index)
-            if self.speculation is not None:
-                self.speculation.remove(row.index)
+            self.decoding.remove(row.index)
 
 
 def generate(engine: Engine, requests: Iterable[Request]):

@@ -32,12 +32,13 @@ from cli import (
     token_ids,
 )
 from compile import compile_counts, warm_up
-from engine import Engine, Request, check_prompt, read_with_progress
-from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, open_checkpoint
+from engine import Engine, EngineOptions, Request, SingleProcess, check_prompt, read_with_progress
+from load import Checkpoint, ModelOptions, add_model_options, open_checkpoint
 from sampling import SamplingParams
 from start import choose_cache_length, load_engine
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
+CONVERSATION_CHUNK = 256  # of a prompt between two looks at the keyboard; with 2048, Ctrl-C takes 12 s in a 1.5B model
 CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance
 
 # ---------------------------------------------------------------- options
@@ -192,8 +193,9 @@ def text_before(args, tokenizer: Tokenizer, prompts: list, n: int, row: int, str
     return heading + stream.context_text
 
 
-def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int) -> list[dict]:
-    """Run the batch for the n-th time and print the texts. Returns the entries of "samples" in --json."""
+def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int):
+    """Run the batch for the n-th time and print the texts. Returns the entries of "samples" in --json, and the seconds
+    of the longest wait for a first token."""
     streaming = len(prompts) == 1 and not args.json  # a single row is printed token by token
     streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
     before = [text_before(args, tokenizer, prompts, n, row, stream) for row, stream in enumerate(streams)]
@@ -223,8 +225,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
         engine.step()
-    if n == 0:
-        engine.timing.first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
+    first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
     for row, stream in enumerate(streams):
         texts[row] += stream.add((), last=True)
     if streaming:
@@ -234,7 +235,7 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
             print(shown_before + text + "\n")
     if failed := [request for request in requests if request.finish_reason == "error"]:
         raise UserError(f"generation failed for prompt {requests.index(failed[0]) + 1}: {failed[0].error}")
-    return [
+    samples = [
         {
             "prompt_tokens": len(request.prompt),
             "token_ids": request.new_tokens,
@@ -243,15 +244,19 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
         }
         for request, text, stream in zip(requests, texts, streams)
     ]
+    return samples, first_token_s
 
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
     """Run all samples, under the profiler with --profile. Returns their fields in --json."""
     compile_s = warm_up(engine, prompts, random=args.temperature > 0)
-    samples, before = [], compile_counts()
+    samples, waits = [], []
+    before = compile_counts()
     with torch.profiler.profile() if args.profile else nullcontext() as profiler:
         for n in range(args.num_samples):
-            samples += run_sample(args, engine, tokenizer, prompts, stop_ids, n)
+            found, first_token_s = run_sample(args, engine, tokenizer, prompts, stop_ids, n)
+            samples += found
+            waits.append(first_token_s)
     if args.profile:
         with suppress(TypeError):  # raised for a file name that is not UTF-8
             profiler.export_chrome_trace(str(args.profile))
@@ -259,7 +264,13 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
             raise UserError(f"--profile {args.profile} could not be written")
         print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
     recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
-    return {"samples": samples, "compile_s": compile_s, "recompiles": recompiles, "graph_breaks": breaks}
+    return {
+        "samples": samples,
+        "compile_s": compile_s,
+        "time_to_first_token_s": None if args.profile else waits[0],
+        "recompiles": recompiles,
+        "graph_breaks": breaks,
+    }
 
 
 def main(ranks=None):
@@ -279,7 +290,7 @@ def run(args, ranks):
         from report import print_roofline, read_bandwidth, read_without_weights
 
         model = read_without_weights(args) or open_checkpoint(args.model, ranks)
-        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, 1, 1, ranks).model)
+        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, 1, 1, EngineOptions(ranks=ranks)).model)
         return print_roofline(args, model, bandwidth * ranks.size)
     checkpoint = open_checkpoint(args.model, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
@@ -287,13 +298,15 @@ def run(args, ranks):
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
+    how = EngineOptions(ranks=ranks)
     if args.interactive:
         length = choose_cache_length(args.max_seq_length, checkpoint.config, wanted=CONVERSATION_LENGTH)
+        how = EngineOptions(CONVERSATION_CHUNK, always_chunk=True, ranks=ranks)
     else:
         needed = max(map(len, prompts)) + args.max_new_tokens - 1
         length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
     start = time.perf_counter()
-    engine = load_engine(checkpoint, len(prompts) * args.batch_size, length, ranks)
+    engine = load_engine(checkpoint, len(prompts) * args.batch_size, length, how)
     result = {"load_s": time.perf_counter() - start}
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
@@ -317,8 +330,6 @@ def run(args, ranks):
 
     result |= measurements(engine, bool(args.profile), args.json or args.report)  # has collectives: all ranks call it
     if ranks.rank == 0:
-        if engine.speculation is not None:
-            result |= engine.speculation.report.numbers(0 if args.profile else engine.timing.decode_s)
         print_report(result, engine.timing, args)
         if args.json:
             print(json.dumps(result))

@@ -61,13 +61,15 @@ FUSED_FIELDS = (
 )  # fmt: skip
 
 
+@dataclass
 class FixedThreads:
     """The number of threads is not tuned. (cpu.threads.Threads tunes it, and has the same members.)"""
 
-    fixed = True
+    fixed: bool = True
+    trials: int = 0
 
     def of(self, kind, work, fixed=False):
-        return nullcontext(False)
+        return nullcontext()
 
     def used(self):
         return {}
@@ -99,7 +101,7 @@ class Backend:
     # prompt may differ in the last bits when it is read in other chunks.
     chunk_invariant: bool = False
     zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of nbytes bytes
-    make_threads: Callable = FixedThreads  # what sets the number of threads of an engine's steps
+    make_threads: Callable = FixedThreads  # make_threads(fixed): what sets the number of threads of an engine's steps
 
 
 def uses_only(config, known):

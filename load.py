@@ -15,6 +15,7 @@ import torch
 
 from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
 from cli import UserError, first_line, positive, print_status
+from engine import SingleProcess
 from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS
 from model import WHOLE_MODEL, Transformer
@@ -161,29 +162,6 @@ def draft_length(given: int | str) -> int | str:
 
 
 # ---------------------------------------------------------------- the checkpoint, before its weights are read
-
-
-class SingleProcess:
-    """The interface of ranks.Ranks for a run with one process, without torchrun."""
-
-    rank, size = 0, 1
-
-    def device(self, name: str | None):
-        return name
-
-    def portion(self, device: torch.device) -> float:
-        return 1.0
-
-    def shard(self, device: torch.device):
-        return WHOLE_MODEL
-
-    def share(self, work: Callable = lambda: None):
-        return work()
-
-    in_turn = share
-
-    def check_same(self, source: Source):
-        pass
 
 
 class Checkpoint:

@@ -182,7 +182,6 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         rate = None if profiled else tokens / timing.decode_s
     fields = {
         "peak_memory_bytes": peak,
-        "time_to_first_token_s": None if profiled else timing.first_token_s,
         "prefill_tokens_per_s": None if profiled else timing.prefill_tokens / timing.prefill_s,
         "decode_tokens_per_s": rate,
         "weight_bytes_per_token": weights,
@@ -192,21 +191,19 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         "read_bandwidth_bytes_per_s": read_bandwidth(model) if rate and in_full else None,
         "threads": engine.threads.used(),
         "other_programs_cpus": None if model.shard.ranks > 1 else engine.threads.others(),
-        "mean_accepted_tokens": None,  # Speculation.report replaces it
+        "mean_accepted_tokens": None,  # Speculation.numbers replaces it
         "device": str(model.device),
         "kernels": model.backend.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    if engine.speculation is not None:
-        fields["draft_prefill_s"] = None if profiled else timing.draft_prefill_s
     if model.shard.ranks > 1:  # all numbers of bytes are then those of one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
         if rate and in_full:
             fields["communication_share"] = all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return fields
+    return fields | engine.decoding.numbers(profiled)
 
 
 def print_report(result: dict, timing, args):

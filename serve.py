@@ -31,9 +31,9 @@ from multiprocessing import resource_tracker
 
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
 from compile import compile_while_serving, warm_up
-from engine import Engine
+from engine import Engine, EngineOptions, SingleProcess
 from grammar import GrammarThread
-from load import Checkpoint, ModelOptions, SingleProcess, add_model_options, choose_device, open_checkpoint
+from load import Checkpoint, ModelOptions, add_model_options, choose_device, open_checkpoint
 from server.answers import AnswerParser
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from start import choose_cache_length, load_engine
@@ -93,8 +93,9 @@ def main(ranks=None):
     checkpoint = open_checkpoint(options, ranks)
     config = checkpoint.config
     length = choose_cache_length(args.max_seq_length, config, wanted=DEFAULT_CONTEXT)
+    how = EngineOptions(args.prefill_chunk, always_chunk=True, ranks=ranks)
     if ranks.rank:
-        engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
+        engine = load_engine(checkpoint, args.max_batch_size, length, how)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends this process when its requests have finished
         ranks.timeout_s = RANK_TIMEOUT_S
         return engine.follow()
@@ -112,8 +113,7 @@ def main(ranks=None):
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer
         grammars = GrammarThread(tokenizer, config.vocab_size, answer_end_ids(checkpoint.tokenizer_files, tokenizer))
-        engine = load_engine(checkpoint, args.max_batch_size, length, ranks)
-        engine.chunk_tokens, engine.always_chunk = args.prefill_chunk or engine.chunk_tokens, True
+        engine = load_engine(checkpoint, args.max_batch_size, length, how)
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
@@ -448,7 +448,6 @@ class EngineServer:
             if update.finish_reason is not None:
                 del self.answers[update.request_id]
         active_rows = sum(row.request is not None for row in self.engine.rows)
-        speculation = self.engine.speculation
         status = EngineStatus(
             state,
             updates,
@@ -456,7 +455,7 @@ class EngineServer:
             waiting=len(self.answers) - active_rows,
             active_rows=active_rows,
             prefill_tokens=self.engine.timing.prefill_tokens,
-            drafts=speculation.report.drafts if speculation is not None else {},
+            drafts=self.engine.decoding.draft_counts,
         )
         self.connection.send(status)
 

@@ -4,7 +4,7 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than k + 1 passes over one token, because it reads the weights once. The target model accepts a prefix of each proposal
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; Draft, the members of a draft; Speculation, whose `step` the
+Read down: verify and accept, on which exactness depends; Draft, the base class of drafts; Speculation, whose `step` the
 engine calls. The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained
 heads), and controller.py, which decides which draft proposes how many tokens. Knows nothing of text.
 
@@ -25,17 +25,18 @@ and v while it runs.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.controller import PRIOR, Candidate, Controller
+from engine import Engine, PlainDecoding, StepResult
 from kernels import MAX_DECODE_TOKENS, exponential_noise
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
@@ -48,19 +49,15 @@ ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens ar
 # ---------------------------------------------------------------- verification
 
 
-class Proposal(NamedTuple):
-    """What a draft proposes for a step."""
+class DraftedTokens(NamedTuple):
+    """The tokens of a Proposal, for `verify`."""
 
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
     p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
 
-    def tokens(self) -> list[list[int]]:
-        """The tokens that are proposed for each row."""
-        return [ids[:n] for ids, n in zip(self.drafted.tolist(), self.lengths.tolist())]
 
-
-def verify(model, inputs: Tensor, proposal: Proposal, sampling: Sampling, padded: bool = True):
+def verify(model, inputs: Tensor, proposal: DraftedTokens, sampling: Sampling, padded: bool = True):
     """Run the target model over the last token and the drafted tokens of each row, and decide which ones to accept.
 
     inputs (3,B) int64 are those of engine.decode. With k = 0 drafted tokens this is a plain decode step. padded: run
@@ -119,7 +116,7 @@ def at_last_token(x: Tensor, count: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), count - 1]
 
 
-def accept(p_target: Tensor, proposal: Proposal, position: Tensor, seed: Tensor):
+def accept(p_target: Tensor, proposal: DraftedTokens, position: Tensor, seed: Tensor):
     """Accept drafted tokens or resample (arXiv:2211.17192, algorithm 1). Returns tokens and count as `verify` does.
 
     p_target (B,k+1,V) float32 are the target's distributions; the proposal has p_draft. position (B,) int64: the
@@ -155,18 +152,6 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
 
 
 @dataclass
-class DraftContext:
-    """What a draft sees of the engine that it drafts for."""
-
-    model: object  # the target, a model.Transformer
-    rows: int  # of the KV cache
-    length: int  # positions of each of them
-    sampling: Sampling  # the settings of all rows, without the masks of grammars
-    threads: object  # cpu.threads.Threads or kernels.FixedThreads
-    compile: Callable  # compiles a function, or returns it as it is
-
-
-@dataclass
 class Batch:
     """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode; B may include padding rows."""
 
@@ -178,34 +163,48 @@ class Batch:
         """Whether any row samples at random instead of greedily."""
         return any(row.request.params.temperature > 0 for row in self.rows)
 
-    def proposal(self, proposed: list[list[int]]) -> Proposal:
-        """The proposal of these tokens for each row."""
-        k = max(map(len, proposed))
-        proposed = proposed + [[]] * (self.inputs.shape[1] - len(proposed))
-        drafted = self.inputs.new_tensor([tokens + [0] * (k - len(tokens)) for tokens in proposed])
-        return Proposal(drafted, self.inputs.new_tensor([len(tokens) for tokens in proposed]))
+
+@dataclass
+class Proposal:
+    """The tokens that a draft proposes for a step."""
+
+    tokens: list[list[int]]  # of each row, at most k
+    k: int
+    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
+    # For each token, the estimated probability that it is accepted if those before it are; see Draft.is_free.
+    probs: list[list[float]] | None = None
 
 
-class Draft(Protocol):
-    """What every draft has, besides the functions of a ProposingDraft or of a FindingDraft. (Drafts do not inherit from
-    these classes: they are for readers, type checkers and a test.)
-
-    Three members are optional. Speculation looks whether a draft has them:
-      catch_up(rows)         called before `propose`: reads what the draft has not read yet of the prompts of these rows
-                             (engine.Row). Returns the seconds that this took
-      observe(rows, hidden)  called after each step, with its rows and the hidden states (B,D) that their last tokens
-                             were sampled from
-      prior                  of a ProposingDraft: its expected acceptance rate, as in controller.Controller
-    """
+class Draft:
+    """The base class of drafts. A draft defines `propose`, its name, and what else differs from the defaults here."""
 
     name: str  # for the report
+    # Whether proposing takes next to no time. Such a draft is asked in every step, and the probabilities of its tokens
+    # decide how many of them are used. Another draft runs only if it probably gains more than it costs.
+    is_free = False
+    observes = False  # whether `observe` is called: then plain steps are verifications of no tokens
+    prior = PRIOR  # the expected acceptance rate, as in controller.Controller
+    max_k = MAX_K  # the most tokens that it proposes
 
-    def begin(self, context: DraftContext):
+    def begin(self, engine: Engine):
         """Called once, before all others."""
+        self.engine = engine
 
     def add(self, row: int, tokens: list[int], cached: int):
         """A request has started in this cache row. tokens: its prompt and its first new token, of which the engine
         found `cached` in its cache."""
+
+    def catch_up(self, rows: list) -> float:
+        """Called before `propose`: read what was not read yet of the prompts of these rows (engine.Row). Returns the
+        seconds that this took."""
+        return 0.0
+
+    def propose(self, batch: Batch, k: int) -> Proposal | None:
+        """Propose up to k tokens for each row of a batch. None if there are none for any row."""
+        raise NotImplementedError
+
+    def observe(self, rows: list, hidden: Tensor):
+        """Called after each step with its rows and the hidden states (B,D) that their last tokens were sampled from."""
 
     def accepted(self, row: int, tokens: list[int]):
         """A step has added these new tokens to this cache row. The last one is the target model's own."""
@@ -213,28 +212,14 @@ class Draft(Protocol):
     def remove(self, row: int):
         """The request in this cache row has ended."""
 
-
-class ProposingDraft(Draft, Protocol):
-    """A draft that takes time, so that it runs only if it probably gains more than it costs."""
-
-    def propose(self, batch: Batch, k: int) -> Proposal | None:
-        """Propose up to k tokens for each row of a batch. None if there are none for any row."""
-
     def choices(self, k: int) -> list[int]:
         """The numbers of tokens, up to k, that are worth choosing from, ascending."""
+        return full_width_choices(min(k, self.max_k))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         """The bytes of weights and of KV cache that proposing k tokens reads. positions: the number of filled cache
         positions of each row."""
-
-
-class FindingDraft(Draft, Protocol):
-    """A draft that takes next to no time, so that it is asked in every step. How probable its tokens are decides how
-    many of them are used."""
-
-    def find(self, rows: list, k: int) -> list[tuple[list[int], list[float]]]:
-        """For each of these rows (engine.Row): up to k tokens, and for each the estimated probability that it is
-        accepted if those before it are."""
+        return 0.0, 0.0
 
 
 def width_of(k: int) -> int:
@@ -302,22 +287,18 @@ class Report:
 
 
 class Drafted(NamedTuple):
-    """The result of drafting in a step, and what it cost. Without a proposal, the step is a plain one."""
+    """The result of drafting in a step. Without a proposal, the step is a plain one."""
 
     choice: Candidate | None = None
     proposal: Proposal | None = None
     prefill_s: float = 0.0  # in which a draft read prompts
-    weight_bytes: float = 0  # read by a draft
-    kv_bytes: float = 0
-    is_trial: bool = False  # whether the draft ran with a number of threads that is being tried
 
 
-class Speculation:
+class Speculation(PlainDecoding):
     """Runs the decode steps of the engine with drafts: propose, verify, and choose what to propose next.
 
     k is the number of tokens to propose, or if `automatic` the largest number. With a fixed k, the first of the drafts
-    that has a proposal is used. While `rehearsing` is True, as in compile.warm_up, every step runs all graphs that a
-    later step may need, so that they are compiled.
+    that has a proposal is used.
     """
 
     def __init__(self, drafts: list[Draft], k: int = MAX_K, automatic: bool = True):
@@ -326,24 +307,22 @@ class Speculation:
         self.automatic, self.rehearsing = automatic, False
         # Of batches: searches in succession whose tokens were not proposed, at most MAX_PAUSE; steps until the next.
         self.fruitless, self.pause = 0, 0
-        priors = [getattr(draft, "prior", PRIOR) for draft in drafts]
-        self.controller, self.report = Controller(priors, self._token_s), Report()
+        self.observers = [draft for draft in drafts if draft.observes]
+        self.controller, self.report = Controller([draft.prior for draft in drafts], self._token_s), Report()
+        self.draft_counts = self.report.drafts
         for i, draft in enumerate(drafts):
             if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
                 draft.name = f"{draft.name} ({i + 1})"
             self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
-    def begin(self, engine):
-        self.engine, self.model = engine, engine.model
-        self.steps, self.verify = engine.steps, engine.steps.compile(verify)
-        self.observers = [draft for draft in self.drafts if hasattr(draft, "observe")]
+    def begin(self, engine: Engine):
+        super().begin(engine)
+        self.model = engine.model
+        self.verify = engine.steps.compile(verify)
         self.candidates: dict[tuple[int, int], list[Candidate]] = {}  # by draft and rows, for `_candidates`
         self.weight_bytes = weight_bytes(engine.model, 1)
-        shape = len(engine.rows), engine.length
-        sampling = engine.sampling.without_masks()
-        context = DraftContext(engine.model, *shape, sampling, engine.threads, engine.steps.compile)
         for draft in self.drafts:
-            draft.begin(context)
+            draft.begin(engine)
 
     def _token_s(self) -> float | None:
         """The seconds that a token of a prompt took. None after a short prompt: reading it takes about as long as a
@@ -360,23 +339,34 @@ class Speculation:
         for draft in self.drafts:
             draft.remove(row)
 
-    def step(self, rows: list, inputs: Tensor) -> tuple[list[list[int]], Tensor, Sequence[Tensor], Drafted]:
-        """The new tokens of each row, their log-probabilities (B,n), the logits (n,V) of each row, and what the drafts
-        took. Arguments as in Batch."""
-        batch, start = Batch(rows, inputs), time.perf_counter()
-        drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
-        draft_s = time.perf_counter() - start - drafted.prefill_s
-        self.engine.set_masks(rows, drafted.proposal)
+    def numbers(self, profiled: bool) -> dict:
+        timing = self.engine.timing
+        fields = {"draft_prefill_s": None if profiled else timing.draft_prefill_s}
+        return fields | self.report.numbers(0.0 if profiled else timing.decode_s)
+
+    def step(self, rows: list, inputs: Tensor) -> StepResult:
+        batch, trials = Batch(rows, inputs), self.engine.threads.trials
         start = time.perf_counter()
-        new_tokens, logprobs, logits, is_trial = self._run_target(batch, drafted.proposal)
+        drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
+        proposal = drafted.proposal
+        draft_s = time.perf_counter() - start - drafted.prefill_s
+
+        start = time.perf_counter()
+        result = self._run_target(batch, proposal)
+        result.draft_prefill_s = drafted.prefill_s
+        if proposal is not None:
+            positions = [len(row.tokens) for row in rows]
+            draft = self.drafts[drafted.choice.draft]
+            result.draft_bytes, result.draft_kv_bytes = draft.bytes_read(proposal.k, positions)
+
         for draft in self.drafts:
-            for row, new in zip(rows, new_tokens):
+            for row, new in zip(rows, result.new_tokens):
                 draft.accepted(row.index, new)
         if not self.rehearsing:
             seconds = draft_s, time.perf_counter() - start
-            accepted = [len(new) - 1 for new in new_tokens]
-            self._learn(batch, drafted, accepted, seconds, is_trial or drafted.is_trial)
-        return new_tokens, logprobs, logits, drafted
+            accepted = [len(new) - 1 for new in result.new_tokens]
+            self._learn(batch, drafted, accepted, seconds, self.engine.threads.trials != trials)
+        return result
 
     def _draft(self, batch: Batch) -> Drafted:
         """Choose a draft and a number of tokens, and let it propose."""
@@ -386,13 +376,13 @@ class Speculation:
         found, candidates = {}, []
         # One row is searched faster than this is decided. Ranks measure different times, but need the same candidates.
         always = len(batch.rows) == 1 or self.model.shard.ranks > 1
-        worth_finding = always or (self.pause == 0 and self.controller.could_gain(len(batch.rows), self.k))
+        is_worthwhile = always or (self.pause == 0 and self.controller.could_gain(len(batch.rows), self.k))
         for i, draft in enumerate(self.drafts):
-            if not hasattr(draft, "find"):
+            if not draft.is_free:
                 candidates += self._candidates(i, batch)
-            elif worth_finding:
-                found[i] = self._find(i, batch)
-                candidates += self._found_candidates(i, batch, found[i])
+            elif is_worthwhile:
+                found[i] = self._ask(batch, Candidate(i, self.k, 0)).proposal
+                candidates += self._free_candidates(i, batch, found[i])
         choice = self.controller.choose(len(batch.rows), candidates)
         if self.model.shard.ranks > 1:  # the other ranks have measured other times
             index = torch.tensor(-1 if choice is None else candidates.index(choice), device=self.model.device)
@@ -405,61 +395,51 @@ class Speculation:
         if choice is None:
             return Drafted()
         if is_used:
-            return Drafted(choice, batch.proposal(self._likeliest(found[choice.draft], choice)))
+            return Drafted(choice, self._likeliest(found[choice.draft], choice))
         return self._ask(batch, choice)
 
     def _ask(self, batch: Batch, choice: Candidate) -> Drafted:
         """The proposal of a draft. The report counts its time, without that of reading prompts."""
         draft = self.drafts[choice.draft]
-        if hasattr(draft, "find"):
-            proposed = [tokens for tokens, _ in self._find(choice.draft, batch)]
-            return Drafted(choice, batch.proposal(proposed)) if any(proposed) else Drafted()
-        prefill_s = draft.catch_up(batch.rows) if hasattr(draft, "catch_up") else 0.0
-        start = time.perf_counter()
-        with self._threads(f"draft {draft.name} {choice.k}", batch) as is_trial:
+        prefill_s, start = draft.catch_up(batch.rows), time.perf_counter()
+        with nullcontext() if draft.is_free else self._threads(f"draft {draft.name} {choice.k}", batch):
             proposal = draft.propose(batch, choice.k)
-        synchronize(self.model.device)
+        if not draft.is_free:
+            synchronize(self.model.device)
         self.report.count(draft.name, seconds=time.perf_counter() - start)
-        if proposal is None:
-            return Drafted(prefill_s=prefill_s)
-        nbytes = draft.bytes_read(proposal.drafted.shape[1], [len(row.tokens) for row in batch.rows])
-        return Drafted(choice, proposal, prefill_s, *nbytes, is_trial)
+        return Drafted(None if proposal is None else choice, proposal, prefill_s)
 
     def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
         """The proposals that a draft can make. They are cached: a step of a small model takes few milliseconds."""
         draft, rows = self.drafts[index], batch.inputs.shape[1]
         if (index, rows) not in self.candidates:
-            tokens = {k: width_of(k) - 1 if self.steps.fixed_shapes else k for k in draft.choices(self.k)}
+            tokens = {k: width_of(k) - 1 if self.engine.steps.fixed_shapes else k for k in draft.choices(self.k)}
             cost = {k: draft.bytes_read(k, [])[0] / self.weight_bytes for k in tokens}
             self.candidates[index, rows] = [Candidate(index, k, rows * n, None, cost[k]) for k, n in tokens.items()]
         return self.candidates[index, rows]
 
-    def _found_candidates(self, index: int, batch: Batch, found: list) -> list[Candidate]:
-        """A candidate for each n: the n likeliest tokens that a draft has found for all rows, or with fixed shapes the
-        first n of each row."""
-        cumulative = [cumulative_acceptance(probs) for _, probs in found]
-        if self.steps.fixed_shapes:
-            sizes = full_width_choices(max(map(len, cumulative))) if any(cumulative) else []
+    def _free_candidates(self, index: int, batch: Batch, proposal: Proposal | None) -> list[Candidate]:
+        """A candidate for each n: the n likeliest tokens that a free draft proposes for all rows, or with fixed shapes
+        the first n of each row."""
+        if proposal is None:
+            return []
+        cumulative = [cumulative_acceptance(probs) for probs in proposal.probs]
+        if self.engine.steps.fixed_shapes:
+            sizes = full_width_choices(proposal.k)
             sums = [sum(sum(row[:n]) for row in cumulative) for n in sizes]
             rows = batch.inputs.shape[1]
             return [Candidate(index, n, rows * (width_of(n) - 1), total) for n, total in zip(sizes, sums)]
         sums = accumulate(sorted((p for row in cumulative for p in row), reverse=True))
         return [Candidate(index, n, n, total) for n, total in enumerate(sums, 1)]
 
-    def _likeliest(self, found: list, choice: Candidate) -> list[list[int]]:
-        """The tokens of each row that a candidate of `_found_candidates` stands for."""
-        if self.steps.fixed_shapes:
-            return [tokens[: choice.k] for tokens, _ in found]
-        cumulative = [cumulative_acceptance(probs) for _, probs in found]
+    def _likeliest(self, proposal: Proposal, choice: Candidate) -> Proposal:
+        """The tokens that a candidate of `_free_candidates` stands for."""
+        if self.engine.steps.fixed_shapes:
+            return Proposal([tokens[: choice.k] for tokens in proposal.tokens], choice.k)
+        cumulative = [cumulative_acceptance(probs) for probs in proposal.probs]
         least = sorted((p for row in cumulative for p in row), reverse=True)[choice.k - 1]
-        return [tokens[: sum(p >= least for p in row)] for (tokens, _), row in zip(found, cumulative)]
-
-    def _find(self, index: int, batch: Batch) -> list[tuple[list[int], list[float]]]:
-        """What a draft with `find` finds for each row. The report counts its time."""
-        start = time.perf_counter()
-        found = self.drafts[index].find(batch.rows, self.k)
-        self.report.count(self.drafts[index].name, seconds=time.perf_counter() - start)
-        return found
+        counts = [sum(p >= least for p in row) for row in cumulative]
+        return Proposal([tokens[:n] for tokens, n in zip(proposal.tokens, counts)], max(counts))
 
     def _learn(self, batch: Batch, drafted: Drafted, accepted: list[int], seconds: tuple, is_trial: bool):
         """Add a step to the report, and to the controller's estimates if it was not a trial of another number of
@@ -467,7 +447,7 @@ class Speculation:
         self.report.draft_s += seconds[0]
         self.report.target_s += seconds[1]
         choice, proposal = drafted.choice, drafted.proposal
-        lengths = [] if proposal is None else proposal.lengths.tolist()[: len(batch.rows)]
+        lengths = [] if proposal is None else [len(tokens) for tokens in proposal.tokens]
         is_reading = choice is not None and not any(lengths)  # a draft model that is still reading the prompts
         if self.automatic and not is_trial and not is_reading:
             self.controller.update(len(batch.rows), choice, seconds, accepted)
@@ -476,46 +456,50 @@ class Speculation:
         else:
             self.report.add(self.drafts[choice.draft].name, accepted, lengths)
 
-    def _run_target(self, batch: Batch, proposal: Proposal | None):
-        """A pass of the target: the new tokens of each row, log-probabilities and logits as in `step`, and whether it
-        was a trial of another number of threads."""
-        n = len(batch.rows)
+    def _run_target(self, batch: Batch, proposal: Proposal | None) -> StepResult:
+        """A pass of the target."""
         if proposal is None and not self.observers:
-            with self._threads("decode", batch) as is_trial:
-                ids, logprobs, logits = self.steps.decode(self.model, batch.inputs, self.engine.sampling)
-            return ids.tolist()[:n], logprobs, logits, is_trial
-        proposal = proposal or batch.proposal([[] for _ in batch.rows])  # of no tokens: then it is a plain step
-        (tokens, count, logprobs, logits, hidden), is_trial = self._verify(batch, proposal)
+            return super().step(batch.rows, batch.inputs)
+        proposal = proposal or Proposal([[] for _ in batch.rows], 0)
+        self.engine.set_masks(batch.rows, proposal.tokens)
+        tokens, count, logprobs, logits, hidden = self._verify(batch, proposal)
         for draft in self.observers:
             draft.observe(batch.rows, hidden)
         new_tokens = [line[:count] for line, count in zip(tokens.tolist(), count.tolist())]
-        return new_tokens[:n], logprobs, logits, is_trial
+        return StepResult(new_tokens[: len(batch.rows)], logprobs, logits)
 
-    def _verify(self, batch: Batch, proposal: Proposal) -> tuple[tuple, bool]:
-        """The results of `verify`, and whether this was a trial of threads. With fixed shapes, the proposal is first
-        padded to the next of WIDTHS."""
-        drafted, lengths, p_draft = proposal
-        fixed_shapes = self.steps.fixed_shapes
-        if fixed_shapes:
-            missing = width_of(drafted.shape[1]) - 1 - drafted.shape[1]
-            drafted = F.pad(drafted, (0, missing))
-            p_draft = None if p_draft is None else F.pad(p_draft, (0, 0, 0, missing))
+    def _verify(self, batch: Batch, proposal: Proposal) -> tuple:
+        """The results of `verify`. With fixed shapes, the proposal is first padded to the next of WIDTHS."""
+        fixed_shapes, p_draft = self.engine.steps.fixed_shapes, proposal.p_draft
+        k = width_of(proposal.k) - 1 if fixed_shapes else proposal.k
+        if p_draft is not None:
+            p_draft = F.pad(p_draft, (0, 0, 0, k - proposal.k))
+        lengths = [len(tokens) for tokens in proposal.tokens]
         # A GPU would read the keys and values of a row once for each token, and wait to learn the number of tokens.
-        is_cpu, same_length = self.model.device.type == "cpu", len({*lengths.tolist()}) == 1
+        is_cpu, same_length = self.model.device.type == "cpu", len({*lengths}) == 1
         padded = fixed_shapes or p_draft is not None or not is_cpu or same_length
-        proposal = Proposal(drafted, lengths, p_draft)
-        with self._threads(f"verify {drafted.shape[1] + 1}", batch) as is_trial:
-            return self.verify(self.model, batch.inputs, proposal, self.engine.sampling, padded), is_trial
+
+        padding = [[]] * (batch.inputs.shape[1] - len(lengths))
+        table = [tokens + [0] * (k - len(tokens)) for tokens in proposal.tokens + padding]
+        lengths = batch.inputs.new_tensor(lengths + [0] * len(padding))
+        drafted = DraftedTokens(batch.inputs.new_tensor(table), lengths, p_draft)
+        with self._threads(f"verify {k + 1}", batch):
+            return self.verify(self.model, batch.inputs, drafted, self.engine.sampling, padded)
 
     def _threads(self, kind: str, batch: Batch):
         """A context that runs a step of this kind with the number of threads that is fastest for it (Threads.of)."""
         return self.engine.threads.of(kind, len(batch.rows), not self.model.backend.thread_invariant)
 
+    @contextmanager
+    def rehearsal(self):
+        self.rehearsing = True
+        yield
+        self.rehearsing = False
+
     def _rehearse(self, batch: Batch) -> Drafted:
         """Run each draft in each length, the plain step, and the verification in each width that k can need, with empty
-        proposals. The arguments are new tensors: a slice would have other strides, and need another graph. Proposes
-        nothing: accepted tokens could end the request before it has seen all graphs."""
-        asked = [draft for draft in self.drafts if not hasattr(draft, "find")]
+        proposals. Proposes nothing: accepted tokens could end the request before it has seen all graphs."""
+        asked = [draft for draft in self.drafts if not draft.is_free]
         proposals = [draft.propose(batch, k) for draft in asked for k in {*draft.choices(self.k), self.k}]
         random = [proposal for proposal in proposals if proposal is not None and proposal.p_draft is not None]
         sizes = [k for draft in asked for k in draft.choices(self.k)]
@@ -523,12 +507,11 @@ class Speculation:
             sizes.append(self.k)
         self._run_target(batch, None)
         for width in [width for width in WIDTHS[1:] if width // 2 <= max(sizes)]:
-            zero = torch.zeros(batch.inputs.shape[1], width - 1, dtype=torch.int64, device=batch.inputs.device)
+            nothing = [[] for _ in batch.rows]
             if not random or len(self.drafts) > 1:
-                self._verify(batch, Proposal(zero, zero.new_zeros(len(zero))))
+                self._verify(batch, Proposal(nothing, width - 1))
             if random:
-                p_draft = random[0].p_draft[:, :1].repeat(1, width - 1, 1)
-                self._verify(batch, Proposal(zero, zero.new_zeros(len(zero)), p_draft))
+                self._verify(batch, Proposal(nothing, width - 1, random[0].p_draft[:, :1].repeat(1, width - 1, 1)))
         return Drafted()
 
 

@@ -9,8 +9,8 @@ from checkpoint import check_memory
 from cli import UserError, print_status
 from compile import compiled_steps
 from config import Config
-from engine import Engine
-from load import Checkpoint, SingleProcess, choose_device, load_model
+from engine import Engine, EngineOptions
+from load import Checkpoint, choose_device, load_model
 from model import SCRATCH_SLOTS
 
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
@@ -33,10 +33,10 @@ def choose_cache_length(given: int | None, config: Config, needed: int = 1, want
     return min(max(common, wanted), context)
 
 
-def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> Engine:
-    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context).
-    ranks: as in load.open_checkpoint."""
-    ranks, length = ranks or SingleProcess(), choose_cache_length(length, checkpoint.config)
+def load_engine(checkpoint: Checkpoint, rows: int, length: int, how: EngineOptions | None = None) -> Engine:
+    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context)."""
+    how = how or EngineOptions()
+    ranks, length = how.ranks, choose_cache_length(length, checkpoint.config)
     if min(rows, length) < 1:
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     options = replace(checkpoint.options, device=ranks.device(checkpoint.options.device))
@@ -48,13 +48,13 @@ def load_engine(checkpoint: Checkpoint, rows: int, length: int, ranks=None) -> E
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, checkpoint.quantization, ranks.portion(device))
     model = load_model(checkpoint.source, options, ranks.shard(device))
-    speculation = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
+    decoding = loading.make_speculation(checkpoint, model, drafts) if options.speculates else None
     if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
-        speculation = default_speculation()
+        decoding = default_speculation()
+    chunk_tokens = how.chunk_tokens or (128 if checkpoint.quantization else 256)
+    how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
     steps = compiled_steps(options.compile, options.compile_prefill)
-    engine = Engine(model, rows, length, steps, 128 if checkpoint.quantization else 256, speculation)
-    engine.ranks = ranks if ranks.size > 1 else None
-    engine.threads.fixed = options.threads is not None or device.type != "cpu"
+    engine = Engine(model, rows, length, steps, decoding, how)
     if checkpoint.config.is_longrope and ranks.rank == 0:
         kind = "long" if checkpoint.config.has_long_factors(length) else "short"
         original = f"the original context is {checkpoint.config.short_context}"

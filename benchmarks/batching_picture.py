@@ -12,7 +12,7 @@ from pathlib import Path
 from measure import ROOT
 
 from cli import ArgumentParser, UserError, run_command
-from engine import Engine, Request
+from engine import Engine, EngineOptions, Request
 from load import load_model
 from sampling import SamplingParams
 from sources.opening import open_source
@@ -90,8 +90,8 @@ def main():
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     if find_spec("matplotlib") is None:
         raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt")
-    engine = Engine(load_model(open_source(None, dequantize=True)), ROWS, 64, chunk_tokens=CHUNK)
-    engine.always_chunk = True
+    model = load_model(open_source(None, dequantize=True))
+    engine = Engine(model, ROWS, 64, options=EngineOptions(CHUNK, always_chunk=True))
     draw(run(engine), ROOT / "docs" / "continuous-batching.png")
 
 

@@ -21,8 +21,8 @@ from measure import DECODE, GREEDY, PREFILL, RATES, column, ratio
 
 from cli import run_command
 from compile import compiled_steps
-from cpu.threads import Threads, powers_of_two, processors
-from engine import Engine, Request, Timing, generate
+from cpu.threads import powers_of_two, processors
+from engine import Engine, EngineOptions, Request, generate
 from load import load_model
 
 
@@ -41,17 +41,19 @@ def busy(loops: int):
             program.wait()
 
 
-def run_engine(args, engine: Engine, threads: int | None) -> dict:
-    """Rates with this number of threads, or with the engine's choice (None). Decoding lasts --seconds."""
+def run_engine(args, engine: Engine, threads: int | None = None) -> dict:
+    """Rates of an engine with up to this number of threads. Decoding lasts --seconds."""
     most = torch.get_num_threads()
     torch.set_num_threads(threads or most)
-    engine.timing, engine.threads = Timing(), Threads(fixed=threads is not None)
+    engine.reset_timing()
+    engine.threads.forget()
     prompt = [5 + i % 100 for i in range(args.prompt_tokens)]
     try:
         for _ in range(3):
             engine.clear()
             generate(engine, [Request(prompt, GREEDY, 0)])
-        prefill, engine.timing = engine.timing, Timing()
+        prefill = engine.timing
+        engine.reset_timing()
         until = time.perf_counter() + args.seconds
         while time.perf_counter() < until:
             request = Request(prompt[:5], GREEDY, args.new_tokens, on_token=lambda _: time.perf_counter() > until)
@@ -63,11 +65,11 @@ def run_engine(args, engine: Engine, threads: int | None) -> dict:
     return found | {"steps": engine.threads.used()["decode"]}
 
 
-def measure_case(args, engine: Engine, loops: int) -> dict:
+def measure_case(args, fixed_engine: Engine, engine: Engine, loops: int) -> dict:
     """All contestants while `loops` loops run, and the ratios of the engine's choice to the others."""
     numbers = powers_of_two(torch.get_num_threads())
-    turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, engine, n) for n in numbers}
-    turns["chosen"] = partial(run_engine, args, engine, None)
+    turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, fixed_engine, n) for n in numbers}
+    turns["chosen"] = partial(run_engine, args, engine)
     few_tokens = argparse.Namespace(**vars(args) | {"new_tokens": 16})
     peers = measure.llama_benches(few_tokens, args.gguf)
     with busy(loops):
@@ -83,7 +85,7 @@ def measure_case(args, engine: Engine, loops: int) -> dict:
 
 def recovery_s(engine: Engine) -> float:
     """Seconds from the end of another program to the last step that had fewer threads than on an idle machine."""
-    engine.threads = Threads()
+    engine.threads.forget()
     steps, end = [], None
     with busy(1) as programs:
         engine.add(Request([5, 6, 7], GREEDY, 10**6))
@@ -115,9 +117,11 @@ def main():
     measure.add_bench_options(parser)
     args = parser.parse_args()
     model = load_model(measure.quantized(args.checkpoint_path, args.format))
-    engine = Engine(model, 1, 1024, compiled_steps(args.compile, False))
+    steps = compiled_steps(args.compile, False)
+    fixed_engine = Engine(model, 1, 1024, steps, options=EngineOptions(fixed_threads=True))
+    engine = Engine(model, 1, 1024, steps)  # uses the same caches, at other times
     generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles
-    cases = [measure_case(args, engine, loops) for loops in args.loops]
+    cases = [measure_case(args, fixed_engine, engine, loops) for loops in args.loops]
     measure.print_table(cases, {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key})
     recovery = [recovery_s(engine) for _ in range(args.rounds)]
     print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")

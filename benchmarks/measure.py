@@ -142,7 +142,7 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
         block.attention.cache.v.normal_()
     for row in engine.rows:
         row.tokens = [0] * context
-    engine.timing = Timing()
+    engine.reset_timing()
     generate(engine, [Request([0] * (context + 1), GREEDY, steps + 1) for _ in engine.rows])
     return engine.timing
 

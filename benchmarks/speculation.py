@@ -21,12 +21,11 @@ from measure import FORMATS, ROOT, column, quantized
 from checkpoint import Source
 from cli import UserError, print_status, run_command
 from compile import compiled_steps
-from cpu.threads import Threads
 from drafts.controller import expected_tokens
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, StepFunctions, Timing, generate
+from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, find_source, install_kernels, load_model
 from speculative import MAX_K, Report, Speculation
@@ -51,10 +50,9 @@ def copying_prompts() -> list[str]:
 # ---------------------------------------------------------------- one model, several drafts
 
 
-def run_prompt(engine: Engine, speculation: Speculation | None, threads: Threads, prompts: Iterator, new_tokens: int):
-    """Run the next of the prompts. threads: as in a server, the numbers of threads are tuned over all prompts."""
-    engine.speculation, engine.threads = speculation, threads
-    engine.timing = Timing()
+def run_prompt(engine: Engine, prompts: Iterator, new_tokens: int):
+    """Run the next of the prompts. As in a server, the numbers of threads are tuned over all prompts."""
+    engine.reset_timing()
     engine.clear()
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])
@@ -62,18 +60,13 @@ def run_prompt(engine: Engine, speculation: Speculation | None, threads: Threads
     return {"rate": n / decode_s, "tokens": request.new_tokens, "decode_s": decode_s, "count": n}
 
 
-def warm_up(engine: Engine, speculation: Speculation | None, prompt: list[int], new_tokens: int) -> Threads:
-    """Compile every graph and run one prompt, without measuring them. Returns the threads for the next prompts."""
-    if speculation is not None:
-        speculation.begin(engine)
-        speculation.rehearsing = True
-        run_prompt(engine, speculation, Threads(), iter([prompt]), 4)
-        speculation.rehearsing = False
-    threads = Threads()
-    run_prompt(engine, speculation, threads, iter([prompt]), new_tokens)
-    if speculation is not None:
-        speculation.report = Report()
-    return threads
+def warm_up(engine: Engine, prompt: list[int], new_tokens: int):
+    """Compile every graph and run one prompt, without measuring them."""
+    with engine.decoding.rehearsal():
+        run_prompt(engine, iter([prompt]), 4)
+    engine.threads.forget()
+    run_prompt(engine, iter([prompt]), new_tokens)
+    engine.decoding.report = Report()
 
 
 def formula(report: Report, plain_s: float) -> dict:
@@ -93,13 +86,13 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 
     drafts: name -> (drafts, number of tokens to propose, or None for "auto").
     """
-    engine = Engine(model, 1, max(map(len, prompts)) + new_tokens, steps)
-    speculations, turns = {"plain": None}, {}
+    length, turns = max(map(len, prompts)) + new_tokens, {}
+    engines = {"plain": Engine(model, 1, length, steps)}  # all of them use the same caches, one after another
     for name, (some, k) in drafts.items():
-        speculations[name] = Speculation(some, k or MAX_K, automatic=k is None)
-    for name, speculation in speculations.items():
-        threads = warm_up(engine, speculation, prompts[0], new_tokens)
-        turns[name] = partial(run_prompt, engine, speculation, threads, iter(prompts), new_tokens)
+        engines[name] = Engine(model, 1, length, steps, Speculation(some, k or MAX_K, automatic=k is None))
+    for name, engine in engines.items():
+        warm_up(engine, prompts[0], new_tokens)
+        turns[name] = partial(run_prompt, engine, iter(prompts), new_tokens)
     rounds = measure.take_turns(turns, len(prompts), warm_up=0)
     plain, rows = rounds["plain"], []
     plain_s = sum(column(plain, "decode_s")) / sum(column(plain, "count"))
@@ -108,9 +101,10 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
         row = {"draft": name, "tokens_per_s": median(rates), "rates": rates, "of": len(prompts)}
         row |= measure.ratio("over_plain", rates, column(plain, "rate"))
         row["same_text"] = sum(one["tokens"] == other["tokens"] for one, other in zip(mine, plain))
-        if speculations[name] is not None:
-            numbers = speculations[name].report.numbers(sum(column(mine, "decode_s")))
-            row |= numbers.pop("speculation") | numbers | formula(speculations[name].report, plain_s)
+        if name in drafts:
+            report = engines[name].decoding.report
+            numbers = report.numbers(sum(column(mine, "decode_s")))
+            row |= numbers.pop("speculation") | numbers | formula(report, plain_s)
         rows.append(row)
     return rows
 

@@ -142,6 +142,7 @@ class Threads:
 
     def __init__(self, fixed: bool = False):
         self.fixed = fixed
+        self.trials = 0  # steps so far that ran with a number of threads that was being tried
         self.forget()
 
     def forget(self):
@@ -155,8 +156,7 @@ class Threads:
 
     @contextmanager
     def of(self, kind: str, work: Hashable, fixed: bool = False):
-        """A context that runs one step of this kind with the number of threads that is fastest for this work. Its value
-        says whether this step is a trial of another number.
+        """A context that runs one step of this kind with the number of threads that is fastest for this work.
 
         kind: a word, and a number if steps that differ in it are no measure for each other, such as "verify 4".
         fixed: use the largest number, because the results of this step depend on the number of threads.
@@ -167,9 +167,10 @@ class Threads:
         if kind not in self.kinds:
             self.kinds[kind] = ThreadCount(powers_of_two(self.most), self.most, self.can_run, self.spent)
         n, start = self.most if fixed else self.kinds[kind].choose(work), time.perf_counter()
+        self.trials += not fixed and n != self.kinds[kind].count
         torch.set_num_threads(n)
         try:
-            yield not fixed and n != self.kinds[kind].count
+            yield
         finally:
             torch.set_num_threads(self.most)
         self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1

@@ -1,8 +1,8 @@
 """A draft model: a small model with the target's vocabulary, or the target itself in fewer bits, proposes tokens.
 
 Read down: DraftVocabulary, with which a draft computes the logits of few tokens only; Drafter, which draws tokens with
-a model; the two drafts for speculative.Speculation: SelfDraft shares the target's KV caches, ModelDraft has its own;
-next_token, one step of a drafter. Knows nothing of text.
+a model; the two drafts of this kind: SelfDraft shares the target's KV caches, ModelDraft has its own; next_token, one
+step of a drafter. Knows nothing of text.
 """
 
 import os
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine import Engine
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
-from speculative import Batch, DraftContext, Proposal, full_width_choices
+from speculative import Batch, Draft, Proposal, full_width_choices
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's
@@ -83,91 +84,78 @@ def state_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in module.state_dict().values())
 
 
-class Drafter:
-    """Draws one token after another with a draft's model, which has the target's vocabulary."""
+class Drafter(Draft):
+    """A draft that draws one token after another with a model, which has the target's vocabulary."""
 
-    def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None):
+    def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None = None):
         self.model, self.vocabulary = model, vocabulary
         self.weight_bytes = weight_bytes(model, 1)
         if vocabulary is not None:
             head = model.embedding if model.output is None else model.output
             self.weight_bytes += state_bytes(vocabulary) - state_bytes(head)
 
-    def begin(self, context: DraftContext):
-        self.context, self.next_token = context, context.compile(next_token)
+    def begin(self, engine: Engine):
+        super().begin(engine)
+        self.next_token = engine.steps.compile(next_token)
+        self.sampling = engine.sampling.without_masks()  # what a draft proposes need not fit a grammar
 
     def draw(self, batch: Batch, inputs: tuple[Tensor, Tensor, Tensor], lengths: Tensor, k: int) -> Proposal:
         """Draw k tokens that follow `inputs`, which are tokens (B,S), their positions (B,S) and cache rows (B,)."""
-        target = self.context.model
+        target = self.engine.model
         V = target.config.n_token or target.config.vocab_size
         tokens, input_pos, rows = inputs
         position = input_pos[:, -1]
         drafted, probs = [], []
         for i in range(k):
             inputs = tokens, input_pos, rows
-            new, p = self.next_token(self.model, inputs, self.context.sampling, V, batch.random, self.vocabulary)
+            new, p = self.next_token(self.model, inputs, self.sampling, V, batch.random, self.vocabulary)
             drafted.append(new.clone())  # a CUDA graph reuses its outputs
             probs.append(p.clone() if batch.random else None)
             tokens = drafted[-1][:, None]  # (B,1)
             input_pos = torch.where(i + 1 < lengths, position + 1 + i, -1)[:, None]
         drafted = target.shard.broadcast(torch.stack(drafted, 1))
-        return Proposal(drafted, lengths, torch.stack(probs, 1) if batch.random else None)
+        tokens = [ids[:n] for ids, n, _ in zip(drafted.tolist(), lengths.tolist(), batch.rows)]  # without padding rows
+        return Proposal(tokens, k, torch.stack(probs, 1) if batch.random else None)
+
+    def choices(self, k: int) -> list[int]:
+        return full_width_choices(min(k, AUTO_K))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, k * self.model.kv_bytes(positions)
 
 
-class SelfDraft:
+class SelfDraft(Drafter):
     """The target model itself, in fewer bits. It uses the target's KV caches: it need not read prompts, and the
     verifying pass overwrites the keys and values that it has written."""
 
     name = "int4-self"
     prior = 0.8, 5.0  # fewer bits seldom change the likeliest token
 
-    def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None = None):
-        self.drafter = Drafter(model, vocabulary)
-
-    def begin(self, context: DraftContext):
-        self.length = context.length
-        self.drafter.begin(context)
-        self.drafter.model.share_caches(context.model)
-
-    def add(self, row: int, tokens: list[int], cached: int):
-        pass
-
-    def remove(self, row: int):
-        pass
-
-    def accepted(self, row: int, tokens: list[int]):
-        pass
+    def begin(self, engine: Engine):
+        super().begin(engine)
+        self.model.share_caches(engine.model)
 
     def propose(self, batch: Batch, k: int) -> Proposal:
         """Propose up to k tokens for each row, one pass of the draft for each token."""
         token, position, rows = batch.inputs.unbind(0)
-        lengths = torch.where(position >= 0, (self.length - 1 - position).clamp(max=k), 0)  # within the cache row
-        return self.drafter.draw(batch, (token[:, None], position[:, None], rows), lengths, k)
-
-    def choices(self, k: int) -> list[int]:
-        return full_width_choices(min(k, AUTO_K))
-
-    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        return self.drafter.bytes_read(k, positions)
+        room = self.engine.length - 1 - position  # within the cache row
+        lengths = torch.where(position >= 0, room.clamp(max=k), 0)
+        return self.draw(batch, (token[:, None], position[:, None], rows), lengths, k)
 
 
-class ModelDraft:
+class ModelDraft(Drafter):
     """A smaller model with the target's vocabulary and its own KV caches, which has to read the prompts, too."""
 
     def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None = None, name: str = "draft model"):
-        self.model, self.name = model, name
-        self.drafter = Drafter(model, vocabulary)
+        super().__init__(model, vocabulary)
+        self.name = name
         self.cached: list[list[int]] = []  # the tokens whose K/V each cache row holds
         self.drafted_in_cache: dict[int, int] = {}  # cache row -> number of tokens of its last proposal in the cache
 
-    def begin(self, context: DraftContext):
-        self.context = context
-        self.drafter.begin(context)
-        self.model.setup_caches(context.rows, context.length)
-        self.cached = [[] for _ in range(context.rows)]
+    def begin(self, engine: Engine):
+        super().begin(engine)
+        self.model.setup_caches(len(engine.rows), engine.length)
+        self.cached = [[] for _ in engine.rows]
 
     def add(self, row: int, tokens: list[int], cached: int):
         # Reuse a prefix, but at most the one that the engine has reused: it reuses nothing after Engine.clear.
@@ -192,7 +180,7 @@ class ModelDraft:
         index = torch.tensor([row.index for row in behind], device=device)
         tokens = tokens.clamp(max=self.model.config.vocab_size - 1)  # the target's table may have more padding ids
         fixed = not self.model.backend.chunk_invariant
-        with self.context.threads.of("draft-prefill", tokens.shape, fixed):
+        with self.engine.threads.of("draft-prefill", tokens.shape, fixed):
             self.model(tokens.to(device), input_pos.to(device), index)
         for row, chunk in zip(behind, chunks):
             self.cached[row.index] = self.cached[row.index] + chunk
@@ -213,20 +201,14 @@ class ModelDraft:
         before = torch.tensor([row.tokens[-1] for row in batch.rows] + [0] * padding, device=token.device)
         tokens = torch.stack([before, token], 1).clamp(max=self.model.config.vocab_size - 1)  # (B,2)
         input_pos = torch.where(is_ready[:, None], torch.stack([position - 1, position], 1), -1)
-        lengths = torch.where(is_ready, (self.context.length - 1 - position).clamp(max=k), 0)  # within the cache row
-        proposal = self.drafter.draw(batch, (tokens, input_pos, rows), lengths, k)
-        for row, length in zip(batch.rows, lengths.tolist()):
-            if length:
+        lengths = torch.where(is_ready, (self.engine.length - 1 - position).clamp(max=k), 0)  # within the cache row
+        proposal = self.draw(batch, (tokens, input_pos, rows), lengths, k)
+        for row, drafted in zip(batch.rows, proposal.tokens):
+            if drafted:
                 n = len(self.cached[row.index])
                 self.cached[row.index] = self.cached[row.index] + [*row.tokens, row.request.new_tokens[-1]][n:]
-                self.drafted_in_cache[row.index] = length - 1
+                self.drafted_in_cache[row.index] = len(drafted) - 1
         return proposal
-
-    def choices(self, k: int) -> list[int]:
-        return full_width_choices(min(k, AUTO_K))
-
-    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        return self.drafter.bytes_read(k, positions)
 
 
 def next_token(model, inputs: tuple, sampling: Sampling, V: int, random: bool, vocabulary=None):

@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from checkpoint import safetensors_header
 from cli import UserError
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_head_rows
+from engine import Engine
 from formats import pack
 from kernels import has_kernel
 from model import Embedding, Transformer
 from sampling import Sampling, sample
-from speculative import Batch, DraftContext, Proposal, full_width_choices
+from speculative import Batch, Draft, Proposal
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}
@@ -178,23 +179,26 @@ def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
 # ---------------------------------------------------------------- the draft
 
 
-class MedusaDraft:
+class MedusaDraft(Draft):
     """Proposes up to as many tokens as there are heads, from the hidden state of each row's last step.
 
     A row's first step is plain: the hidden states of prompts are not kept.
     """
 
     name = "medusa"
+    observes = True
 
     def __init__(self, heads: MedusaHeads):
-        self.heads = heads
+        self.heads, self.max_k = heads, heads.n
         self.weight_bytes = sum(tensor.nbytes for tensor in heads.buffers())
         self.states: dict[int, Tensor] = {}  # cache row -> the hidden state (D,) of its last step
 
-    def begin(self, context: DraftContext):
-        self.context, self.draw = context, context.compile(draw_tokens)
-        self.no_state = torch.zeros_like(context.model.norm.weight, dtype=context.model.dtype)
-        self.layers = self.heads.layers_for_kernels(context.model)
+    def begin(self, engine: Engine):
+        super().begin(engine)
+        self.draw = engine.steps.compile(draw_tokens)
+        self.sampling = engine.sampling.without_masks()  # what a draft proposes need not fit a grammar
+        self.no_state = torch.zeros_like(engine.model.norm.weight, dtype=engine.model.dtype)
+        self.layers = self.heads.layers_for_kernels(engine.model)
         self.states.clear()
 
     def add(self, row: int, tokens: list[int], cached: int):
@@ -207,9 +211,6 @@ class MedusaDraft:
         # A copy, because the next step of a CUDA graph overwrites its results
         self.states.update(zip([row.index for row in rows], hidden.clone().unbind()))
 
-    def accepted(self, row: int, tokens: list[int]):
-        pass
-
     def propose(self, batch: Batch, k: int) -> Proposal | None:
         states = [self.states.get(row.index) for row in batch.rows]
         if not any(state is not None for state in states):
@@ -217,20 +218,17 @@ class MedusaDraft:
         padding = [None] * (batch.inputs.shape[1] - len(states))
         hidden = torch.stack([self.no_state if state is None else state for state in states + padding])  # (B,D)
         k = min(k, self.heads.n)
-        model = self.context.model
+        model = self.engine.model
         if self.layers is not None and not batch.random:
             handles = [layer.handle for layer in self.layers]
             drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], self.heads.vocabulary.ids, handles, k)
         else:
-            sampling = self.context.sampling if batch.random else None
+            sampling = self.sampling if batch.random else None
             drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
         drafted = model.shard.broadcast(drafted)
-        room = (self.context.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
-        lengths = [0 if state is None else min(k, n) for state, n in zip(states, room)] + [0] * len(padding)
-        return Proposal(drafted.clone(), batch.inputs.new_tensor(lengths))
-
-    def choices(self, k: int) -> list[int]:
-        return full_width_choices(min(k, self.heads.n))  # if the steps are compiled, each needs a graph of its own
+        room = (self.engine.length - 1 - len(row.tokens) for row in batch.rows)  # within the cache row
+        lengths = [0 if state is None else n for state, n in zip(states, room)]
+        return Proposal([tokens[:n] for tokens, n in zip(drafted.tolist(), lengths)], k)
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, 0.0

@@ -17,7 +17,7 @@ from engine import check_prompt
 from formats import Quantization, QuantizedLinear, quantize_model, swap
 from load import DEFAULT_HEADS, Checkpoint, DraftOption, find_source, install_kernels, load_model
 from model import Transformer
-from speculative import Speculation
+from speculative import Draft, Speculation
 from tokenizer import Tokenizer
 
 
@@ -30,7 +30,7 @@ class DraftSources:
 
 
 def open_drafts(checkpoint: Checkpoint, ranks) -> DraftSources:
-    """Check what can be checked before the model's weights are read. ranks: as in start.load_engine."""
+    """Check what can be checked before the model's weights are read. ranks: as in load.open_checkpoint."""
     options, quantization = checkpoint.options, checkpoint.quantization
     kinds, files = options.draft_kinds, [draft.path for draft in options.draft if draft.kind == "lookup"]
     texts = ranks.share(lambda: [read_lookup_text(file, checkpoint) for file in files])
@@ -65,13 +65,13 @@ def make_speculation(checkpoint: Checkpoint, model: Transformer, sources: DraftS
     drafts, given = make_drafts(checkpoint, model, sources), checkpoint.options.speculate_k
     if given in (None, "auto"):
         return Speculation(drafts)
-    heads = getattr(drafts[0], "heads", None)
-    if len(drafts) == 1 and heads is not None and heads.n < given:
-        print_status(f"--speculate_k {given}: there are only {heads.n} heads, so {heads.n} tokens are proposed")
+    most = drafts[0].max_k
+    if len(drafts) == 1 and most < given:
+        print_status(f"--speculate_k {given}: there are only {most} heads, so {most} tokens are proposed")
     return Speculation(drafts, given, automatic=False)
 
 
-def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list:
+def make_drafts(checkpoint: Checkpoint, model: Transformer, sources: DraftSources) -> list[Draft]:
     """The drafts that the options ask for, the cheapest first."""
     options, kinds = checkpoint.options, set(checkpoint.options.draft_kinds)
     drafts, file = [], None

@@ -17,7 +17,8 @@ from operator import mul
 import torch
 
 from drafts.controller import Rate
-from speculative import MAX_K, DraftContext
+from engine import Engine
+from speculative import MAX_K, Batch, Draft, Proposal
 
 MAX_OCCURRENCES = 32  # of the last two tokens, the latest ones, that are compared
 MAX_MATCH = 16  # tokens that are compared at each occurrence
@@ -154,8 +155,10 @@ class Calibration:
                 break
 
 
-class RetrievalDraft:
+class RetrievalDraft(Draft):
     """Proposes the tokens of the text from which the most tokens are expected to be accepted, for each row."""
+
+    is_free = True
 
     def __init__(self, texts: list[list[int]] = (), name: str = "prompt-lookup"):
         self.name = name
@@ -164,9 +167,9 @@ class RetrievalDraft:
         self.rows: dict[int, RowIndex] = {}
         self.matches: dict[int, list[Match]] = {}  # row -> the last match in each text
 
-    def begin(self, context: DraftContext):
-        config = context.model.config
-        self.length, self.vocab_size = context.length, config.n_token or config.vocab_size
+    def begin(self, engine: Engine):
+        config = engine.model.config
+        self.length, self.vocab_size = engine.length, config.n_token or config.vocab_size
 
     def add(self, row: int, tokens: list[int], cached: int):
         self.rows[row] = RowIndex(tokens)
@@ -181,8 +184,11 @@ class RetrievalDraft:
             calibration.update(match, tokens)
         self.rows[row].extend(tokens)
 
-    def find(self, rows: list, k: int) -> list[tuple[list[int], list[float]]]:
-        return [self.find_row(row.index, k) for row in rows]
+    def propose(self, batch: Batch, k: int) -> Proposal | None:
+        found = [self.find_row(row.index, k) for row in batch.rows]
+        tokens = [tokens for tokens, _ in found]
+        longest = max(map(len, tokens))
+        return Proposal(tokens, longest, probs=[probs for _, probs in found]) if longest else None
 
     def find_row(self, row: int, k: int) -> tuple[list[int], list[float]]:
         """Up to k tokens within the cache row, and for each the probability that it is accepted if those before are."""

@@ -18,7 +18,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck
 from programs import printed_lines
 
-from engine import Engine, Request, generate
+from engine import Engine, EngineOptions, Request, generate
 from load import load_model
 from sampling import SamplingParams
 from serve import AnswerText
@@ -129,7 +129,7 @@ class Oracle:
     def __init__(self, directory: Path):
         self.tokenizer, self.model = Tokenizer(directory), load_model(directory, dtype=torch.float32)
         self.template = ChatTemplate(directory, self.tokenizer)
-        self.engine = Engine(self.model, 1, CONTEXT, chunk_tokens=CHUNK)
+        self.engine = Engine(self.model, 1, CONTEXT, options=EngineOptions(chunk_tokens=CHUNK))
 
     def run(self, prompt: list[int], new: int, logprobs=None, **params) -> Request:
         request = Request(prompt, SamplingParams(**{"temperature": 0.0} | params), new, frozenset({1}))

@@ -23,7 +23,7 @@ import speculation
 
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, StepFunctions
+from engine import Engine, EngineOptions, StepFunctions
 from load import load_model
 
 pytestmark = pytest.mark.slow
@@ -386,8 +386,8 @@ def test_the_users_of_the_story(tmp_path, checkpoints):
 
 def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):
     """Every request gets its tokens, and no step reads more than a chunk."""
-    engine = Engine(load_model(default_checkpoint), batching_picture.ROWS, 64, chunk_tokens=batching_picture.CHUNK)
-    engine.always_chunk = True
+    options = EngineOptions(batching_picture.CHUNK, always_chunk=True)
+    engine = Engine(load_model(default_checkpoint), batching_picture.ROWS, 64, options=options)
     cells = batching_picture.run(engine)
     for name, (_, prompt, new) in batching_picture.ARRIVALS.items():
         mine = [cell for cell in cells if cell.name == name]

@@ -27,7 +27,7 @@ import cli
 import engine as engine_module
 from chat import AnswerPrinter, Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
-from engine import Engine, Request, generate, read_with_progress
+from engine import Engine, EngineOptions, Request, generate, read_with_progress
 from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
@@ -609,7 +609,7 @@ def test_reading_prompts_shows_how_far_it_is(tiny_model, monkeypatch, lengths, r
             if name == "n" and "seen" in self.__dict__:
                 self.seen.append(value)
 
-    engine = Engine(tiny_model("llama-mha", rows=rows), rows, 512, chunk_tokens=16)
+    engine = Engine(tiny_model("llama-mha", rows=rows), rows, 512, options=EngineOptions(chunk_tokens=16))
     monkeypatch.setattr(cli, "Progress", Bar)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
     prompts = random_prompts(lengths)

@@ -16,7 +16,7 @@ import engine as engine_module
 from cli import UserError
 from compile import compile_counts, compile_per_shape, compiled_steps, warm_up
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, StepFunctions, generate
+from engine import Engine, EngineOptions, Request, StepFunctions, generate
 from formats import Quantization
 from kernels import has_kernel
 from load import load_model
@@ -56,7 +56,7 @@ def tokens_of(model, request: Request, rows: int = 1, **options) -> list[int]:
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "bloom-5"])
 def test_greedy_tokens_are_those_of_transformers(tiny, models, name):
-    engine = Engine(models(name), 3, LENGTH, chunk_tokens=11)
+    engine = Engine(models(name), 3, LENGTH, options=EngineOptions(chunk_tokens=11))
     prompts = random_prompts([5, 31, 1, 17, 44, 9, 2])  # more prompts than rows
     requests = [Request(prompt, GREEDY, 13) for prompt in prompts]
     generate(engine, requests)
@@ -70,7 +70,7 @@ def test_schedules_change_no_tokens(models, format):
     model = models(format=format)
     for seed in range(3):
         requests = random_requests(14, seed)
-        run_randomly(Engine(model, 4, LENGTH, chunk_tokens=7), requests, seed)
+        run_randomly(Engine(model, 4, LENGTH, options=EngineOptions(chunk_tokens=7)), requests, seed)
         for request in requests:
             alone = tokens_of(model, request)
             if request.finish_reason == "cancelled":
@@ -90,7 +90,8 @@ def test_bits_of_quantized_models_depend_on_a_row_s_own_tokens_alone(models, for
         requests = random_requests(10, seed + 10, longest=60)
         for request in requests:
             request.logprobs = 0
-        engine = Engine(model, 3, LENGTH, chunk_tokens=random.Random(seed).choice([3, 16, 17, 29]))
+        chunk_tokens = random.Random(seed).choice([3, 16, 17, 29])
+        engine = Engine(model, 3, LENGTH, options=EngineOptions(chunk_tokens))
         run_randomly(engine, requests, seed, cancel=0)
         held = {row.index: cache_of(model, row.index, len(row.tokens)) for row in engine.rows}
         tokens = [list(row.tokens) for row in engine.rows]
@@ -113,7 +114,7 @@ def test_bits_of_plain_weights_do_not_depend_on_chunks(models, dtype):
     prompts = random_prompts([90, 61, 35, 17, 8])
 
     def caches(rows: int, chunk_tokens: int, beside: bool) -> list:
-        engine = Engine(model, rows, 128, chunk_tokens=chunk_tokens)
+        engine = Engine(model, rows, 128, options=EngineOptions(chunk_tokens=chunk_tokens))
         if beside:  # a row that is always decoding, so that prompts are read in chunks
             engine.add(Request([5, 6, 7], GREEDY, 100))
             engine.step()
@@ -229,7 +230,7 @@ def test_clear_forgets(models):
 
 
 def test_decoding_rows_go_on_while_a_prompt_is_read(models):
-    engine = Engine(models(), 2, LENGTH, chunk_tokens=10)
+    engine = Engine(models(), 2, LENGTH, options=EngineOptions(chunk_tokens=10))
     first = Request([5, 6], GREEDY, 40)
     engine.add(first)
     engine.step()
@@ -244,7 +245,7 @@ def test_decoding_rows_go_on_while_a_prompt_is_read(models):
 
 
 def test_short_prompts_go_first_but_a_long_one_is_not_starved(models):
-    engine = Engine(models(), 4, LENGTH, chunk_tokens=8)
+    engine = Engine(models(), 4, LENGTH, options=EngineOptions(chunk_tokens=8))
     engine.add(Request([5, 6], GREEDY, 90))
     engine.step()
     long = Request(random_prompts([60])[0], GREEDY, 1)
@@ -336,21 +337,15 @@ def test_the_functions_of_a_step_may_be_replaced_during_it(models):
         shapes.append(inputs.shape)
         return engine_module.decode(model, inputs, sampling)
 
-    class Replaced(Engine):
-        @property
-        def steps(self):
-            return next(self.given)
+    def prefill_first(*arguments):
+        engine.replace_steps(StepFunctions(decode=decode, fixed_shapes=True))
+        assert engine.steps.prefill is prefill_first
+        return engine_module.prefill(*arguments)
 
-        @steps.setter
-        def steps(self, steps):
-            self.given = iter([steps, *[StepFunctions(decode=decode, fixed_shapes=True)] * 99])
-
-    engine = Replaced(model, 3, LENGTH)
+    engine = Engine(model, 3, LENGTH, StepFunctions(prefill=prefill_first))
     requests = [Request(prompt, GREEDY, 4) for prompt in random_prompts([4, 6])]
     for request in requests:
         engine.add(request)
-    engine.step()  # prefill
-    engine.steps = StepFunctions()
     while engine.has_requests:
         engine.step()
     assert set(shapes) == {(3, 3)}, "these functions take one row or all rows"
@@ -371,8 +366,7 @@ class Recorded(torch.Tensor):
 def test_each_pass_is_waited_for(models):
     """Also one after which no prompt is complete: reading a value waits for a GPU."""
     prefill = lambda *arguments: engine_module.prefill(*arguments).as_subclass(Recorded)  # noqa: E731
-    engine = Engine(models(), 1, LENGTH, StepFunctions(prefill=prefill), chunk_tokens=8)
-    engine.always_chunk = True
+    engine = Engine(models(), 1, LENGTH, StepFunctions(prefill=prefill), options=EngineOptions(8, always_chunk=True))
     engine.add(Request(random_prompts([40])[0], GREEDY, 1))
     engine.step()
     assert {"item", "tolist", "__bool__"} & {*Recorded.calls}
@@ -434,7 +428,7 @@ def test_logprobs_are_those_of_transformers(tiny, models, dtype, monkeypatch):
     params = SamplingParams(temperature=0.9, top_k=30, repetition_penalty=1.3, seed=4)
     prompts = random_prompts([33, 1, 8])
     requests = [Request(prompt, params, 6, logprobs=3, prompt_logprobs=2) for prompt in prompts]
-    engine = Engine(model, 2, LENGTH, chunk_tokens=9)
+    engine = Engine(model, 2, LENGTH, options=EngineOptions(chunk_tokens=9))
     generate(engine, [Request(prompts[0], GREEDY, 1)])
     generate(engine, requests)  # two rows side by side; cached prefixes are not used
     assert max(rows_of_head) <= 7
@@ -493,7 +487,7 @@ def test_tokens_beyond_the_end_of_a_request_have_no_logprobs(models):
     draft = RetrievalDraft([prompt + said] * 2)
     for n in range(1, 12):
         request = Request(prompt, GREEDY, n, logprobs=0)
-        generate(Engine(model, 1, LENGTH, speculation=Speculation([draft], 7, automatic=False)), [request])
+        generate(Engine(model, 1, LENGTH, decoding=Speculation([draft], 7, automatic=False)), [request])
         assert request.new_tokens == said[:n] and len(request.token_logprobs) == n
 
 
@@ -521,16 +515,14 @@ class Recorder:
 
 def test_a_follower_does_what_the_first_rank_does(models):
     model, plans = models(), []
-    leader = Engine(model, 3, LENGTH, chunk_tokens=9)
-    leader.ranks = Recorder(0, plans)
+    leader = Engine(model, 3, LENGTH, options=EngineOptions(9, ranks=Recorder(0, plans)))
     requests = random_requests(12, 5)
     for request in requests[::3]:
         request.on_token = lambda token, request=request: len(request.new_tokens) >= 3  # only rank 0 calls it
     run_randomly(leader, requests, 5)
     held, texts = [cache_of(model, row.index, len(row.tokens)) for row in leader.rows], [r.tokens for r in leader.rows]
     leader.close()
-    follower = Engine(model, 3, LENGTH, chunk_tokens=9)
-    follower.ranks = Recorder(1, plans)
+    follower = Engine(model, 3, LENGTH, options=EngineOptions(9, ranks=Recorder(1, plans)))
     follower.follow()
     follower.close()
     assert [row.tokens for row in follower.rows] == texts and not plans
@@ -568,7 +560,7 @@ def test_no_graph_is_compiled_again(models, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = models()
-    engine = Engine(model, 4, LENGTH, compiled_steps(True, False), chunk_tokens=9)
+    engine = Engine(model, 4, LENGTH, compiled_steps(True, False), options=EngineOptions(chunk_tokens=9))
     for drawn in (False, True):
         assert warm_up(engine, random_prompts([5, 9, 3, 12]), drawn) > 0
     before = compile_counts()
@@ -600,8 +592,7 @@ def test_graphs_do_not_check_modules_again(models, monkeypatch):
 def test_with_always_chunk_every_step_reads_one_chunk(models):
     """Also while no row is decoding; a short prompt that comes later is read before the rest of a long one."""
     model = models()
-    engine = Engine(model, 2, LENGTH, chunk_tokens=8)
-    engine.always_chunk = True
+    engine = Engine(model, 2, LENGTH, options=EngineOptions(8, always_chunk=True))
     long, short = (Request(prompt, GREEDY, 4) for prompt in random_prompts([40, 5]))
     engine.add(long)
     engine.step()

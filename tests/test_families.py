@@ -44,7 +44,7 @@ from compile import compiled_steps
 from convert_hf_checkpoint import convert
 from drafts.draft_model import ModelDraft, SelfDraft
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, generate
+from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization, quantize_model
 from load import Checkpoint, install_kernels, load_model
 from positions import Positions
@@ -135,7 +135,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9)
 def test_a_random_member_equals_transformers(member, family, seed):
     oracle, folder, expected = member(family, seed)
     model = load_model(open_hf(folder), dtype=torch.float32)
-    assert tokens(Engine(model, 3, 200, chunk_tokens=19)) == expected
+    assert tokens(Engine(model, 3, 200, options=EngineOptions(chunk_tokens=19))) == expected
     sequence = torch.tensor([random_prompts((130,), seed=5)[0]])
     model.setup_caches(1, 140)
     with torch.no_grad():
@@ -153,10 +153,9 @@ def engine_of(how: str, source) -> Engine:
     if how in ("lookup", "self draft"):
         four = quantize_model(load_model(source, dtype=torch.float32, kernels="torch"), Quantization("int4", 0, "int8"))
         draft = RetrievalDraft() if how == "lookup" else SelfDraft(install_kernels(four))
-        return Engine(model, 3, 200, chunk_tokens=23, speculation=Speculation([draft], 4, automatic=False))
-    engine = Engine(model, 1 if how == "alone" else 4, 200, chunk_tokens=9)
-    engine.always_chunk = True
-    return engine
+        return Engine(model, 3, 200, None, Speculation([draft], 4, automatic=False), EngineOptions(chunk_tokens=23))
+    options = EngineOptions(chunk_tokens=9, always_chunk=True)
+    return Engine(model, 1 if how == "alone" else 4, 200, options=options)
 
 
 HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
@@ -316,7 +315,7 @@ def test_a_draft_model_has_longrope_s_factors_of_its_rows(member, length):
     prompts = random_prompts(LENGTHS[:5], seed=3)
     speculation = Speculation([ModelDraft(copy_of_it)], 4, automatic=False)
     plain = tokens(Engine(model, 3, length), prompts)
-    assert tokens(Engine(model, 3, length, speculation=speculation), prompts) == plain
+    assert tokens(Engine(model, 3, length, decoding=speculation), prompts) == plain
     report = speculation.report
     assert sum(report.accepted) == sum(report.verified) > 100
 

@@ -16,7 +16,7 @@ from schedules import NoMultiplesOfThree, masked_requests
 
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, StepFunctions, generate
+from engine import Engine, EngineOptions, StepFunctions, generate
 from grammar import (
     GrammarThread,
     GrammarTokenizer,
@@ -409,7 +409,7 @@ def test_masked_rows_and_their_neighbours_are_as_alone(tiny_model, draft, fixed_
     model = tiny_model("llama-gqa-biased")
     speculation = Speculation([RetrievalDraft([[*range(3, 131)] * 2])], 3, automatic=False) if draft else None
     requests, alone = masked_requests(13), masked_requests(13)
-    engine = Engine(model, 4, 96, StepFunctions(fixed_shapes=fixed_shapes), 7, speculation)
+    engine = Engine(model, 4, 96, StepFunctions(fixed_shapes=fixed_shapes), speculation, EngineOptions(7))
     generate(engine, requests)
     for request, same in zip(requests, alone):
         generate(Engine(model, 1, 96), [same])

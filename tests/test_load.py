@@ -10,6 +10,7 @@ import start
 from checkpoint import open_directory
 from cli import UserError
 from load import Checkpoint, DraftOption, ModelOptions
+from speculative import Speculation
 
 
 def test_options_take_the_values_of_the_command_line():
@@ -69,7 +70,7 @@ def test_prompt_lookup_is_the_default_draft_of_conversations(line, looks_up):
 def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
     options = ModelOptions(device="cpu", kernels=kernels, lookup_by_default=True)
     engine = start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
-    assert (engine.speculation is not None) == engine.model.backend.thread_invariant == (kernels == "auto")
+    assert isinstance(engine.decoding, Speculation) == engine.model.backend.thread_invariant == (kernels == "auto")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels, load_model
 from sampling import Sampling
-from speculative import Proposal, Speculation, verify
+from speculative import DraftedTokens, Speculation, verify
 
 ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
 
@@ -234,7 +234,7 @@ def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, fl
     while len(rows := (last < 3).nonzero()[:, 0]):
         inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
         drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2)
-        found, n, *_ = verify(MODEL, inputs, Proposal(drafted, torch.full((len(rows),), 2)), settings)
+        found, n, *_ = verify(MODEL, inputs, DraftedTokens(drafted, torch.full((len(rows),), 2)), settings)
         if accepts_all:
             found[:, :2], n = drafted, n.clamp(min=3)
         for i in range(3):
@@ -303,7 +303,7 @@ def test_rows_without_a_hidden_state_wait(tiny, tiny_model):
     model = tiny_model("mistral-gqa")
     draft = MedusaDraft(random_heads(model, n=3))
     speculation = Speculation([draft], 3, automatic=False)
-    engine = Engine(model, 2, 20, speculation=speculation)
+    engine = Engine(model, 2, 20, decoding=speculation)
     generate(engine, [Request([5, 6, 7], GREEDY, 9)])
     assert speculation.report.plain_steps == 1 and not draft.states
     assert draft.choices(8) == [1, 3] and draft.choices(2) == [1, 2] and draft.choices(1) == [1]

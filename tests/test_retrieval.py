@@ -16,7 +16,7 @@ from drafts.retrieval import (
     TextIndex,
 )
 from drafts.retrieval import find_match as find
-from speculative import MAX_K
+from speculative import MAX_K, Batch
 
 # ---------------------------------------------------------------- a slow search to compare with
 
@@ -209,10 +209,13 @@ def make_draft(texts=(), length=10_000, n_token=None) -> RetrievalDraft:
 
 def propose(draft: RetrievalDraft, rows: list[int], k: int):
     """The proposed tokens and their probabilities, as lists for each row."""
-    found = draft.find([SimpleNamespace(index=i) for i in rows], k)
-    for tokens, probs in found:
-        assert len(tokens) == len(probs) <= k and all(0 < chance < 1 for chance in probs)
-    return found
+    proposal = draft.propose(Batch([SimpleNamespace(index=i) for i in rows], None), k)
+    if proposal is None:
+        return [([], [])] * len(rows)
+    assert proposal.k == max(map(len, proposal.tokens)) <= k
+    for tokens, probs in zip(proposal.tokens, proposal.probs, strict=True):
+        assert len(tokens) == len(probs) and all(0 < chance < 1 for chance in probs)
+    return list(zip(proposal.tokens, proposal.probs))
 
 
 def test_proposals():

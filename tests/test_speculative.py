@@ -30,7 +30,7 @@ from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_he
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.loading import lookup_name, read_lookup_text
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, StepFunctions, generate
+from engine import Engine, EngineOptions, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import (
     DEFAULT_HEADS,
@@ -40,7 +40,7 @@ from load import (
 )
 from quantize import quantize_checkpoint
 from sampling import SamplingParams, sample
-from speculative import MAX_K, Draft, FindingDraft, Proposal, ProposingDraft, Report, Speculation
+from speculative import MAX_K, Draft, DraftedTokens, Proposal, Report, Speculation
 
 LENGTH = 96
 KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
     for prompt, (tokens, reason) in zip(prompts, plain[0]):
         assert (len(tokens), reason) == (51 - len(prompt), "length"), "the last token is not read"
     speculation = Speculation(make_drafts(kind, tiny, name), k, automatic=False)
-    engine = Engine(model, rows, 50, speculation=speculation)
+    engine = Engine(model, rows, 50, decoding=speculation)
     assert [results(engine, some) for some in requests] == plain
     ends = [r for some in requests for r in some]
     for i, request in enumerate(ends):
@@ -117,7 +117,7 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
     for name, kind in (("qwen3-gqa", ModelDraft), ("bloom-5", SelfDraft)):
         model, draft = tiny_model(name), load_model(tiny(name)[2], dtype=torch.float32)
         speculation = Speculation([kind(draft)], 5, automatic=False)
-        engine = Engine(model, 3, LENGTH, speculation=speculation)
+        engine = Engine(model, 3, LENGTH, decoding=speculation)
         generate(engine, [Request(prompt, GREEDY, 31) for prompt in random_prompts((7, 20, 1, 33, 9))])
         report = speculation.report
         assert report.accepted == report.verified and all(report.verified[:5]) and not any(report.verified[5:])
@@ -132,7 +132,8 @@ def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 9)
     for seed in range(2):
         steps = StepFunctions(fixed_shapes=seed == 1)  # True: as for compiled steps, with rows of padding
-        engine = Engine(model, 4, LENGTH, steps, 7, Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
+        speculation = Speculation(make_drafts(kind, tiny, name), 3, automatic=False)
+        engine = Engine(model, 4, LENGTH, steps, speculation, EngineOptions(7))
         requests = random_requests(12, seed)
         run_randomly(engine, requests, seed)
         exact = [r for r in requests if r.params.temperature == 0 or kind in DETERMINISTIC]
@@ -148,17 +149,17 @@ def test_neighbours_change_no_draws(tiny, tiny_model, kind):
     name = "qwen3-gqa"
     model, requests = tiny_model(name), random_requests(9, 3)
     requests = [r for r in requests if r.params.temperature > 0]
-    engine = Engine(model, 4, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
+    engine = Engine(model, 4, LENGTH, decoding=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
     run_randomly(engine, requests, 3, cancel=0)
     for request in requests:
-        alone = Engine(model, 1, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
+        alone = Engine(model, 1, LENGTH, decoding=Speculation(make_drafts(kind, tiny, name), 4, automatic=False))
         assert results(alone, [request]) == [(request.new_tokens, request.finish_reason)]
 
 
 def test_a_cleared_engine_has_its_draft_forget(tiny, tiny_model):
     """Engine.clear: the next prompt is read from its beginning by both models."""
     draft = make_draft("a noisy copy", tiny, "qwen3-gqa")
-    engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, speculation=Speculation([draft], 3, automatic=False))
+    engine = Engine(tiny_model("qwen3-gqa"), 1, LENGTH, decoding=Speculation([draft], 3, automatic=False))
     [prompt], read = random_prompts((20,)), []
     draft.model.register_forward_pre_hook(lambda module, inputs: read.append(inputs[1].shape[1]))
     for clear in (False, True):
@@ -176,7 +177,7 @@ def test_greedy_rows_beside_random_ones_are_plain(tiny, tiny_model):
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.4)
     requests = [Request(prompts[0], greedy, 30), Request(prompts[1], SamplingParams(temperature=0.8, seed=3), 30)]
     speculation = Speculation(make_drafts("a noisy copy", tiny, "qwen2-gqa"), 5, automatic=False)
-    got = results(Engine(model, 2, LENGTH, speculation=speculation), requests)
+    got = results(Engine(model, 2, LENGTH, decoding=speculation), requests)
     assert got[0] == results(Engine(model, 1, LENGTH), requests[:1])[0]
     assert sum(speculation.report.accepted) > 0
 
@@ -194,7 +195,7 @@ def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temp
     end = next(i for i, token in enumerate(tokens) if token not in harmless)
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
     model.embedding.weight[tokens[end]] = float("nan")
-    engine = Engine(model, 2, LENGTH, speculation=Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
+    engine = Engine(model, 2, LENGTH, decoding=Speculation(make_drafts(kind, tiny, name), 3, automatic=False))
     [(found, reason), beside] = results(engine, requests)
     assert beside == (other, "length") and reason == "error"
     assert end - 3 < len(found) <= end + 1 and found == tokens[: len(found)]
@@ -207,7 +208,7 @@ def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
         plain, speculated = (Request([7, 8, 9, 7, 8], params, 25, logprobs=2) for _ in range(2))
         generate(Engine(model, 1, LENGTH), [plain])
         speculation = Speculation(make_drafts(kind, tiny, "llama-gqa-biased"), 4, automatic=False)
-        generate(Engine(model, 1, LENGTH, speculation=speculation), [speculated])
+        generate(Engine(model, 1, LENGTH, decoding=speculation), [speculated])
         assert speculated.new_tokens == plain.new_tokens and len(plain.token_logprobs) == 25
         for (a, best_a), (b, best_b) in zip(plain.token_logprobs, speculated.token_logprobs):
             assert a == pytest.approx(b, abs=1e-5) and [t for t, _ in best_a] == [t for t, _ in best_b]
@@ -228,7 +229,7 @@ def test_a_draft_with_a_smaller_table(tiny, tiny_model):
         requests = [Request(prompt, params, 30) for prompt in ([5, V - 1, 7], [V - 2])]
         plain = results(Engine(model, 2, LENGTH), requests)
         assert any(token >= V - 70 for tokens, _ in plain for token in tokens)
-        engine = Engine(model, 2, LENGTH, speculation=Speculation([draft], 3, automatic=False))
+        engine = Engine(model, 2, LENGTH, decoding=Speculation([draft], 3, automatic=False))
         got = results(engine, requests)
         assert got == plain if params == GREEDY else {reason for _, reason in got} == {"length"}
 
@@ -239,13 +240,13 @@ def test_padding_of_a_table_is_never_proposed_or_drawn(tiny, tiny_model, n_draft
     model, draft = tiny_model("qwen2-gqa"), make_draft("the same model", tiny, "qwen2-gqa")
     model.config = dataclasses.replace(model.config, n_token=n_model)
     draft.model.config = dataclasses.replace(draft.model.config, n_token=n_draft)
-    engine = Engine(model, 2, LENGTH, speculation=Speculation([draft], 3, automatic=False))
+    engine = Engine(model, 2, LENGTH, decoding=Speculation([draft], 3, automatic=False))
     for params in (GREEDY, SamplingParams(temperature=1.1, seed=1)):
         requests = [Request(prompt, params, 25) for prompt in random_prompts((3, 8))]
         got = results(engine, requests)
         assert params != GREEDY or got == results(Engine(model, 2, LENGTH), requests)
         assert max(max(tokens) for tokens, _ in got) < (n_model or 131)
-    assert sum(engine.speculation.report.accepted) > 0
+    assert sum(engine.decoding.report.accepted) > 0
 
 
 # ---------------------------------------------------------------- what a draft model proposes
@@ -262,11 +263,11 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
 
     def watched(batch, k):
         found = propose(batch, k)
-        for row, tokens, length in zip(batch.rows, found.drafted.tolist(), found.lengths.tolist()):
-            assert length in (0, k)  # 0 while it still reads the prompt
+        for row, tokens in zip(batch.rows, found.tokens):
+            assert len(tokens) in (0, k)  # 0 while it still reads the prompt
             [(expected, _)] = results(alone, [Request([*row.tokens, row.request.new_tokens[-1]], GREEDY, k)])
-            assert tokens[:length] == expected[:length]
-            lengths.append(length)
+            assert tokens == expected[: len(tokens)]
+            lengths.append(len(tokens))
         return found
 
     monkeypatch.setattr(draft, "propose", watched)
@@ -274,7 +275,7 @@ def test_a_draft_proposes_its_own_continuation(tiny, tiny_model, now_and_then, m
         in_turn = itertools.cycle([0, 2, 0, 0, 0, 3, 1, 0, 1, 0, 0, 3])
         choices = (Candidate(0, k, k) if k else None for k in in_turn)
         monkeypatch.setattr(speculation.controller, "choose", lambda *_: next(choices))
-    engine = Engine(model, 3, 256, None, 11, speculation)
+    engine = Engine(model, 3, 256, None, speculation, EngineOptions(11))
     requests = [Request(prompt, GREEDY, 25) for prompt in random_prompts((5, 1, 12, 70, 30))]
     run_randomly(engine, requests, 1, cancel=0.02)
     turns = [Request([*r.prompt, *r.new_tokens, 77], GREEDY, 15) for r in requests]
@@ -308,7 +309,7 @@ def three_tokens(module, how: dict, deterministic: bool = False) -> torch.Tensor
             probs.append(p)
         lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
         p_draft = None if deterministic else torch.stack(probs, 1)
-        proposal = Proposal(torch.stack(drafted, 1), lengths, p_draft)
+        proposal = DraftedTokens(torch.stack(drafted, 1), lengths, p_draft)
         mask(settings, how, rows, place + 1, torch.cat([inputs[0][:, None], proposal.drafted], 1))
         found, n, logprobs, *_ = module.verify(MODEL, inputs, proposal, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
@@ -379,13 +380,14 @@ def test_planted_bugs_break_the_distribution(name):
 def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
     """A step with another number of threads takes another time."""
     speculation = Speculation([RetrievalDraft()])
-    engine = Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation)
+    engine = Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, decoding=speculation)
     threads, real = engine.threads, engine.threads.of
 
     @contextmanager
     def of(*arguments, **options):
+        threads.trials += is_trial
         with real(*arguments, **options):
-            yield is_trial
+            yield
 
     threads.of = of
     generate(engine, [Request([5, 6, 7], GREEDY, 20)])
@@ -395,7 +397,7 @@ def test_trials_of_threads_teach_the_controller_nothing(tiny_model, is_trial):
 
 def test_only_a_long_prompt_says_what_a_token_takes(tiny_model):
     speculation = Speculation([RetrievalDraft()])
-    engine = Engine(tiny_model("llama-mha"), 1, LENGTH, speculation=speculation)
+    engine = Engine(tiny_model("llama-mha"), 1, LENGTH, decoding=speculation)
     for n, is_known in ((1, False), (15, False), (1, True)):  # 17 tokens together
         generate(engine, [Request(list(range(90 + n, 90 + 2 * n)), GREEDY, 2)])
         assert (speculation._token_s() is not None) == is_known
@@ -405,9 +407,7 @@ def test_a_fixed_length_is_always_used(tiny, tiny_model):
     """However bad the draft, and the first draft that has a proposal is the one."""
     bad = make_drafts("lookup, another model", tiny, "llama-gqa-biased")
     speculation = Speculation(bad, 4, automatic=False)
-    generate(
-        Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, speculation=speculation), [Request([5, 6, 7], GREEDY, 40)]
-    )
+    generate(Engine(tiny_model("llama-gqa-biased"), 1, LENGTH, decoding=speculation), [Request([5, 6, 7], GREEDY, 40)])
     assert speculation.report.plain_steps == 0 and speculation.report.verified[0] == speculation.report.steps
 
 
@@ -423,7 +423,7 @@ def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monk
     monkeypatch.setattr(draft.model, "forward", slow_forward)
     monkeypatch.setattr(speculative.time, "perf_counter", lambda: now[0])
     speculation = Speculation([draft], 2, automatic=False)
-    engine = Engine(tiny_model("llama-mha"), 2, LENGTH, speculation=speculation)
+    engine = Engine(tiny_model("llama-mha"), 2, LENGTH, decoding=speculation)
     generate(engine, [Request([*range(5, 25)], GREEDY, 9)])
     report, steps = speculation.report, speculation.report.steps
     assert steps > 1 and report.draft_s == report.drafts[draft.name]["seconds"] == 2.0 * steps
@@ -478,7 +478,7 @@ def test_rehearsal_compiles_everything(tiny, tiny_model, name, kind, k, rows, mo
     model = tiny_model(name)
     everything = RetrievalDraft(random_prompts([40_000]))  # contains most pairs of tokens
     speculation = Speculation([everything] if kind == "lookup" else make_drafts(kind, tiny, name), k)
-    engine = Engine(model, rows, LENGTH, compiled_steps(True, False), 9, speculation)
+    engine = Engine(model, rows, LENGTH, compiled_steps(True, False), speculation, EngineOptions(9))
     for drawn in (False, True):
         warm_up(engine, random_prompts([5, 9, 3]), drawn)
     assert not speculation.rehearsing and speculation.report.steps == 0
@@ -646,16 +646,36 @@ def test_the_default_model_gives_the_same_tokens(default_checkpoint, tmp_path, f
         speculation = Speculation(some, 3 + 2 * n, automatic=len(some) > 1)
         # For automatic ones, because what pays depends on the processor.
         speculation.controller.choose = lambda rows, candidates: chance.choice([None, *candidates])
-        engine = Engine(model, 8, 256, speculation=speculation)
+        engine = Engine(model, 8, 256, decoding=speculation)
         assert [results(engine, group) for group in groups] == plain
         assert speculation.report.steps > 10
 
 
+class Repeats(Draft):
+    """Proposes the newest token again, and nothing to rows of an even number of tokens."""
+
+    name = "repeats"
+
+    def propose(self, batch, k):
+        tokens = [[row.request.new_tokens[-1]] * (k * (len(row.tokens) % 2)) for row in batch.rows]
+        return Proposal(tokens, k, probs=[[0.99] * len(one) for one in tokens]) if any(tokens) else None
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_name_and_proposals_make_a_draft(tiny_model, is_free, automatic, monkeypatch):
+    model, draft, requests = tiny_model("qwen3-gqa"), Repeats(), random_requests(5, 6)
+    draft.is_free = is_free
+    speculation = Speculation([draft], 3, automatic)
+    monkeypatch.setattr(speculation.controller, "choose", lambda rows, candidates: next(reversed(candidates), None))
+    found = results(Engine(model, 3, LENGTH, decoding=speculation), requests)
+    assert found == results(Engine(model, 1, LENGTH), requests)
+    assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
+
+
 @pytest.mark.parametrize("draft", [RetrievalDraft, MedusaDraft, SelfDraft, ModelDraft])
-def test_drafts_have_the_functions_of_the_protocols(draft):
-    protocol = FindingDraft if draft is RetrievalDraft else ProposingDraft
-    functions = [name for name in dir(protocol) if name[0] != "_"]
-    assert "begin" in functions and "name" in Draft.__annotations__
-    for name in functions:
-        expected, found = (inspect.signature(getattr(one, name)) for one in (protocol, draft))
+def test_drafts_take_the_arguments_of_the_base_class(draft):
+    assert issubclass(draft, Draft)
+    for name in [name for name in vars(Draft) if name[0] != "_" and callable(getattr(Draft, name))]:
+        expected, found = (inspect.signature(getattr(one, name)) for one in (Draft, draft))
         assert list(found.parameters) == list(expected.parameters), name

@@ -9,7 +9,7 @@ import torch
 from checkpoint import read_model
 from cpu import threads
 from cpu.threads import CpuTimes, ThreadCount, Threads, powers_of_two
-from engine import Engine, Request, generate
+from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels
 from report import others_text, threads_text
@@ -196,7 +196,7 @@ def test_bits_under_random_numbers_of_threads(tiny, two_threads, monkeypatch, mo
 
     def run(choose):
         monkeypatch.setattr(ThreadCount, "choose", lambda self, work: choose())
-        engine = Engine(model, 3, 96, chunk_tokens=19)
+        engine = Engine(model, 3, 96, options=EngineOptions(chunk_tokens=19))
         requests = [Request([5 + i, *range(7, 7 + n)], params, 23, logprobs=2) for i, n in enumerate((3, 40, 31, 18))]
         generate(engine, requests)
         return [(request.new_tokens, request.token_logprobs) for request in requests]
@@ -241,16 +241,19 @@ def test_the_report_in_words():
     assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]
 
 
-def test_a_step_knows_whether_it_is_a_trial():
+def test_trials_are_counted():
     threads, before = Threads(), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for trying in (None, 1, None):
+        for trying, trials in ((None, 0), (1, 1), (None, 1), (1, 2)):
             with threads.of("decode", 1):
                 pass
             threads.kinds["decode"].trying = trying
-            with threads.of("decode", 1) as is_trial:
-                assert is_trial == (trying is not None)
+            with threads.of("decode", 1):
+                pass
+            assert threads.trials == trials
+            with threads.of("decode", 1, fixed=True):
+                assert threads.trials == trials
             threads.kinds["decode"].trying = None
     finally:
         torch.set_num_threads(before)

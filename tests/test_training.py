@@ -532,5 +532,5 @@ def test_one_command_makes_heads(tmp_path, monkeypatch, capfd, chat_checkpoint, 
     speculation = Speculation([MedusaDraft(make_heads(file, model))], 2, automatic=False)
     requests = [Request([5, 6, 7], SamplingParams(temperature=0.0), 20) for _ in range(2)]
     generate(Engine(model, 1, 64), requests[:1])
-    generate(Engine(model, 1, 64, speculation=speculation), requests[1:])
+    generate(Engine(model, 1, 64, decoding=speculation), requests[1:])
     assert requests[0].new_tokens == requests[1].new_tokens and speculation.report.steps

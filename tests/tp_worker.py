@@ -8,6 +8,7 @@ one rank that dies, stops or raises an exception in its prefill or decode.
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,7 +21,7 @@ from compile import compiled_steps
 from drafts.draft_model import ModelDraft
 from drafts.heads import MedusaDraft
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, Request, generate
+from engine import Engine, EngineOptions, Request, SingleProcess, generate
 from load import load_model
 from sampling import SamplingParams
 from speculative import Speculation
@@ -52,7 +53,7 @@ class GroupRanks:
 def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -> list | None:
     """The new tokens of each prompt on rank 0, and None on the others. One request ends early by on_token, which is
     called only on rank 0."""
-    if engine.ranks is not None and engine.ranks.rank:
+    if engine.ranks.rank:
         return engine.follow()
     requests = [Request(prompt, how, n) for prompt, how in zip(prompts, params)]
     requests[-1].on_token = lambda token: len(requests[-1].new_tokens) == n - 2
@@ -72,8 +73,7 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         kinds["drawn"] = DRAWN, FEW
 
     def note(name: str, params: list[SamplingParams], n: int, speculation=None, prompts=PROMPTS):
-        engine = Engine(model, ROWS, LENGTH, steps, 5, speculation)
-        engine.ranks = ranks
+        engine = Engine(model, ROWS, LENGTH, steps, speculation, EngineOptions(5, ranks=ranks or SingleProcess()))
         found[name] = run(engine, params, n, prompts)
         found[f"{name}: cache"] = [row.tokens for row in engine.rows]
 
@@ -149,7 +149,7 @@ def with_step(load_engine, step: str, function):
 
     def load(*arguments):
         engine = load_engine(*arguments)
-        setattr(engine.steps, step, function)
+        engine.replace_steps(replace(engine.steps, **{step: function}))
         return engine
 
     return load

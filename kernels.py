@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -50,6 +50,17 @@ def find_kernels(device_type):
 def has_kernel(name, device):
     """Whether an operation has a kernel on this device. Otherwise its reference runs, which torch.compile can fuse."""
     return name in KERNELS.get(device.type, ())
+
+
+@contextmanager
+def without_kernels():
+    """A context in which all operations run their references, which have gradients, as kernels do not."""
+    found = dict(KERNELS)
+    KERNELS.clear()
+    try:
+        yield
+    finally:
+        KERNELS.update(found)
 
 
 # The fields of config.Config that the fused operations (all blocks of a model in one call) take into account.

@@ -11,7 +11,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import
 
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -33,12 +33,12 @@ from texts import strings
 from tokenizers import Tokenizer as TokenizersLibrary
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-import kernels
 import load
 from checkpoint import CHECKPOINTS, DEFAULT_NAME
 from convert_hf_checkpoint import convert
 from cpu import build
 from formats import Quantization
+from kernels import without_kernels
 from load import load_model
 from quantize import quantize_checkpoint
 from sources.opening import open_hf, open_source
@@ -325,11 +325,7 @@ def sentencepiece_folder(tmp_path_factory):
     return folder
 
 
-@contextmanager
-def only_torch():
-    """A context in which operations run as their plain torch references, for models loaded with kernels="torch"."""
-    with mock.patch.object(kernels, "KERNELS", {}):
-        yield
+only_torch = without_kernels  # for models loaded with kernels="torch"
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from teacher import (
     split_held_out,
 )
 
-from checkpoint import read_config, total_weight_bytes, weight_files
+from checkpoint import read_config, read_model, total_weight_bytes, weight_files
 from cli import UserError
 from config import Config
 from convert_hf_checkpoint import convert
@@ -319,9 +319,29 @@ def test_the_written_draft_computes_what_was_trained(tiny, tmp_path, target, wid
     with torch.no_grad():
         logits = distill.draft_hidden_states(draft, distill.make_batch(tokens, sequences)) @ draft.embedding.weight.T
     model.setup_caches(1, 64)
-    for start, _, end in sequences:
-        expected = model(tokens[None, start:end], torch.arange(end - start)[None], all_logits=True)[0]
-        torch.testing.assert_close(logits[start:end], expected, rtol=SAME, atol=SAME * expected.abs().max().item())
+    whole = [
+        model(tokens[None, start:end], torch.arange(end - start)[None], all_logits=True)[0, first_new - 1 - start : -1]
+        for start, first_new, end in sequences
+    ]
+    expected = torch.cat(whole)
+    torch.testing.assert_close(logits, expected, rtol=SAME, atol=SAME * expected.abs().max().item())
+
+
+def test_the_gradients_of_a_draft_are_those_of_transformers(tiny):
+    """Two batches one after the other, of sequences of different lengths; no gradient goes from one into the other."""
+    oracle, _, ours = tiny("llama-mha")
+    draft = read_model(ours, dtype=torch.float32).requires_grad_()
+    tokens = torch.randint(0, draft.config.vocab_size, (73,), generator=torch.Generator().manual_seed(2))
+    layers = [block.self_attn.o_proj.weight for block in oracle.model.layers]
+    theirs = [oracle.model.embed_tokens.weight, oracle.model.norm.weight, *layers]
+    mine = [draft.embedding.weight, draft.norm.weight, *(block.attention.out.weight for block in draft.blocks)]
+    for sequences in (sequences_of([19, 7, 30]), [(0, 9, 40), (56, 60, 73)]):
+        states = [oracle.model(tokens[None, a:c]).last_hidden_state[0, b - 1 - a : -1] for a, b, c in sequences]
+        x = distill.draft_hidden_states(draft, distill.make_batch(tokens, sequences))
+        weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+        expected = torch.autograd.grad((torch.cat(states) * weights).sum(), theirs)
+        for found, gradient in zip(torch.autograd.grad((x * weights).sum(), mine), expected):
+            torch.testing.assert_close(found, gradient, rtol=SAME, atol=SAME * gradient.abs().max().item())
 
 
 def test_a_draft_begins_with_the_best_approximation_of_the_head():

@@ -26,9 +26,9 @@ from cli import UserError, number, positive, print_status, run_command
 from config import Config
 from drafts.draft_model import output_head_rows
 from formats import Quantization
+from kernels import without_kernels
 from load import ModelOptions, load_model, open_checkpoint
-from model import Attention, Block, Transformer
-from positions import rope_frequencies, rope_table, rotate
+from model import Transformer, pad_rows
 from tokenizer import TokenizerFiles, answer_end_ids
 from writer import Writer, is_replaceable
 
@@ -78,60 +78,30 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
 
 @dataclass
 class TrainingBatch:
-    """B sequences of at most L tokens, concatenated without padding: n tokens, of which the draft must predict the next
-    token of g. Only attention pads: it scatters the tokens into B rows of L."""
+    """B sequences of at most L tokens, with padding on the right. The draft must predict the next token of g of them:
+    the last token of each prompt, and all new tokens but the last."""
 
-    B: int
-    L: int
-    tokens: Tensor  # (n,)
-    input_pos: Tensor  # (n,)
-    padded: Tensor  # (n,) the index of each token in the B rows of L
-    predicting: Tensor  # (g,) indices into `tokens`: the last token of the prompt and all new tokens but the last
-    indices: Tensor  # (g,) of the same tokens in the whole text
+    tokens: Tensor  # (B,L)
+    input_pos: Tensor  # (B,L)
+    predicting: Tensor  # (B,L) bool: whether a token is one of these
+    indices: Tensor  # (g,) of these tokens in the whole text
 
 
 def make_batch(tokens: Tensor, sequences: list[Span]) -> TrainingBatch:
-    sequences = sorted(sequences)
-    B, L = len(sequences), max(end - start for start, _, end in sequences)
-    input_pos = [torch.arange(end - start) for start, _, end in sequences]
-    padded = torch.cat([row * L + positions for row, positions in enumerate(input_pos)])
-    indices = torch.cat([start + positions for (start, _, _), positions in zip(sequences, input_pos)])  # ascending
-    positions = torch.tensor(new_token_positions(sequences))
-    predicting = torch.searchsorted(indices, positions)
-    return TrainingBatch(B, L, tokens[indices], torch.cat(input_pos), padded, predicting, positions)
+    parts = [tokens[start:end].tolist() for start, _, end in sequences]
+    padded, input_pos = pad_rows(parts, [0] * len(parts))
+    predicting = torch.zeros(padded.shape, dtype=torch.bool)
+    for row, (start, first_new, end) in enumerate(sequences):
+        predicting[row, first_new - 1 - start : end - 1 - start] = True
+    return TrainingBatch(padded, input_pos, predicting, torch.tensor(new_token_positions(sequences)))
 
 
 def draft_hidden_states(draft: Transformer, batch: TrainingBatch) -> Tensor:
-    """The normalized last hidden states (n,D) of a batch. model.py's own forward is for inference: its operations have
-    no gradients, and it reads keys and values from caches."""
-    freqs = rope_frequencies(draft.config.head_dim, *draft.config.rope(0))
-    rope = rope_table(freqs, None, batch.input_pos[None])
-    x = F.embedding(batch.tokens, draft.embedding.weight)  # (n,D)
-    for block in draft.blocks:
-        x = x + attend(block.attention, normalize(block.attention_norm, x), rope, batch)
-        x = x + feed_forward(block, normalize(block.mlp_norm, x))
-    return normalize(draft.norm, x)
-
-
-def normalize(norm, x: Tensor) -> Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-
-
-def feed_forward(block: Block, x: Tensor) -> Tensor:
-    gate, up = F.linear(x, block.mlp.gate_up.weight).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, block.mlp.down.weight)
-
-
-def attend(layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor], batch: TrainingBatch) -> Tensor:
-    """Causal attention of x (n,D) within each sequence."""
-    H, E = layer.config.n_head, layer.config.head_dim
-    qk, v = F.linear(x, layer.qkv.weight).view(1, -1, 3 * H, E).split([2 * H, H], dim=2)
-    qkv = torch.cat([rotate(qk, rope), v], 2)[0]  # (n,3H,E)
-    rows = qkv.new_zeros(batch.B * batch.L, 3 * H, E).index_copy(0, batch.padded, qkv)
-    q, k, v = rows.view(batch.B, batch.L, 3, H, E).permute(2, 0, 3, 1, 4)  # (B,H,L,E) each
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # padding is after the tokens, so none attends to it
-    y = y.transpose(1, 2).reshape(batch.B * batch.L, H * E)
-    return F.linear(y.index_select(0, batch.padded), layer.out.weight)
+    """The draft's hidden states (g,D) from which the next tokens are predicted."""
+    draft.setup_caches(*batch.tokens.shape)  # new ones: those of the last batch are part of its graph
+    with without_kernels():
+        x = draft.hidden(batch.tokens, batch.input_pos)  # (B,L,D)
+    return x[batch.predicting]
 
 
 # ---------------------------------------------------------------- training
@@ -142,6 +112,7 @@ class Distillation:
 
     def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
         self.draft, self.head = draft, head
+        draft.activation_dtype = torch.bfloat16  # as it will run
         self.text, self.seed = text, seed
         self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
         self.frequent = frequent_tokens(text.answers, FREQUENT, special)
@@ -169,7 +140,7 @@ class Distillation:
         """The hidden states of draft (g,D) and target (g,D') from which the next tokens are predicted."""
         with torch.autocast("cpu", torch.bfloat16):
             x = draft_hidden_states(self.draft, batch)
-        return x.index_select(0, batch.predicting), self.text.hidden_states(batch.indices)
+        return x, self.text.hidden_states(batch.indices)
 
     @torch.no_grad()
     def report(self, sequences: list[Span] | None = None) -> str:

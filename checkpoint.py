@@ -1,18 +1,20 @@
-"""Reads checkpoint directories: config.json and model.safetensors (in shards above 5 GB).
+"""Reads models from files: Checkpoint, a model in files of any kind, of which checkpoint directories are read here.
 
-Read down: Source, a model that can be read from any kind of files (a directory of ours here, others in sources/);
-`read_model`, which reads a Source into a Transformer. writer.py writes a directory.
+Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a checkpoint directory
+(config.json, and model.safetensors in shards above 5 GB) is read; memory. The files of sources/ read GGUF files and
+Hugging Face directories, and writer.py writes a directory.
 """
 
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
 from config import Config, RopeScaling
 from formats import Quantization, matrices, swap
+from kernels import Installer
 from model import WHOLE_MODEL, KVCache, Transformer
-from tokenizer import TokenizerFiles, read_tokenizer_files
+from tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -32,24 +35,38 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")  # suffixes; others may change meanwhile
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
 
-# ---------------------------------------------------------------- sources
+# ---------------------------------------------------------------- a model in files
 
 
 @dataclass
-class Source:
-    """A model that can be read. `tensors` yields the name of each tensor of a Transformer(config), with the layers of
-    `quantization`, and a function that reads it, or a part of it (a tp.Slice)."""
+class Checkpoint:
+    """A model in files: its config, its tokenizer, and its weights, which are read one by one."""
 
     path: Path
     config: Config
     quantization: Quantization | None
-    tensors: Callable[[], Iterator[tuple[str, Callable[..., torch.Tensor]]]]
-    tokenizer_files: Callable[[], TokenizerFiles]
+    # Returns a DirectoryWeights or a sources.assemble.AssembledWeights, after checking that the files hold exactly the
+    # tensors of the model.
+    open_weights: Callable[[], Any]
+    read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
     name: str = ""  # of the model, for users
 
     def __post_init__(self):
         self.name = self.name or self.path.resolve().name.removesuffix(".gguf")
+
+    @cached_property
+    def tokenizer_files(self) -> TokenizerFiles:
+        return self.read_tokenizer_files()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.tokenizer_files)
+
+    def empty_model(self, shard=WHOLE_MODEL) -> Transformer:
+        """The model without its weights; shard: a tp.Shard, for one rank's part. UserError if it cannot be split."""
+        model = empty_model(self.config, self.quantization)
+        return model if shard.ranks == 1 else empty_model(self.config, self.quantization, shard.fit(model))
 
 
 class FileStates:
@@ -78,21 +95,94 @@ class FileStates:
         return [(name, size) for name, size, *_ in self.found]
 
 
-def open_directory(directory: Path) -> Source:
-    """A checkpoint directory of ours as a Source."""
+# ---------------------------------------------------------------- reading the weights
+
+
+def empty_model(config: Config, quantization: Quantization | None = None, shard=WHOLE_MODEL) -> Transformer:
+    """The model, or a tp.Shard's part of it, on the meta device: with shapes and dtypes, but without memory."""
+    with torch.device("meta"):
+        model = Transformer(config, shard)
+    return model if quantization is None else swap(model, quantization.scheme)
+
+
+def read_weights(checkpoint: Checkpoint, model: Transformer, device="cpu", dtype=torch.bfloat16, installer=None):
+    """Fill a model that `Checkpoint.empty_model` has made, layer by layer. UserError for NaN and infinity.
+
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one layer
+    is in memory. installer: a kernels.Installer of the model, which packs each layer for the kernels of the device.
+    """
+    installer = installer or Installer(model)
+    weights, expected = checkpoint.open_weights(), checkpoint.empty_model().state_dict()
+    dtypes = {name: dtype_of(name, tensor, checkpoint.config, dtype) for name, tensor in expected.items()}
+    parts = dict.fromkeys(expected)
+    if model.shard.ranks > 1:
+        parts = model.shard.slices(checkpoint.empty_model())
+    model.activation_dtype = dtype if checkpoint.config.float32_norms else None
+
+    total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
+    if checkpoint.quantization is None:  # the others are freed one by one when they are packed
+        installer.reserve(total)
+    with progress_bar(total, f"loading {checkpoint.name}", "B", delay=2) as bar:
+        for layer, names in groupby(expected, layer_of):
+            for name in names:
+                tensor = weights.read(name, parts[name])  # perhaps in a mapped file
+                tensor = installer.copy(tensor, device, dtypes[name])
+                # aminmax makes no copy, and its results are NaN if any element is NaN.
+                if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+                    dtype_name = str(tensor.dtype).removeprefix("torch.")
+                    raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity in {dtype_name}")
+                module, _, kind = name.rpartition(".")
+                model.get_submodule(module).load_state_dict({kind: tensor}, strict=False, assign=True)
+                bar.update(tensor.nbytes)
+            del tensor  # so that the kernels can free what they pack
+            installer.pack(layer)
+    checkpoint.files.check()
+    model.eval()
+
+
+def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor, given as empty_model has it, if a model's weights that are not quantized get `dtype`.
+    That of the others is known from their format."""
+    if tensor.dtype != torch.float32:
+        return tensor.dtype
+    return torch.float32 if config.float32_norms and name.endswith("norm.weight") else dtype
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to. The pieces of a formats.StackedLinear have numbers as names."""
+    module = name.rpartition(".")[0]
+    return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
+
+
+def read_model(checkpoint: Checkpoint | Path, dtype=torch.bfloat16, shard=WHOLE_MODEL) -> Transformer:
+    """The model of a checkpoint, or of a checkpoint directory, on the CPU, without kernels."""
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
+    model = checkpoint.empty_model(shard)
+    read_weights(checkpoint, model, dtype=dtype)
+    return model
+
+
+# ---------------------------------------------------------------- a checkpoint directory
+
+
+def open_directory(directory: Path) -> Checkpoint:
+    """A checkpoint directory of ours. Its weights are looked at only when they are read."""
     directory = Path(directory)
     files = FileStates(directory)
     config, quantization = read_config(directory), read_quantization(directory)
-
-    def tensors():
-        paths = checked_files(directory, empty_model(config, quantization).state_dict())
-        for name, path in paths.items():
-            yield name, partial(read_tensor, path, name)
-
-    return Source(directory, config, quantization, tensors, lambda: read_tokenizer_files(directory), files)
+    weights = partial(DirectoryWeights, directory, config, quantization)
+    return Checkpoint(directory, config, quantization, weights, partial(read_tokenizer_files, directory), files)
 
 
-# ---------------------------------------------------------------- reading
+class DirectoryWeights:
+    """The weights of a checkpoint directory. UserError if they are not exactly the tensors of the model."""
+
+    def __init__(self, directory: Path, config: Config, quantization: Quantization | None):
+        self.files = checked_files(directory, empty_model(config, quantization).state_dict())
+
+    def read(self, name: str, part=None) -> torch.Tensor:
+        """The tensor with this name, or one rank's part of it (a tp.Slice), as `read_tensor` reads it."""
+        return read_tensor(self.files[name], name, part)
 
 
 def converted_path(name: str, dtype: str) -> Path:
@@ -167,15 +257,15 @@ def safetensors_header(path: Path) -> dict[str, dict]:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def read_tensor(path: Path, name: str, part=None, copy=torch.clone) -> torch.Tensor:
-    """A copy of one tensor of a safetensors file, or of a part of it (a tp.Slice).
+def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
+    """One tensor of a safetensors file, or a part of it (a tp.Slice). Its memory is the file's.
 
     The file is opened for each tensor. The library maps the file, and pages that were read stay in the process until
-    the mapping is closed: one mapping for all tensors would hold the whole file in memory besides the copies.
+    the mapping is closed, with its last tensor: one mapping for all tensors would hold the whole file in memory.
     """
     try:
         with safe_open(path, "pt") as file:
-            return copy(file.get_tensor(name) if part is None else part.cut(file.get_slice(name)))
+            return file.get_tensor(name) if part is None else part.cut(file.get_slice(name))
     except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
         raise UserError(f"{path}: {name} cannot be read: {error}") from None
 
@@ -204,29 +294,6 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: found[name] for name in weight_map}
 
 
-def empty_model(config: Config, quantization=None, shard=WHOLE_MODEL) -> Transformer:
-    """The model, or a tp.Shard's part of it, on the meta device: with shapes and dtypes, but without memory."""
-    with torch.device("meta"):
-        model = Transformer(config, shard)
-    if quantization is not None:
-        swap(model, quantization.scheme)
-    return model
-
-
-def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor, given as empty_model has it, if a model's weights that are not quantized get `dtype`.
-    That of the others is known from their format."""
-    if tensor.dtype != torch.float32:
-        return tensor.dtype
-    return torch.float32 if config.float32_norms and name.endswith("norm.weight") else dtype
-
-
-def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
-    """Bytes of all weights, if those that are not quantized have this dtype."""
-    state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
-    return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
-
-
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
     """weight_files of a directory, after checking that they hold exactly the expected tensors (on the meta device).
 
@@ -250,55 +317,13 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     return files
 
 
-def read_model(
-    source: Source | Path, device="cpu", dtype=torch.bfloat16, shard=WHOLE_MODEL, memory=None, start=lambda model: None
-) -> Transformer:
-    """The model of a source, or of a checkpoint directory, with its weights on device, without caches and kernels.
-    UserError for NaN and infinity.
-
-    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one tensor
-    is in memory. shard: a tp.Shard, for which only the part of one rank is read. memory: cpu.memory.HugePages or None,
-    what makes the memory of the weights on a CPU. start: called with the empty model, it may return a function that is
-    called with the name of each layer when all its tensors have been read, such as cpu.install's, which packs it.
-    """
-    source = source if isinstance(source, Source) else open_directory(source)
-    config, quantization = source.config, source.quantization
-    model = empty_model(config, quantization)
-    expected = model.state_dict()
-    parts = dict.fromkeys(expected)
-    if shard.ranks > 1:
-        shard = shard.fit(model)
-        parts, model = shard.slices(model), empty_model(config, quantization, shard)
-    model.activation_dtype = dtype if config.float32_norms else None
-    finish = start(model)
-    missing = Counter(map(layer_of, expected))
-    total = total_weight_bytes(config, dtype, quantization) // shard.ranks
-    # The kernels repack quantized weights one by one, and free each original. In one block it could not be freed alone.
-    memory = None if memory is None or quantization is not None else memory(total)
-    with progress_bar(total, f"loading {source.name}", "B", delay=2) as bar:
-        for name, read in source.tensors():
-            new_dtype = dtype_of(name, expected[name], config, dtype)
-            copy = torch.clone if memory is None else lambda tensor: memory.copy(tensor.to(new_dtype))  # noqa: B023
-            tensor = read(parts[name], copy).to(device=device, dtype=new_dtype)
-            # aminmax makes no copy, and its results are NaN if any element is NaN.
-            if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-                dtype_name = str(new_dtype).removeprefix("torch.")
-                raise UserError(f"{source.path}: {name} holds NaN or infinity in {dtype_name}")
-            module, _, kind = name.rpartition(".")
-            model.get_submodule(module).load_state_dict({kind: tensor}, strict=False, assign=True)
-            bar.update(tensor.nbytes)
-            del tensor
-            missing[layer_of(name)] -= 1
-            if finish is not None and not missing[layer_of(name)]:
-                finish(layer_of(name))
-    source.files.check()
-    return model.eval()
+# ---------------------------------------------------------------- memory
 
 
-def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to. The pieces of a formats.StackedLinear have numbers as names."""
-    module = name.rpartition(".")[0]
-    return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
+def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
+    """Bytes of all weights, if those that are not quantized have this dtype."""
+    state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
+    return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
 
 
 def available_memory(device) -> int:

@@ -11,33 +11,32 @@ import torch
 import checkpoint as ck
 from checkpoint import (
     DTYPES,
-    Source,
+    Checkpoint,
     dtype_of,
-    empty_model,
     total_weight_bytes,
 )
 from cli import ArgumentParser, UserError, progress_bar, run_command
 from sources import hub
-from sources.opening import open_source
+from sources.opening import open_named
 from writer import Writer, print_written
 
 
-def convert(source: Source, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
-    """Write source as a checkpoint directory with weights in dtype. `out` is complete in the end or does not exist.
+def convert(source: Checkpoint, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
+    """Write a source as a checkpoint directory with weights in dtype. `out` is complete in the end or does not exist.
 
     replace: whether a checkpoint that is at `out` when the conversion is done is replaced; otherwise it is kept.
     """
-    expected = empty_model(source.config, source.quantization).state_dict()
     total = total_weight_bytes(source.config, dtype, source.quantization)
     with Writer(out, total, replace) as writer, progress_bar(total, f"converting {source.name}", "B") as bar:
-        for name, read in source.tensors():
-            tensor = read(copy=lambda tensor: tensor)
-            if expected[name].dtype == torch.float32:
-                tensor = in_dtype(source.path, name, tensor, dtype_of(name, expected[name], source.config, dtype))
+        weights = source.open_weights()
+        for name, expected in source.empty_model().state_dict().items():
+            tensor = weights.read(name)
+            if expected.dtype == torch.float32:
+                tensor = in_dtype(source.path, name, tensor, dtype_of(name, expected, source.config, dtype))
             writer.add(name, tensor)
             bar.update(tensor.nbytes)
         writer.add_config(source.config, source.quantization)
-        writer.add_tokenizer(source.tokenizer_files())
+        writer.add_tokenizer(source.tokenizer_files)
         source.files.check()
     return out
 
@@ -61,7 +60,7 @@ def main():
     keep = "keep the quantized tensors of a GGUF file that a format here holds exactly; others are dequantized"
     parser.add_argument("--keep_quantized", action="store_true", help=keep)
     args = parser.parse_args()
-    source, out = open_source(args.source, dequantize=not args.keep_quantized), args.out
+    source, out = open_named(args.source, dequantize=not args.keep_quantized), args.out
     if args.keep_quantized and source.quantization is None:
         raise UserError(f"--keep_quantized is for .gguf files with quantized matrices, and {args.source} has none")
     if out is None:

@@ -14,13 +14,13 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import check_memory
+from checkpoint import Checkpoint, check_memory
 from cli import (
     ArgumentParser,
     HelpFormatter,
@@ -33,7 +33,7 @@ from cli import (
     run_command,
 )
 from engine import Engine, Request
-from load import Checkpoint, ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
+from load import ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
@@ -355,11 +355,11 @@ def read_ids(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[i
     return ids[:max_tokens]
 
 
-def evaluate_text(args, checkpoint: Checkpoint) -> dict:
+def evaluate_text(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     """The result of `evaluate` for the text of the command line."""
     checkpoints = [checkpoint]
     if args.reference_checkpoint_path is not None:
-        checkpoints.append(open_checkpoint(replace(checkpoint.options, checkpoint_path=args.reference_checkpoint_path)))
+        checkpoints.append(open_checkpoint(args.reference_checkpoint_path))
     configs, tokenizer = [one.config for one in checkpoints], checkpoint.tokenizer
     ids = read_ids(args.text, tokenizer, args.max_tokens)
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
@@ -373,12 +373,13 @@ def evaluate_text(args, checkpoint: Checkpoint) -> dict:
         raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
     models = []
     for one in checkpoints:
-        check_memory(one.config, choose_device(args.device), one.options.dtype, length + 8, one.quantization)
-        models.append(load_model(one.source, one.options))
+        quantization = None if options.dequantize else one.quantization
+        check_memory(one.config, choose_device(args.device), options.dtype, length + 8, quantization)
+        models.append(load_model(one, options))
     return evaluate(models, tokenizer, ids, length, stride)
 
 
-def evaluate_tasks(args, checkpoint: Checkpoint) -> dict:
+def evaluate_tasks(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     """The harness's metrics for each task of the command line."""
     try:
         import lm_eval  # noqa: F401
@@ -386,7 +387,7 @@ def evaluate_tasks(args, checkpoint: Checkpoint) -> dict:
         raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
     tokenizer = checkpoint.tokenizer
     template = ChatTemplate(checkpoint.tokenizer_files, tokenizer) if args.chat else None
-    model = load_model(checkpoint.source, checkpoint.options)
+    model = load_model(checkpoint, options)
     calls = harness_model(model, tokenizer, args.batch_size, template)
     return run_tasks(calls, args.tasks, args.num_fewshot, args.limit, args.chat)
 
@@ -400,10 +401,10 @@ def without_nan(value):
 
 def main():
     args = parse_arguments()
-    checkpoint = open_checkpoint(ModelOptions.from_arguments(args))
-    result = evaluate_text(args, checkpoint) if args.text else {}
+    checkpoint, options = open_checkpoint(args.checkpoint_path), ModelOptions.from_arguments(args)
+    result = evaluate_text(args, checkpoint, options) if args.text else {}
     if args.tasks:
-        result["tasks"] = evaluate_tasks(args, checkpoint)
+        result["tasks"] = evaluate_tasks(args, checkpoint, options)
     if args.json:
         print(json.dumps(without_nan(result), allow_nan=False))
         return

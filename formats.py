@@ -412,13 +412,6 @@ class Quantization:
         return pieces if len(pieces) > 1 else pieces[0]
 
 
-class Packed(NamedTuple):
-    """A quantized matrix: its unpacked shape, and its parts by name."""
-
-    shape: torch.Size
-    parts: dict[str, Tensor]
-
-
 # ---------------------------------------------------------------- the layers
 
 

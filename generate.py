@@ -1,7 +1,7 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
 Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py loads the model,
-start.py makes an engine of it, engine.py has the generation loop, chat.py the conversation, report.py the measurements.
+engine.py has the generation loop, chat.py the conversation, report.py the measurements.
 """
 
 import signal
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import Checkpoint
 from cli import (
     ArgumentParser,
     HelpFormatter,
@@ -33,9 +34,8 @@ from cli import (
 )
 from compile import compile_counts, warm_up
 from engine import Engine, EngineOptions, Request, SingleProcess, check_prompt, read_with_progress
-from load import Checkpoint, ModelOptions, add_model_options, open_checkpoint
+from load import ModelOptions, add_model_options, choose_cache_length, load_engine, open_checkpoint
 from sampling import SamplingParams
-from start import choose_cache_length, load_engine
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONVERSATION_CHUNK = 256  # of a prompt between two looks at the keyboard; with 2048, Ctrl-C takes 12 s in a 1.5B model
@@ -289,10 +289,11 @@ def run(args, ranks):
     if args.roofline is not None:
         from report import print_roofline, read_bandwidth, read_without_weights
 
-        model = read_without_weights(args) or open_checkpoint(args.model, ranks)
-        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, 1, 1, EngineOptions(ranks=ranks)).model)
+        model = read_without_weights(args) or open_checkpoint(args.checkpoint_path, ranks)
+        how = EngineOptions(ranks=ranks)
+        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, args.model, 1, 1, how).model)
         return print_roofline(args, model, bandwidth * ranks.size)
-    checkpoint = open_checkpoint(args.model, ranks)
+    checkpoint = open_checkpoint(args.checkpoint_path, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
@@ -306,7 +307,7 @@ def run(args, ranks):
         needed = max(map(len, prompts)) + args.max_new_tokens - 1
         length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
     start = time.perf_counter()
-    engine = load_engine(checkpoint, len(prompts) * args.batch_size, length, how)
+    engine = load_engine(checkpoint, args.model, len(prompts) * args.batch_size, length, how)
     result = {"load_s": time.perf_counter() - start}
     prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)

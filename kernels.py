@@ -98,7 +98,7 @@ def zeros_on(nbytes, device):
 
 @dataclass(frozen=True)
 class Backend:
-    """What a model and the engine may rely on, as `install` of cpu/install.py and of kernels_triton.py returns it.
+    """What a model and the engine may rely on, as an Installer returns it.
 
     The default is that of a device without kernels, on which everything runs as plain PyTorch.
     """
@@ -113,6 +113,38 @@ class Backend:
     chunk_invariant: bool = False
     zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of nbytes bytes
     make_threads: Callable = FixedThreads  # make_threads(fixed): what sets the number of threads of an engine's steps
+
+
+class Installer:
+    """Puts the kernels of a device into a model, layer by layer while the model is read: each tensor goes through
+    `copy`, each layer that has all its tensors through `pack`, and at the end `finish` says what the model can rely on.
+    A model that is in memory already needs `finish` only.
+
+    These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have others.
+    """
+
+    def __init__(self, model, kernels="auto", exact_activations=False):
+        """model: may still be empty, on the meta device. The others are options: see load.ModelOptions."""
+        self.model = model
+        self.kernels, self.exact_activations = kernels, exact_activations
+
+    @staticmethod
+    def prepare_process(threads):
+        """Settings of the whole process, for example the number of CPU threads (None: as many as are useful)."""
+
+    def reserve(self, nbytes):
+        """Make memory for this many bytes of copies, for weights that stay as they are."""
+
+    def copy(self, tensor, device, dtype):
+        """A copy of a tensor, which may be in a mapped file, on this device."""
+        return tensor.to(device=device, dtype=dtype, copy=True)
+
+    def pack(self, name):
+        """Replace the layer with this name by one with packed weights, if kernels can use it."""
+
+    def finish(self):
+        """Pack the layers that have not been packed yet, and return the Backend."""
+        return Backend()
 
 
 def uses_only(config, known):

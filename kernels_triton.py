@@ -1,9 +1,9 @@
-"""The operations of kernels.py as Triton kernels for GPUs, and `install`, which makes a loaded model use them.
+"""The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model use them.
 
 Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
-operations, sampling, packing, `install`, the fused block. kernels.py and model.py say what each operation computes, and
-name the shapes. In addition: HEADS_PER_KV query heads share a key/value head; a product has M rows of activations,
-N outputs and C columns of the weight matrix.
+operations, sampling, packing, TritonInstaller, the fused block. kernels.py and model.py say what each operation
+computes, and name the shapes. In addition: HEADS_PER_KV query heads share a key/value head; a product has M rows of
+activations, N outputs and C columns of the weight matrix.
 
 **Attention.** In plain PyTorch, these two lines stand between the two products of attention:
     scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
@@ -52,6 +52,7 @@ from kernels import (
     LIBRARY,
     MAX_DECODE_TOKENS,
     Backend,
+    Installer,
     find_kernels,
     uses_only,
 )
@@ -948,29 +949,32 @@ class PackedEmbedding(PackedLinear):
 FORMATS_WITH_KERNELS = ("int8", "int4")
 
 
-def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = True) -> Backend:
-    """Make a model on a GPU (sm_80 or later) use the kernels; on other devices it changes nothing. Returns what the
-    model can rely on. `kernels` and `exact_activations` have no effect here: they are for cpu/install.py.
+class TritonInstaller(Installer):
+    """Makes a model on a GPU (sm_80 or later) use the kernels; on other devices it changes nothing. The options have no
+    effect here: they are for cpu/install.py.
 
     Quantized weights are repacked on the device, a layer at a time. Of a module that is no Transformer, only these.
     """
-    device = model.device
-    ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
-    if not ready:
-        return Backend()
-    find_kernels("cuda")
-    backend = Backend(name="triton")
-    repack_layers(model, FORMATS_WITH_KERNELS)
-    for name in [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
-        plain = model.get_submodule(name)
-        kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
-        model.set_submodule(name, kind(plain))
-    # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a norm's
-    # weight may overflow, because the kernels divide by the norm only after the matrix product.
-    is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard.ranks == 1
-    if not is_fused or model.dtype == torch.float16:
-        return backend
-    return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
+
+    def finish(self) -> Backend:
+        model = self.model
+        device = model.device
+        ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
+        if not ready:
+            return Backend()
+        find_kernels("cuda")
+        backend = Backend(name="triton")
+        repack_layers(model, FORMATS_WITH_KERNELS)
+        for name in [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
+            plain = model.get_submodule(name)
+            kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
+            model.set_submodule(name, kind(plain))
+        # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a
+        # norm's weight may overflow, because the kernels divide by the norm only after the matrix product.
+        is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard.ranks == 1
+        if not is_fused or model.dtype == torch.float16:
+            return backend
+        return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
 
 
 def can_fuse(config: Config) -> bool:
@@ -980,7 +984,7 @@ def can_fuse(config: Config) -> bool:
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches. `install` makes it Backend.run_blocks."""
+    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks."""
     for block in blocks:
         x = fused_block(block, x, ropes[block.rope_table], input_pos, rows)
     return x

@@ -1,28 +1,40 @@
-"""From options to a model: its source, its device and its kernels.
+"""From options to a running engine: the checkpoint, the device, the kernels, the weights, the drafts.
 
-Read down: ModelOptions and the command-line options that it is made of; Checkpoint, an opened source; `load_model`.
-start.py makes an engine of it. The kernels' files are imported only if they are used.
+Read down: ModelOptions and the command-line options that it is made of; `open_checkpoint`; `load_engine`; `load_model`;
+the kernels. The files of optional features are imported only if they are used.
 """
 
 import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from checkpoint import DTYPES, Source, available_memory, is_ours, open_directory, read_model
+from checkpoint import (
+    DTYPES,
+    Checkpoint,
+    available_memory,
+    check_memory,
+    is_ours,
+    open_directory,
+    read_weights,
+)
 from cli import UserError, first_line, positive, print_status
-from engine import SingleProcess
+from compile import compiled_steps
+from config import Config
+from engine import Engine, EngineOptions, SingleProcess
 from formats import QuantizedLinear, repack_layers
-from kernels import MAX_DECODE_TOKENS
-from model import WHOLE_MODEL, Transformer
-from tokenizer import Tokenizer
+from kernels import MAX_DECODE_TOKENS, Installer
+from model import SCRATCH_SLOTS, WHOLE_MODEL, Transformer
 
 KERNEL_CHOICES = ("auto", "avx2", "torch")
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
+CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
 
 # ---------------------------------------------------------------- options
 
@@ -97,6 +109,12 @@ class ModelOptions:
         return [draft.kind for draft in self.draft]
 
     @property
+    def heads_path(self) -> Path:
+        """The file of --draft medusa:FILE, by default that of the default model."""
+        path = next((draft.path for draft in self.draft if draft.kind == "medusa"), "")
+        return Path(os.path.expanduser(path)) if path else DEFAULT_HEADS
+
+    @property
     def speculates(self) -> bool:
         """Whether there is a draft."""
         return bool(self.draft) or self.draft_checkpoint_path is not None
@@ -161,73 +179,147 @@ def draft_length(given: int | str) -> int | str:
     raise UserError(f"--speculate_k must be auto, or between 1 and {most}, not {text}")
 
 
-# ---------------------------------------------------------------- the checkpoint, before its weights are read
+# ---------------------------------------------------------------- the checkpoint
 
 
-class Checkpoint:
-    """An opened model: its options, its source, and its tokenizer."""
+def open_checkpoint(name: str | None = None, ranks=None, dequantize: bool = False) -> Checkpoint:
+    """The model that --checkpoint_path names. All but directories of ours need the files of sources/.
 
-    def __init__(self, source: Source, options: ModelOptions | None = None):
-        self.source, self.options = source, options or ModelOptions()
-        self.path, self.name = source.path, source.name
-        self.config = source.config
-        self.quantization = None if self.options.dequantize else source.quantization
-        self.tokenizer_files = source.tokenizer_files()
-        self.tokenizer = Tokenizer(self.tokenizer_files)
+    ranks: a ranks.Ranks if torchrun has started several processes. dequantize: the quantized tensors of a .gguf file
+    are read as float32.
+    """
+    ranks = ranks or SingleProcess()
+    checkpoint = ranks.in_turn(lambda: find_checkpoint(name, dequantize))
+    ranks.check_same(checkpoint)
+    return checkpoint
 
 
-def find_source(name: str | None) -> Source:
-    """What --checkpoint_path names. All but directories of ours need the files of sources/."""
+def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
     if name == "":
         raise UserError("the path of a model is empty; name one, or leave the option out")
     path = Path(os.path.expanduser(name or ""))
     if name and (path / "config.json").exists() and is_ours(path):
         return open_directory(path)
     try:
-        from sources.opening import open_source
+        from sources.opening import open_named
     except ModuleNotFoundError as error:
         what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
         raise UserError(f"{what}, and {error.name} is missing to read it") from None
-    return open_source(name)
+    return open_named(name, dequantize)
 
 
-def open_checkpoint(options: ModelOptions, ranks=None) -> Checkpoint:
-    """Open the model of these options. A GGUF file that is its own draft in 4 bits is dequantized. ranks: a ranks.Ranks
-    if torchrun has started several processes."""
-    ranks = ranks or SingleProcess()
-    source = ranks.in_turn(lambda: find_source(options.checkpoint_path))
-    ranks.check_same(source)
+# ---------------------------------------------------------------- the engine
+
+
+def choose_cache_length(given: int | None, config: Config, needed: int = 1, wanted: int = 0) -> int:
+    """Cache positions per row: what --max_seq_length gives, if the context allows it, or else `needed` rounded up to a
+    common length, and at least `wanted`, within the context. With longrope that is the original context, in which rows
+    have the short factors, unless more is needed."""
+    context = config.max_seq_length
+    if given is not None:
+        if given > context and not config.alibi:  # ALiBi has no maximum context
+            raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
+        return given
+    if needed <= config.short_context:
+        context = config.short_context
+    common = next((length for length in CACHE_LENGTHS if length >= needed), needed)
+    return min(max(common, wanted), context)
+
+
+def load_engine(
+    checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions | None = None
+) -> Engine:
+    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context)."""
+    how = how or EngineOptions()
+    ranks, length = how.ranks, choose_cache_length(length, checkpoint.config)
+    if min(rows, length) < 1:
+        raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
+    device = choose_device(ranks.device(options.device))
+    options, quantization = replace(options, device=str(device)), checkpoint.quantization
     drafts_itself = "int4-self" in options.draft_kinds and not options.draft_checkpoint_path
-    if drafts_itself and source.quantization and source.quantization.bits < 8 and source.path.is_file():
-        options = replace(options, dequantize=True)
+    if drafts_itself and quantization and quantization.bits < 8 and checkpoint.path.is_file():
+        options.dequantize = True
         if ranks.rank == 0:
-            what = f"the model is dequantized, because {source.path.name} itself is the draft"
+            what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
             print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
-    return Checkpoint(source, options)
+    if options.dequantize:
+        quantization = None
+    drafts = None
+    if options.speculates:
+        from drafts.loading import Drafts
+
+        drafts = Drafts(checkpoint, Loader(options, ranks))
+
+    slots = rows * (length + SCRATCH_SLOTS)
+    check_memory(checkpoint.config, device, options.dtype, slots, quantization, ranks.portion(device))
+    model = load_model(checkpoint, options, ranks.shard(device))
+    decoding = None if drafts is None else drafts.load(model)
+    if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
+        decoding = default_speculation()
+    chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
+    how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
+    steps = compiled_steps(options.compile, options.compile_prefill)
+    engine = Engine(model, rows, length, steps, decoding, how)
+    if checkpoint.config.is_longrope and ranks.rank == 0:
+        kind = "long" if checkpoint.config.has_long_factors(length) else "short"
+        original = f"the original context is {checkpoint.config.short_context}"
+        print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
+    return engine
+
+
+def default_speculation():
+    """Prompt lookup; or None if its files have been deleted, as they may be."""
+    try:
+        from drafts.retrieval import RetrievalDraft
+        from speculative import Speculation
+    except ModuleNotFoundError:
+        return None
+    return Speculation([RetrievalDraft()])
+
+
+@dataclass
+class Loader:
+    """How drafts are loaded beside the model that they are for: on its device, with its kernels."""
+
+    options: ModelOptions
+    ranks: Any
+
+    def open(self, name: str) -> Checkpoint:
+        return open_checkpoint(name, self.ranks)
+
+    def load(self, checkpoint: Checkpoint, shard=WHOLE_MODEL) -> Transformer:
+        return load_model(checkpoint, replace(self.options, dequantize=False), shard)
+
+    def install(self, model: nn.Module) -> nn.Module:
+        return install_kernels(model, self.options.kernels, self.options.exact_activations)
 
 
 # ---------------------------------------------------------------- the model
 
 
-def load_model(source: Source | Path, options: ModelOptions | None = None, shard=WHOLE_MODEL, **fields) -> Transformer:
-    """The model of a source or a checkpoint directory (checkpoint.read_model), with kernels as `install_kernels` says.
+def load_model(
+    checkpoint: Checkpoint | Path, options: ModelOptions | None = None, shard=WHOLE_MODEL, **fields
+) -> Transformer:
+    """The model of a checkpoint, or of a checkpoint directory, with its weights, and with kernels as `install_kernels`
+    says.
 
     options: how to load it; or some of the fields of ModelOptions as keyword arguments. shard: a tp.Shard, to read one
     rank's slices only. On a CPU, this also sets the number of threads, and how much freed memory the process keeps.
     """
     options = options or ModelOptions(**fields)
-    device, how = choose_device(options.device), {}
-    module = kernels_module(device, options.kernels)
-    if device.type == "cpu" and module is not None:
-        module.prepare_process(options.threads)
-        how["memory"] = module.HugePages
-        if not options.dequantize:
-            choices = {"kernels": options.kernels, "exact_activations": options.exact_activations}
-            how["start"] = partial(module.pack_while_reading, **choices)
-    model = read_model(source, device, options.dtype, shard, **how)
-    if options.dequantize:
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
+    device = choose_device(options.device)
+    make_installer = choose_installer(device, options.kernels)
+    make_installer.prepare_process(options.threads)
+    model = checkpoint.empty_model(shard)
+    if options.dequantize and checkpoint.quantization is not None:
+        read_weights(checkpoint, model, device, options.dtype)
         repack_layers(model, (), "--dequantize")
-    return install_kernels(model, options.kernels, options.exact_activations)
+        return install_kernels(model, options.kernels, options.exact_activations)
+
+    installer = make_installer(model, options.kernels, options.exact_activations)
+    read_weights(checkpoint, model, device, options.dtype, installer)
+    return finish_installation(installer)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -245,37 +337,44 @@ def fastest_device() -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+# ---------------------------------------------------------------- the kernels
+
+
 @cache  # so that what is missing is reported once
-def kernels_module(device: torch.device, kernels: str):
-    """The module that installs the kernels for a device: cpu.install for CPUs, which also manages memory and threads;
-    kernels_triton for CUDA, unless `kernels` is "torch". None if there is no such module."""
+def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
+    """What installs the kernels for a device: a CpuInstaller for CPUs, which also manages memory and threads; a
+    TritonInstaller for CUDA, unless `kernels` is "torch"; for others, one that does nothing."""
     try:
         if device.type == "cpu":
-            from cpu import install as module
-        elif kernels == "avx2":
+            from cpu.install import CpuInstaller
+
+            return CpuInstaller
+        if kernels == "avx2":
             raise UserError(f"--kernels avx2 is for CPUs, not for {device.type}")
-        elif device.type == "cuda" and kernels == "auto":
-            import kernels_triton as module
-        else:
-            return None
+        if device.type == "cuda" and kernels == "auto":
+            from kernels_triton import TritonInstaller
+
+            return TritonInstaller
     except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
         print_status(f"{error.name} is missing: torch's own operations are used instead of our kernels")
-        return None
-    return module
+    return Installer
 
 
-def install_kernels(model, kernels: str = "auto", exact_activations: bool = False):
+def install_kernels(model: nn.Module, kernels: str = "auto", exact_activations: bool = False) -> nn.Module:
     """Install the kernels for the device of a model (or of its Medusa heads) if they can run there, unless `kernels` is
     "torch". Returns the model.
 
     exact_activations: quantized layers do not quantize their activations (CPU).
     """
-    module = kernels_module(model.device, kernels)
-    backend = None if module is None else module.install(model, kernels, exact_activations)
+    return finish_installation(choose_installer(model.device, kernels)(model, kernels, exact_activations))
+
+
+def finish_installation(installer: Installer) -> nn.Module:
+    """Install what is not installed yet, and let the model use it. Returns the model."""
+    model, backend = installer.model, installer.finish()
     if isinstance(model, Transformer):
-        unpack_without_kernels(model, kernels)
-        if backend is not None:
-            model.use(backend)
+        unpack_without_kernels(model, installer.kernels)
+        model.use(backend)
     return model
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint as ck
-from checkpoint import Source
+from checkpoint import Checkpoint
 from cli import ArgumentParser, UserError, announced, print_status, progress_bar, read_text, run_command, size_text
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
+from load import open_checkpoint
 from model import Linear, Transformer
 from sampling import SamplingParams
-from tokenizer import Tokenizer
 from writer import Writer, print_written
 
 # ---------------------------------------------------------------- GPTQ
@@ -151,7 +151,7 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
 
 
 def quantize_checkpoint(
-    source: Source | Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
+    source: Checkpoint | Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
 ) -> list[str]:
     """Quantize a source, or a checkpoint directory, and write it to `out`. Returns the names of unquantized tensors.
 
@@ -159,7 +159,7 @@ def quantize_checkpoint(
     packed.
     """
 
-    source = source if isinstance(source, Source) else ck.open_directory(source)
+    source = source if isinstance(source, Checkpoint) else ck.open_directory(source)
     config = source.config
     if (before := source.quantization) is not None:
         already = f"{source.path} is quantized already ({before.mode})"
@@ -179,8 +179,9 @@ def quantize_checkpoint(
         gptq_packed = run_gptq(source, schemes, calibration_file)
     kept, from_directory = [], source.path.is_dir()  # whose dtype is kept
     with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
-        for name, read in source.tensors():
-            tensor = read()
+        weights = source.open_weights()
+        for name in ck.empty_model(config).state_dict():
+            tensor = weights.read(name)
             bar.update(4 * tensor.numel())
             if not all(torch.isfinite(x) for x in torch.aminmax(tensor)):  # aminmax makes no copy
                 raise UserError(f"{source.path}: {name} holds NaN or infinity")
@@ -199,17 +200,17 @@ def quantize_checkpoint(
                 writer.add(f"{module}.{part}", value)
             release_freed_memory()
         writer.add_config(config, quantization)
-        writer.add_tokenizer(source.tokenizer_files())
+        writer.add_tokenizer(source.tokenizer_files)
         source.files.check()
     return kept
 
 
-def run_gptq(source: Source, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
+def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
     ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model = ck.read_model(source, dtype=torch.bfloat16)
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
-    sequences = calibration_text(model, Tokenizer(source.tokenizer_files()), calibration_file)
+    sequences = calibration_text(model, source.tokenizer, calibration_file)
     try:
         return gptq(model, sequences, schemes)
     except ValueError as error:
@@ -224,33 +225,31 @@ def summary(kept: list[str]) -> str:
     return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
 
 
-def rounding_error(source: Source, quantization: Quantization) -> float:
+def rounding_error(source: Checkpoint, quantization: Quantization) -> float:
     """How far rounding moves the weights of the first block: the root mean square, over that of the weights."""
     moved = size = 0.0
-    for name, read in source.tensors():
-        module, _, kind = name.rpartition(".")
-        scheme = quantization.scheme(module) if name.startswith("blocks.0.") and kind == "weight" else None
-        tensor = read().float() if scheme else None
-        if tensor is None or tensor.dim() < 2:
+    weights = source.open_weights()
+    for name, _ in matrices(source.empty_model()):
+        scheme = quantization.scheme(name)
+        if not name.startswith("blocks.0.") or scheme is None:
             continue
+        tensor = weights.read(f"{name}.weight").float()
         C, parts = tensor.shape[1], pack(tensor, *scheme)
         difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or C, C) - tensor
         moved, size = moved + difference.square().sum().item(), size + tensor.square().sum().item()
     return (moved / size) ** 0.5 if size else 0.0
 
 
-def open_dense(name: str | None, quantization: Quantization) -> Source:
+def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
     """The source of a command-line argument. The weights of a quantized .gguf file are dequantized, and one line says
     what rounding them again loses, and how large the result is."""
-    from sources.opening import open_source
-
-    source = open_source(name)
+    source = open_checkpoint(name)
     if source.quantization is None or source.path.is_dir():
         return source
     before = source.quantization
     texts = [before.mode, before.head, *before.exceptions.values()]
     known = ", ".join(sorted({piece for text in texts for piece in text.split("+")} - {"none"}))
-    dense = open_source(name, dequantize=True)
+    dense = open_checkpoint(name, dequantize=True)
     try:
         with announced("comparing the weights of the first block before and after rounding"):
             error = rounding_error(dense, quantization)

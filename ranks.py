@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import Source
+from checkpoint import Checkpoint
 from cli import UserError, first_line, run_command
 from tp import Shard
 
@@ -181,14 +181,14 @@ class Ranks:
         dist.barrier(self.control)
         return work() if self.local_rank else result
 
-    def check_same(self, source: Source):
-        """Raise UserError if the config or the sizes of the files of a source differ between ranks."""
-        about = repr((source.config, source.quantization, source.files.sizes()))
+    def check_same(self, checkpoint: Checkpoint):
+        """Raise UserError if the config or the sizes of the files of a checkpoint differ between ranks."""
+        about = repr((checkpoint.config, checkpoint.quantization, checkpoint.files.sizes()))
         digests = [None] * self.size
         dist.all_gather_object(digests, hashlib.sha256(about.encode()).hexdigest(), group=self.control)
         if other := [rank for rank, value in enumerate(digests) if value != digests[0]]:
             raise UserError(
-                f"{source.path} of rank {other[0]} is not rank 0's: its config, or the names or sizes of its files "
+                f"{checkpoint.path} of rank {other[0]} is not rank 0's: its config, or the names or sizes of its files "
                 "differ; copy one to all machines"
             )
 

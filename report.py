@@ -96,16 +96,17 @@ def read_without_weights(args) -> ModelWithoutWeights | None:
     if not args.roofline:
         raise UserError(f"{directory} has no weights to measure the bandwidth with; give one, as in --roofline 100")
     if is_ours(directory):
-        return ModelWithoutWeights(read_config(directory), None if args.dequantize else read_quantization(directory))
+        return ModelWithoutWeights(read_config(directory), read_quantization(directory))
     from sources.hf_directory import hf_config
 
     return ModelWithoutWeights(hf_config(directory), None)
 
 
 def print_roofline(args, model, bandwidth: float):
-    """Print the roofline of a load.Checkpoint, or of a ModelWithoutWeights, on stdout. args: of generate.py."""
+    """Print the roofline of a Checkpoint, or of a ModelWithoutWeights, on stdout. args: of generate.py."""
     dtype = args.model.dtype
-    table = rooflines(model.config, bandwidth * args.devices, dtype, args.batch_size, model.quantization)
+    quantization = None if args.model.dequantize else model.quantization
+    table = rooflines(model.config, bandwidth * args.devices, dtype, args.batch_size, quantization)
     print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
 

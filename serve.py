@@ -29,14 +29,21 @@ from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
 
+from checkpoint import Checkpoint
 from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
 from compile import compile_while_serving, warm_up
 from engine import Engine, EngineOptions, SingleProcess
 from grammar import GrammarThread
-from load import Checkpoint, ModelOptions, add_model_options, choose_device, open_checkpoint
+from load import (
+    ModelOptions,
+    add_model_options,
+    choose_cache_length,
+    choose_device,
+    load_engine,
+    open_checkpoint,
+)
 from server.answers import AnswerParser
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
-from start import choose_cache_length, load_engine
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
@@ -90,12 +97,12 @@ def main(ranks=None):
         listener = bind(args.host, args.port)
     compiles_later = may_compile_later(args.model, ranks)
     options = replace(args.model, compile=args.model.compile and not compiles_later)
-    checkpoint = open_checkpoint(options, ranks)
+    checkpoint = open_checkpoint(options.checkpoint_path, ranks)
     config = checkpoint.config
     length = choose_cache_length(args.max_seq_length, config, wanted=DEFAULT_CONTEXT)
     how = EngineOptions(args.prefill_chunk, always_chunk=True, ranks=ranks)
     if ranks.rank:
-        engine = load_engine(checkpoint, args.max_batch_size, length, how)
+        engine = load_engine(checkpoint, options, args.max_batch_size, length, how)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends this process when its requests have finished
         ranks.timeout_s = RANK_TIMEOUT_S
         return engine.follow()
@@ -113,7 +120,7 @@ def main(ranks=None):
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer
         grammars = GrammarThread(tokenizer, config.vocab_size, answer_end_ids(checkpoint.tokenizer_files, tokenizer))
-        engine = load_engine(checkpoint, args.max_batch_size, length, how)
+        engine = load_engine(checkpoint, options, args.max_batch_size, length, how)
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)

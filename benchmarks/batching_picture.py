@@ -13,9 +13,8 @@ from measure import ROOT
 
 from cli import ArgumentParser, UserError, run_command
 from engine import Engine, EngineOptions, Request
-from load import load_model
+from load import load_model, open_checkpoint
 from sampling import SamplingParams
-from sources.opening import open_source
 
 ROWS, STEPS = 3, 18
 CHUNK = 8  # prompt tokens per step
@@ -90,7 +89,7 @@ def main():
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     if find_spec("matplotlib") is None:
         raise UserError("the picture needs matplotlib: pip install -r requirements-bench.txt")
-    model = load_model(open_source(None, dequantize=True))
+    model = load_model(open_checkpoint(dequantize=True))
     engine = Engine(model, ROWS, 64, options=EngineOptions(CHUNK, always_chunk=True))
     draw(run(engine), ROOT / "docs" / "continuous-batching.png")
 

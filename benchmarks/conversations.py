@@ -22,7 +22,7 @@ from measure import ROOT, quantized
 from speculation import OPEN
 
 from cli import print_status, run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 TURNS = {
     "open": ["Why is that so?", "Give an example.", "What would somebody say who disagrees?"],
@@ -84,7 +84,7 @@ def main():
     columns = {"conversations": "", "plain": ".0f", "over_plain": ".2f", "least": ".2f", "same_texts": ""}
     measure.print_table(table, columns)
     about = {"turns": args.turns, "new_tokens": args.new_tokens, "format": args.format, "rows": table}
-    measure.save("conversations", {"model": find_source(str(path)).name} | about, args.out, choose_device(None))
+    measure.save("conversations", {"model": open_checkpoint(str(path)).name} | about, args.out, choose_device(None))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from measure import BF16, DECODE, PREFILL, ROOT, WITH_FILE, column
 from checkpoint import is_ours
 from cli import print_status, run_command
 from cpu.memory import keep_freed_memory
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 from sources.wheels import default_gguf
 
 
@@ -67,7 +67,7 @@ def make_contestants(args, source: str | None, formats: list[str], ggufs: list[P
     if args.compile:
         modes["compiled"] = f"--compile --compile_prefill {args.options}"
     trees = {"fastpath": ROOT} | ({"old": args.old} if args.old else {})
-    contestants, path = measure.llama_benches(args, ggufs), find_source(source).path
+    contestants, path = measure.llama_benches(args, ggufs), open_checkpoint(source).path
     for format, mode, who in itertools.product(formats, modes, trees):
         run = partial(measure.decode_and_prefill, args, source, format, modes[mode], trees[who], args.rows)
         shown = measure.format_of(measure.quantized(source, format)) if format == "file" else format
@@ -116,7 +116,7 @@ def main():
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # for generate.py
         for source, formats, ggufs in models:
-            model = {"model": find_source(source).name}
+            model = {"model": open_checkpoint(source).name}
             print_status(model["model"])
             contestants = make_contestants(args, source, formats, ggufs, device)
             rounds = measure.take_turns(contestants, args.rounds, warm_up=0)

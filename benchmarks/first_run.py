@@ -18,7 +18,7 @@ from measure import DECODE, ROOT, quantized
 from speculation import OPEN
 
 from cli import print_status, run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 EDITS = [
     "Add type annotations to every function of this code, and print the whole code",
@@ -82,7 +82,7 @@ def main():
     columns |= {"control": ".2f", "least_control": ".2f"}
     measure.print_table(table, columns | {"same_tokens": ""})
     options = {key: getattr(args, key) for key in ("new_tokens", "rows", "rounds", "temperature", "options", "format")}
-    about = {"model": find_source(str(path)).name, "summary": table, "runs": rows}
+    about = {"model": open_checkpoint(str(path)).name, "summary": table, "runs": rows}
     measure.save("first_run", options | about, args.out, choose_device(None))
 
 

@@ -11,7 +11,7 @@ import measure
 from measure import DECODE, PREFILL
 
 from cli import print_status, run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 BOTH = "--compile --compile_prefill"
 STEPS = {  # name: (what it changes, format of the weights, flags of generate.py)
@@ -46,7 +46,7 @@ def main():
     args = parser.parse_args()
     rows = []
     for source in (args.checkpoint_path, *args.files):
-        model, names = find_source(source).name, [name for name in STEPS if name in args.steps]
+        model, names = open_checkpoint(source).name, [name for name in STEPS if name in args.steps]
         print_status(model)
         turns = {name: partial(measure.decode_and_prefill, args, source, *STEPS[name][1:]) for name in names}
         # No warm-up round: each run is a process of its own, and warms up by itself.

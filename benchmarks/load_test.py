@@ -44,7 +44,7 @@ from matplotlib.figure import Figure
 from measure import ROOT, add_server_options, all_servers, make_parser, print_table, quantized, save
 
 from cli import positive, print_status, read_json, run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))
 WORDS = TEXT.split()
@@ -255,7 +255,7 @@ def main():
     print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
     shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
     found = {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
-    model = find_source(str(directory)).name
+    model = open_checkpoint(str(directory)).name
     save("load_test", {"model": model, "rows": ROWS} | shape | found, out, choose_device(None))
     draw(read_json(out), picture)
 

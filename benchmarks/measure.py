@@ -39,10 +39,10 @@ from compile import compile_counts
 from convert_hf_checkpoint import convert
 from engine import Engine, Request, Timing, generate
 from formats import Quantization
+from load import open_checkpoint
 from quantize import quantize_checkpoint
 from report import synchronize
 from sampling import SamplingParams
-from sources.opening import open_source
 from sources.wheels import default_gguf
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -193,7 +193,7 @@ def quantized(source: str | None, format: str) -> Path:
     has been deleted; or the source itself (file), such as a GGUF file in its own bits."""
     if format == "file":
         return Path(source) if source else default_gguf()
-    opened = open_source(source, dequantize=True)
+    opened = open_checkpoint(source, dequantize=True)
     is_directory = opened.path.is_dir() and is_ours(opened.path)
     folder = opened.path.resolve().parent if is_directory else CHECKPOINTS
     out = folder / (opened.name if format == "bf16" else f"{opened.name}-{format}-g32")

@@ -15,9 +15,8 @@ import measure
 
 from cli import print_status, run_command
 from engine import Request, generate
-from load import ModelOptions, choose_device, open_checkpoint
+from load import ModelOptions, choose_device, load_engine, open_checkpoint
 from sampling import SamplingParams
-from start import load_engine
 from tokenizer import ChatTemplate
 
 QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))["questions"]
@@ -44,11 +43,11 @@ def is_right(answer: str, words: list[str]) -> bool:
 
 def ask_all(options: ModelOptions) -> list[dict]:
     """The answers of a model to all questions, with all settings."""
-    checkpoint = open_checkpoint(options)
+    checkpoint = open_checkpoint(options.checkpoint_path)
     template = ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
     stop_ids = frozenset(checkpoint.tokenizer.eos_ids) | template.end_ids()
     prompts = [template.encode([{"role": "user", "content": one["question"]}]) for one in QUESTIONS]
-    engine = load_engine(checkpoint, ROWS, max(map(len, prompts)) + MAX_NEW_TOKENS)
+    engine = load_engine(checkpoint, options, ROWS, max(map(len, prompts)) + MAX_NEW_TOKENS)
 
     answers = []
     for name, params in SETTINGS.items():
@@ -73,7 +72,7 @@ def main():
     rows, answers = [], []
     for path, way, options in cases:
         model_options = ModelOptions(checkpoint_path=path, **options)
-        about = {"model": open_checkpoint(model_options).name, "way": way}
+        about = {"model": open_checkpoint(path).name, "way": way}
         print_status(f"{about['model']}, {way}")
         found = ask_all(model_options)
         right = {name: sum(one["right"] for one in found if one["settings"] == name) for name in SETTINGS}

@@ -45,7 +45,7 @@ from measure import (
 )
 
 from cli import UserError, run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 STREAMS, ATTEMPTS = 8, 5
 ANSWER_S = 600.0
@@ -192,7 +192,7 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
 
 
 def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
-    prompts = Prompts(find_source(str(directory)).config.vocab_size - 1)
+    prompts = Prompts(open_checkpoint(str(directory)).config.vocab_size - 1)
     shape = args.prompt_tokens, args.new_tokens
     flags, our_port = ["--checkpoint_path", directory], ports["fastpath"]
     contestants = {

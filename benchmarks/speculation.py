@@ -18,7 +18,7 @@ from statistics import median
 import measure
 from measure import FORMATS, ROOT, column, quantized
 
-from checkpoint import Source
+from checkpoint import Checkpoint
 from cli import UserError, print_status, run_command
 from compile import compiled_steps
 from drafts.controller import expected_tokens
@@ -27,7 +27,7 @@ from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
-from load import DEFAULT_HEADS, find_source, install_kernels, load_model
+from load import DEFAULT_HEADS, install_kernels, load_model, open_checkpoint
 from speculative import MAX_K, Report, Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -137,7 +137,7 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     return drafts | ({"all, auto": (best, None)} if len(best) > 1 else {})
 
 
-def in_four_bits(source: Source, directory: Path):
+def in_four_bits(source: Checkpoint, directory: Path):
     """The model in the bits of its file, if these are fewer than 8, and otherwise in int4."""
     if source.quantization is not None and source.quantization.bits < 8:
         return load_model(source)
@@ -152,14 +152,14 @@ def main():
     add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
     add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
-    source, directory = find_source(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
+    source, directory = open_checkpoint(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
     template, rows = ChatTemplate(directory, Tokenizer(directory)), []
     texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
     lines = args.answers.read_text().splitlines() if args.answers else []
     answers = [token for line in lines for token in json.loads(line)["new"]]
     for format in args.formats:
         steps = compiled_steps(not args.eager, False)  # they keep the models that they have compiled
-        model = load_model(find_source(str(quantized(args.checkpoint_path, format))))
+        model = load_model(open_checkpoint(str(quantized(args.checkpoint_path, format))))
         four = in_four_bits(source, directory) if format in ("bf16", "int8") else None
         try:
             heads = read_heads(DEFAULT_HEADS, model, directory.name)

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from measure import BF16, FORMATS
 
-from checkpoint import Source
+from checkpoint import Checkpoint
 from cli import positive, run_command
 from compile import compiled_steps
 from cpu.install import linears_of
 from engine import Engine
-from load import find_source, load_model
+from load import load_model, open_checkpoint
 from model import Transformer
 from report import weight_bytes
 
@@ -56,7 +56,7 @@ def products_of(model: Transformer) -> list[Callable]:
     return [*(layer for block in model.blocks for layer in linears_of(block)), model.head]
 
 
-def compare_products(args, source: Source, format: str) -> list[dict]:
+def compare_products(args, source: Checkpoint, format: str) -> list[dict]:
     """A row of the table for each number of rows, for torch's products, ours, and ours without rounding."""
     model = load_model(source)
     shapes = [(layer.out_features, layer.in_features) for layer in products_of(model)[:-1]]
@@ -88,7 +88,7 @@ def step_s(engine: Engine, context: int) -> float:
     return measure.time_decode(engine, context, STEPS).decode_s / STEPS
 
 
-def measure_steps(args, source: Source) -> dict:
+def measure_steps(args, source: Checkpoint) -> dict:
     def engine(rows: int, positions: int) -> Engine:  # with its own model, whose caches the engine sets up
         return Engine(load_model(source), rows, positions, compiled_steps(not args.eager, False))
 
@@ -125,7 +125,7 @@ def main():
     args = parser.parse_args()
     result, products = {}, []
     for format in args.formats:
-        source = find_source(str(measure.quantized(args.checkpoint_path, format)))
+        source = open_checkpoint(str(measure.quantized(args.checkpoint_path, format)))
         rows = compare_products(args, source, format)
         products_s = next(row["seconds"] for row in rows if row["name"] == f"ours {format}")
         result[format] = {"products_s": products_s} | measure_steps(args, source)
@@ -134,7 +134,7 @@ def main():
     measure.print_table(products, columns | {"over_torch": ".2f", "over_torch_spread": ".2f"})
     columns = {"format": "", "step_s": ".5f", "products_s": ".5f"} | dict.fromkeys(("context", "cache", "rows"), ".2f")
     measure.print_table([{"format": format} | result[format] for format in args.formats], columns)
-    about = {"model": find_source(args.checkpoint_path).name, "context": args.context, "cache": args.cache}
+    about = {"model": open_checkpoint(args.checkpoint_path).name, "context": args.context, "cache": args.cache}
     measure.save("step", about | {"products": products} | result, args.out)
 
 

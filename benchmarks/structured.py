@@ -17,7 +17,7 @@ from measure import ROOT, column, ratio
 from serving import STREAMS, Prompts, throughput
 
 from cli import run_command
-from load import choose_device, find_source
+from load import choose_device, open_checkpoint
 
 
 def long_schema(n: int) -> dict:
@@ -63,7 +63,10 @@ def main():
     args = parser.parse_args()
     directory, out = measure.quantized(args.checkpoint_path, args.format), args.out
     out = out or ROOT / "benchmarks" / "results" / "structured.json"
-    prompts, shape = Prompts(find_source(str(directory)).config.vocab_size - 1), (args.prompt_tokens, args.new_tokens)
+    prompts, shape = (
+        Prompts(open_checkpoint(str(directory)).config.vocab_size - 1),
+        (args.prompt_tokens, args.new_tokens),
+    )
     with measure.all_servers(args, Path(directory), out, STREAMS, sum(shape) + 64) as (ports, _):
         contestants, numbers = {}, itertools.count()
         for name, n in itertools.product(ports, (1, STREAMS)):

@@ -1,8 +1,7 @@
 """Makes a model use the C++ kernels of this folder, for x86 processors with AVX-512 or AVX2 under Linux.
 
-Read down: `install`, which packs the layers of a loaded model; `pack_while_reading`, which packs one layer after the
-other; FusedBlocks, which runs all blocks as one operation. layers.py has the packed layers, build.py the build;
-kernels.py says what each operation computes.
+Read down: CpuInstaller, which packs a model's layers one after the other; FusedBlocks, which runs all blocks as one
+operation. layers.py has the packed layers, build.py the build; kernels.py says what each operation computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
 of the memory bandwidth; these kernels use most of it. The bits of a row's result depend neither on the other rows
@@ -18,7 +17,6 @@ convert the weights to float32 in registers instead.
 
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -38,7 +36,7 @@ from cpu.layers import (
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear, repack_layers
-from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, uses_only
+from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, Installer, uses_only
 from model import Block, Embedding, LayerNorm, Linear, RMSNorm, Transformer
 
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
@@ -51,70 +49,73 @@ MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residu
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 
-def prepare_process(threads: int | None):
-    """Settings of the whole process: how much freed memory it keeps, and the largest number of threads."""
-    keep_freed_memory()
-    share_processors() if threads is None else torch.set_num_threads(threads)
-
-
-def install(model: nn.Module, kernels: str = "auto", exact_activations: bool = False) -> Backend:
-    """Load the kernels (`load_kernels`), unless `kernels` is "torch", and pack the model's weights for them, one layer
-    at a time. Returns what the model can rely on; where the kernels cannot run, this is only memory in huge pages and
-    the tuning of threads.
+class CpuInstaller(Installer):
+    """Packs a model's weights for the kernels, one layer at a time.
 
     Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
     and C of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
-    Transformer, only quantized weights are packed.
+    Transformer, only quantized weights are packed. With `kernels` "torch", and where the kernels cannot run, the model
+    only gets memory in huge pages and the tuning of threads.
     """
-    backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
-    if kernels == "torch" or not load_kernels(kernels):
-        return backend
-    backend = replace(backend, name=LOADED[0].name)
-    repack_layers(model, FORMATS_WITH_KERNELS)
-    pack = pack_while_reading(model, kernels, exact_activations)
-    for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
-        pack(name)
-    if not isinstance(model, Transformer):
-        return backend
-    backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
-    if not can_fuse(model.config) or model.shard.ranks > 1:  # a split model adds up the ranks' parts in the blocks
-        return backend
-    all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
-    is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)
-    most = sys.maxsize if all_fused else MAX_DECODE_TOKENS
-    fused = FusedBlocks(model.blocks, model.dtype)
-    return replace(backend, run_blocks=fused, max_fused_tokens=most, chunk_invariant=is_invariant)
 
+    def __init__(self, model: nn.Module, kernels: str = "auto", exact_activations: bool = False):
+        super().__init__(model, kernels, exact_activations)
+        self.has_kernels = kernels != "torch" and load_kernels(kernels)
+        self.reserved: HugePages | None = None
+        self.freed = 0  # bytes of layers that have been packed, since their memory was released
+        ours = [module for module in model.modules() if self.has_kernels and has_format(module)]
+        self.packed = HugePages(sum(-(-packed_bytes(module) // 64) * 64 for module in ours))
 
-def pack_while_reading(model: nn.Module, kernels: str, exact_activations: bool) -> Callable[[str], None]:
-    """A function that packs the layer of a name for the kernels, once it has its weights, if they can use it. The
-    arguments are those of `install`.
+    @staticmethod
+    def prepare_process(threads: int | None):
+        keep_freed_memory()
+        share_processors() if threads is None else torch.set_num_threads(threads)
 
-    So a model can be packed while it is read: besides the packed layers, only one is in memory. `model` may be on meta.
-    """
-    if kernels == "torch" or not load_kernels(kernels):
-        return lambda name: None
-    ours = [module for module in model.modules() if has_format(module)]
-    memory = HugePages(sum(-(-packed_bytes(module) // 64) * 64 for module in ours))  # other tensors are elsewhere
+    def reserve(self, nbytes: int):
+        self.reserved = HugePages(nbytes)
 
-    freed = 0
+    def copy(self, tensor: Tensor, device, dtype: torch.dtype) -> Tensor:
+        if self.reserved is None:
+            return tensor.to(dtype, copy=True)
+        return self.reserved.copy(tensor.to(dtype))
 
-    def pack(name: str):
-        parent = model.get_submodule(name.rpartition(".")[0])
+    def pack(self, name: str):
+        if not self.has_kernels:
+            return
+        parent = self.model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, (StackedLinear, PackedLinear)):  # a stack is packed as a whole
             return
-        plain = model.get_submodule(name)
-        plain_bytes = sum(tensor.nbytes for tensor in plain.buffers())
-        kind = packed_type(model, plain)
-        if kind is not None:
-            model.set_submodule(name, kind(plain, exact_activations, memory.empty))
-            nonlocal freed
-            freed += plain_bytes
-            if freed > KEPT_BYTES:  # otherwise fragmentation costs up to half the model's size
-                freed = 0
-                release_freed_memory()
+        plain = self.model.get_submodule(name)
+        kind = packed_type(self.model, plain)
+        if kind is None:
+            return
+        self.model.set_submodule(name, kind(plain, self.exact_activations, self.packed.empty))
+        self.freed += sum(tensor.nbytes for tensor in plain.buffers())
+        del plain
+        if self.freed > KEPT_BYTES:  # otherwise fragmentation costs up to half the model's size
+            self.freed = 0
+            release_freed_memory()
 
-    return pack
+    def finish(self) -> Backend:
+        model = self.model
+        backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
+        if not self.has_kernels:
+            return backend
+        backend = replace(backend, name=LOADED[0].name)
+        repack_layers(model, FORMATS_WITH_KERNELS)
+        for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
+            self.pack(name)
+        if not isinstance(model, Transformer):
+            return backend
+        backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
+        # A split model adds up the ranks' parts in the blocks.
+        if not can_fuse(model.config) or model.shard.ranks > 1:
+            return backend
+        all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
+        is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)
+        most = sys.maxsize if all_fused else MAX_DECODE_TOKENS
+        fused = FusedBlocks(model.blocks, model.dtype)
+        return replace(backend, run_blocks=fused, max_fused_tokens=most, chunk_invariant=is_invariant)
 
 
 def packed_type(model: nn.Module, module: nn.Module) -> type | None:

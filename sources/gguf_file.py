@@ -10,7 +10,6 @@ import dataclasses
 import os
 import struct
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from checkpoint import make_config
 from cli import UserError, and_more, first_line, print_status, printable
 from config import Config, RopeScaling
-from formats import FORMATS, Packed, Quantization, Scheme
+from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
 from sources.gguf_header import TensorInfo, open_file, read_header, split_files
@@ -137,7 +136,7 @@ class GgufFile:
             architecture, _, rest = name.partition(".")
             if architecture == self.architecture and rest not in USED_FIELDS.split():
                 print_status(printable(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"))
-        shapes = {name: info.shape for name, info in self.infos.items()}
+        shapes = self.shapes()
         if len(shapes.get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         if self.hyper("block_count") > len(self.infos):
@@ -203,7 +202,7 @@ class GgufFile:
             return None
         if info.type not in DENSE or len(info.shape) != 1:
             raise UserError(f"{self.path}: {name} is {info.type} {info.shape}, not a vector of floating-point numbers")
-        return tuple(self.read(info).float().tolist())
+        return tuple(self.read(name).float().tolist())
 
     def rope(self) -> tuple[RopeScaling | None, int]:
         """(scaling, longest context). The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields. As
@@ -248,18 +247,21 @@ class GgufFile:
 
     # ------------------------------------------------------------ tensors
 
-    def tensors(self, keep: dict[str, Scheme | None]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
-        """Yield the name and value of each tensor: packed if `keep` has a scheme for its name."""
-        for name, info in self.infos.items():
-            tensor = self.read(info)
-            if keep.get(name) is None:
-                yield name, tensor if info.type in DENSE else self.dequantize(info, tensor)
-            elif FORMATS[keep[name].format].is_finite({"blocks": tensor}):
-                yield name, Packed(torch.Size(info.shape), {"blocks": tensor})
-            else:
-                raise UserError(f"{self.path}: {name} ({info.type}) holds NaN or infinity")
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by name."""
+        return {name: info.shape for name, info in self.infos.items()}
 
-    def read(self, info: TensorInfo) -> torch.Tensor:
+    def read(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """A tensor in floating-point numbers; with kind "blocks" that of a quantized format as it is."""
+        info = self.infos[name]
+        tensor = self.read_data(info)
+        if kind != "blocks":
+            return tensor if info.type in DENSE else self.dequantize(info, tensor)
+        if not FORMATS[info.type.lower()].is_finite({"blocks": tensor}):
+            raise UserError(f"{self.path}: {name} ({info.type}) holds NaN or infinity")
+        return tensor
+
+    def read_data(self, info: TensorInfo) -> torch.Tensor:
         """A tensor: floating-point numbers, or uint8 (rows, bytes). The file is read and not mapped into memory,
         because a mapped file that somebody truncates would kill the process."""
         data = torch.empty(info.nbytes, dtype=torch.uint8)

@@ -7,16 +7,14 @@ Read down: config.json, whose fields the family's record (families.py) interpret
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, make_config, read_tensor, weight_files
+from checkpoint import INDEX, make_config, read_tensor, safetensors_header, weight_files
 from cli import UserError, first_line, print_status, read_json
 from config import Config
-from sources.families import FAMILIES, Family
+from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
 from tokenizer import TokenizerFiles, read_template, read_tokenizer_files
 
@@ -85,16 +83,11 @@ def open_tokenizer(directory: Path):
         raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 
-def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, Callable[..., torch.Tensor]]]]:
-    """The name of each tensor of a directory, and a function that reads it. They are those of the first that is there
-    of model.safetensors, its shards, pytorch_model.bin, its shards, as in transformers. UserError if a file is missing.
-
-    The function makes a copy of the tensor, or calls copy(tensor) instead. That of a .bin file makes none.
-    """
+def weight_paths(directory: Path) -> list[Path]:
+    """The files that hold a directory's tensors: the first that is there of model.safetensors, its shards,
+    pytorch_model.bin, its shards, as in transformers. UserError if one is missing."""
     if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
-        files = weight_files(directory)
-        by_file = sorted(files.items(), key=lambda item: item[1])
-        return lambda: ((name, partial(read_tensor, path, name)) for name, path in by_file)
+        return list(dict.fromkeys(weight_files(directory).values()))
     index, whole = directory / "pytorch_model.bin.index.json", directory / "pytorch_model.bin"
     if index.exists() and not whole.exists():
         weight_map = read_json(index).get("weight_map")
@@ -108,14 +101,44 @@ def hf_tensors(directory: Path) -> Callable[[], Iterator[tuple[str, Callable[...
         if not path.exists():
             looked_for = f"model.safetensors, {INDEX} or pytorch_model.bin"
             raise UserError(f"{path} is missing" if index.exists() else f"{directory} has no {looked_for}")
-    return lambda: bin_tensors(paths)
+    return paths
 
 
-def bin_tensors(paths: list[Path]) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
-    """The tensors of .bin files, of which one is open at a time."""
-    for path in paths:
-        for name, tensor in read_pickle(path).items():
-            yield name, lambda copy=None, tensor=tensor: tensor
+class HfFiles:
+    """The tensors of a directory, by the names that a layout gives them. Of .bin files, one is open at a time."""
+
+    def __init__(self, directory: Path, layout: Layout):
+        self.directory, self.layout = directory, layout
+        self.paths = weight_paths(directory)
+        self.stored: dict[str, tuple[Path, str]] = {}  # by name: the file that holds it, and its name there
+        self.open_path, self.open_tensors = None, {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by name. UserError if one is there twice."""
+        found = {}
+        for path in self.paths:
+            for stored_name, shape in self.stored_shapes(path).items():
+                name = self.layout.renamed(stored_name)
+                if name in found:
+                    raise UserError(f"{self.directory} holds tensor {name} twice")
+                found[name], self.stored[name] = tuple(shape), (path, stored_name)
+        return found
+
+    def stored_shapes(self, path: Path) -> dict[str, list[int] | torch.Size]:
+        if path.suffix == ".safetensors":
+            return {name: entry["shape"] for name, entry in safetensors_header(path).items()}
+        return {name: tensor.shape for name, tensor in self.open_bin(path).items()}
+
+    def read(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """A tensor that `shapes` has found. It may be a mapped file."""
+        path, stored_name = self.stored[name]
+        return read_tensor(path, stored_name) if path.suffix == ".safetensors" else self.open_bin(path)[stored_name]
+
+    def open_bin(self, path: Path) -> dict[str, torch.Tensor]:
+        if path != self.open_path:
+            self.open_tensors = {}  # closes the file before
+            self.open_path, self.open_tensors = path, read_pickle(path)
+        return self.open_tensors
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:

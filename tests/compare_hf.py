@@ -32,12 +32,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, Source, check_memory
+from checkpoint import DTYPES, Checkpoint, check_memory
 from cli import ArgumentParser, UserError, number, run_command
 from generate import token_ids
-from load import load_model
-from sources.opening import open_source
-from tokenizer import Tokenizer
+from load import load_model, open_checkpoint
 
 # Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for its input.
 # A family with other names in transformers needs them here.
@@ -80,7 +78,7 @@ def record(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def run_ours(checkpoint: Source, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
     """Our tensors by name, with the parts of fused ones."""
     model = load_model(checkpoint, dtype=dtype, kernels="torch")  # fused blocks would bypass hooks
     model.setup_caches(1, len(ids))
@@ -160,10 +158,10 @@ def compare(ours: dict[str, Tensor], source: dict[str, Tensor], tolerance: float
     return parted is None
 
 
-def choose_ids(args, checkpoint: Source) -> list[int]:
+def choose_ids(args, checkpoint: Checkpoint) -> list[int]:
     config = checkpoint.config
     if args.prompt is not None:
-        ids = Tokenizer(checkpoint.tokenizer_files()).encode(args.prompt)
+        ids = checkpoint.tokenizer.encode(args.prompt)
     elif args.prompt_ids is not None:
         ids = args.prompt_ids
     else:
@@ -189,7 +187,7 @@ def main(argv=None) -> int:
     source = args.hf_source.expanduser()
     if not (source.is_dir() or (source.is_file() and source.suffix == ".gguf")):
         raise UserError(f"{source} is neither a directory nor a .gguf file; give the checkpoint's source")
-    checkpoint, dtype = open_source(args.checkpoint, dequantize=True), DTYPES[args.dtype]
+    checkpoint, dtype = open_checkpoint(args.checkpoint, dequantize=True), DTYPES[args.dtype]
     ids = choose_ids(args, checkpoint)
     check_memory(checkpoint.config, "cpu", dtype, len(ids) + 8)
     return 0 if compare(run_ours(checkpoint, ids, dtype), run_source(source, ids, dtype), args.tolerance) else 1

@@ -39,9 +39,9 @@ from convert_hf_checkpoint import convert
 from cpu import build
 from formats import Quantization
 from kernels import without_kernels
-from load import load_model
+from load import load_model, open_checkpoint
 from quantize import quantize_checkpoint
-from sources.opening import open_hf, open_source
+from sources.opening import open_hf
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 
@@ -243,7 +243,7 @@ def default_checkpoint():
     """The default model in bfloat16, converted into checkpoints/ at first use."""
     out = CHECKPOINTS / DEFAULT_NAME
     if not out.exists():
-        convert(open_source(None, dequantize=True), out, torch.bfloat16, replace=False)
+        convert(open_checkpoint(dequantize=True), out, torch.bfloat16, replace=False)
     return out
 
 

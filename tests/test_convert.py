@@ -26,7 +26,7 @@ from cases import STRANGE_VALUES, plain_twin
 from conftest import ROOT, SCALED_QUERIES, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from programs import main
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from texts import strings
 
 import convert_hf_checkpoint
@@ -43,7 +43,7 @@ from sources import hf_directory
 from sources.families import FAMILIES
 from sources.gguf_file import GgufFile
 from sources.hf_directory import hf_config
-from sources.opening import open_gguf, open_hf, open_source
+from sources.opening import open_gguf, open_hf, open_named
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer, read_tokenizer_files
 from tp import Shard
@@ -447,9 +447,14 @@ def test_a_shard_that_is_missing(tmp_path):
 
 def test_a_dtype_that_torch_does_not_have(hf):
     path = hf / "model.safetensors"
-    header = {"model.norm.weight": {"dtype": "F6_E2M3", "shape": [36], "data_offsets": [0, 27]}}
+    others = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
+    raw = save(others)
+    start = 8 + int.from_bytes(raw[:8], "little")
+    data = raw[start:] + bytes(27)
+    header = json.loads(raw[8:start])
+    header["model.norm.weight"] = {"dtype": "F6_E2M3", "shape": [36], "data_offsets": [len(data) - 27, len(data)]}
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(27))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     with pytest.raises(UserError, match="model.safetensors: model.norm.weight cannot be read: .*F6_E2M3"):
         load_model(open_hf(hf))
 
@@ -724,7 +729,7 @@ def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_l
     from tokenizers import Tokenizer as Library
 
     def templates(source):
-        files = source.tokenizer_files()
+        files = source.tokenizer_files
         out = read_tokenizer_files(convert(source, tmp_path / "out", torch.float32))
         assert (out.template, out.tool_template) == (files.template, files.tool_template)
         shutil.rmtree(tmp_path / "out")
@@ -859,7 +864,7 @@ def test_gguf_damaged(tiny, tmp_path, byte_level):
 def test_a_weights_file_stands_for_its_directory(tiny):
     ours = tiny("llama-mha")[2]
     for name in ("", "model.safetensors", "model.pth"):  # the last as in gpt-fast
-        assert open_source(str(ours / name)).path == ours
+        assert open_named(str(ours / name)).path == ours
 
 
 @pytest.mark.parametrize(
@@ -876,7 +881,7 @@ def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match=why):
-        open_source(source.format(tmp=tmp_path))
+        open_named(source.format(tmp=tmp_path))
 
 
 def converter(*args, **options):
@@ -1140,7 +1145,7 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
         out = convert(open_hf(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
     for directory in (expected, tmp_path / "bare"):  # our config.json is told from BLOOM's, which has n_layer too
-        assert open_source(str(directory)).config == read_config(expected)
+        assert open_named(str(directory)).config == read_config(expected)
 
 
 @pytest.mark.slow

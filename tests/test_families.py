@@ -46,7 +46,7 @@ from drafts.draft_model import ModelDraft, SelfDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization, quantize_model
-from load import Checkpoint, install_kernels, load_model
+from load import install_kernels, load_model
 from positions import Positions
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
@@ -334,12 +334,12 @@ def test_a_member_is_served_and_chatted_with(byte_level, tmp_path, family, templ
     library = transformers.PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|begin|>", eos_token="<|end|>")
     library.chat_template = (ROOT / "tests" / "data" / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
     library.save_pretrained(tmp_path / "hf")
-    checkpoint = Checkpoint(open_hf(tmp_path / "hf"))
+    checkpoint = open_hf(tmp_path / "hf")
     tokenizer = checkpoint.tokenizer
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
     prompt = ChatTemplate(checkpoint.tokenizer_files, tokenizer).encode(messages)
     request = Request(prompt, GREEDY, ANSWER, frozenset(tokenizer.eos_ids))
-    generate(Engine(load_model(checkpoint.source, dtype=torch.float32), 1, 500), [request])
+    generate(Engine(load_model(checkpoint, dtype=torch.float32), 1, 500), [request])
     text = TextStream(tokenizer).add(request.new_tokens, last=True)
     how = ["--checkpoint_path", tmp_path / "hf", "--dtype", "float32"]
     with running(tmp_path / "log.txt", *how, "--max_batch_size", 2, "--max_seq_length", 500) as server:

@@ -19,12 +19,10 @@ from cli import UserError, run_command
 from config import Config, RopeScaling
 from engine import Engine, Request, generate
 from generate import parse_arguments
-from load import Checkpoint, load_model
+from load import choose_cache_length, load_model, open_checkpoint
 from report import measurements, weight_bytes
 from sampling import SamplingParams
-from sources.opening import open_source
 from sources.wheels import default_gguf
-from start import choose_cache_length
 from tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
@@ -193,7 +191,7 @@ def test_no_chat_without_a_template(tiny, monkeypatch):
 def test_every_kind_of_prompt(default_checkpoint, tmp_path):
     (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
     tokenizer = Tokenizer(default_checkpoint)
-    checkpoint = Checkpoint(open_directory(default_checkpoint))
+    checkpoint = open_directory(default_checkpoint)
     args = parse_arguments(
         ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
         + ["--synthetic_prompt", "300"]
@@ -518,8 +516,8 @@ def default_pair(gguf_package):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
-    source = open_source(None, dequantize=True)
-    return oracle, load_model(source, dtype=torch.float32), Tokenizer(source.tokenizer_files())
+    source = open_checkpoint(dequantize=True)
+    return oracle, load_model(source, dtype=torch.float32), source.tokenizer
 
 
 def check_default(pair, prompts, n):

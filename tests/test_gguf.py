@@ -25,11 +25,11 @@ from checkpoint import open_directory, read_model
 from cli import UserError
 from convert_hf_checkpoint import convert
 from formats import QuantizedLinear, StackedLinear
-from load import DraftOption, ModelOptions, load_model, open_checkpoint
+from load import DraftOption, ModelOptions, load_engine, load_model, open_checkpoint
 from sources import gguf_header
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
-from sources.opening import open_gguf, open_source
+from sources.opening import open_gguf, open_named
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
@@ -104,9 +104,9 @@ def test_a_split_model_equals_the_whole_file(file, split):
     expected = greedy(load_model(whole), prompts, 7)
     assert [path.name for path in split] == [f"small-{i:05}-of-00004.gguf" for i in (1, 2, 3, 4)]
     for path in (split[0], split[2]):
-        source = open_source(str(path))
+        source = open_named(str(path))
         assert (source.name, source.config, source.path) == ("small", whole.config, split[0])
-        assert Tokenizer(source.tokenizer_files()).encode("hello") == Tokenizer(whole.tokenizer_files()).encode("hello")
+        assert source.tokenizer.encode("hello") == whole.tokenizer.encode("hello")
         assert greedy(load_model(source), prompts, 7) == expected
 
 
@@ -144,12 +144,12 @@ def test_broken_splits_are_refused(split, tmp_path, damage, why):
     paths = [Path(shutil.copy(path, tmp_path)) for path in split]
     damage(paths)
     with pytest.raises(UserError, match=why):
-        open_source(str(next(path for path in sorted(tmp_path.glob("*.gguf"), reverse=True) if path.stat().st_size)))
+        open_named(str(next(path for path in sorted(tmp_path.glob("*.gguf"), reverse=True) if path.stat().st_size)))
 
 
 def test_a_part_that_changes_while_it_is_read_is_noticed(split, tmp_path):
     paths = [Path(shutil.copy(path, tmp_path)) for path in split]
-    source = open_source(str(paths[0]))
+    source = open_named(str(paths[0]))
     os.utime(paths[2], ns=(1, 1))
     with pytest.raises(UserError, match="was changed while it was read"):
         load_model(source)
@@ -227,7 +227,7 @@ def test_random_damage_ends_in_one_line_or_not_at_all(file, tmp_path):
         path.write_bytes(damaged)
         try:
             source = open_gguf(path)
-            source.tokenizer_files()
+            _ = source.tokenizer_files
             read_model(source)
         except UserError as error:
             refused += "\n" not in str(error)
@@ -281,11 +281,11 @@ def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
         source, seen = open_gguf(path), []
         original = GgufFile.read
 
-        def read(self, info):
-            seen.append(info)
+        def read(self, name, kind):
+            seen.append(name)
             if len(seen) == 5:
                 change()
-            return original(self, info)
+            return original(self, name, kind)
 
         monkeypatch.setattr(GgufFile, "read", read)
         try:
@@ -352,10 +352,10 @@ def test_what_is_no_source_is_refused(tmp_path):
     cases[tmp_path] = "has no config.json"
     for name, why in cases.items():
         with pytest.raises(UserError, match=why):
-            open_source(str(name))
+            open_named(str(name))
     (tmp_path / "b.gguf").write_text("")
     with pytest.raises(UserError, match="has no config.json, but b.gguf: give the path of that file"):
-        open_source(str(tmp_path))
+        open_named(str(tmp_path))
 
 
 def test_fields_that_do_not_fit_are_refused(file):
@@ -649,6 +649,6 @@ def test_unpacking_in_blocks_of_rows(file, monkeypatch):
 
 def test_a_file_that_drafts_for_itself_is_dequantized(file):
     """Without a change of the caller's options."""
-    options = ModelOptions(str(file), draft=[DraftOption("int4-self")])
-    checkpoint = open_checkpoint(options)
-    assert checkpoint.options.dequantize and checkpoint.quantization is None and not options.dequantize
+    options = ModelOptions(device="cpu", draft=[DraftOption("int4-self")])
+    engine = load_engine(open_checkpoint(str(file)), options, 1, 16)
+    assert engine.model.blocks[0].mlp.down.weight.dtype == torch.bfloat16 and not options.dequantize

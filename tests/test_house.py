@@ -18,9 +18,9 @@ ORDER = """
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
     sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint
-    report engine compile load
+    report engine compile
     drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
-    start chat generate
+    load chat generate
     server.tools server.answers server.pipe_messages server.request_fields server.constraints server.chat_prompts
     server.api server.responses server.anthropic server.openai_responses server.metrics server.engine_client
     server.error_responses server.access server.connections server.http_server serve
@@ -82,7 +82,7 @@ def test_the_readme_is_short_and_lists_all_files_in_the_order_of_imports():
 
 
 def test_the_top_level_is_small():
-    assert len(TOP_LEVEL) <= 26
+    assert len(TOP_LEVEL) <= 25
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -205,9 +205,7 @@ def test_a_plain_prompt_imports_few_modules(tiny, python):
     command = [*python, "-c", FIRST_KERNEL.replace("OURS", repr({*FILES, *ROOMS})), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     names = done.stdout.split()
-    files = (
-        "checkpoint cli compile config engine formats generate kernels load model positions sampling start tokenizer"
-    )
+    files = "checkpoint cli compile config engine formats generate kernels load model positions sampling tokenizer"
     assert [name for name in names if not name.startswith("cpu")] == files.split(), done.stderr
     folder = {"cpu"} | {name for name in FILES if name.startswith("cpu.")}
     assert {name for name in names if name.startswith("cpu")} <= folder

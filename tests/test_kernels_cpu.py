@@ -30,11 +30,11 @@ from checkpoint import empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import install
+from cpu.install import CpuInstaller
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import KERNELS, MAX_DECODE_TOKENS, attention_reference
-from load import install_kernels, kernels_module, load_model
+from load import choose_installer, install_kernels, load_model
 from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
@@ -586,7 +586,7 @@ def wide_model(format):
     swap(model, Quantization(format, 32, format).scheme if format else lambda name: None)
     for name, weight in weights.items() if format else ():
         model.get_submodule(name).load_state_dict(pack(weight, format, 32), assign=True)
-    assert install(model)
+    assert CpuInstaller(model).finish()
     return model
 
 
@@ -992,8 +992,8 @@ def test_a_schema_that_was_changed_in_python_only(tiny, tmp_path, python, old, n
 
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cpu", None)
-    uncached = kernels_module.__wrapped__  # it has been called with this device before
-    monkeypatch.setattr("load.kernels_module", uncached)
+    uncached = choose_installer.__wrapped__  # it has been called with this device before
+    monkeypatch.setattr("load.choose_installer", uncached)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
     assert model.backend.run_blocks is None and "cpu is missing: torch's own" in capsys.readouterr().err
 
@@ -1008,7 +1008,7 @@ def test_under_sanitizers(tmp_path, kernels):
         sys.path.insert(0, "tests")
         from cases import quantized
         from cpu import build
-        from cpu.install import install
+        from cpu.install import CpuInstaller
         from cpu.layers import PackedEmbedding, PackedLinear, PreparedLayer
         import formats
         from checkpoint import empty_model
@@ -1068,7 +1068,7 @@ def test_under_sanitizers(tmp_path, kernels):
                 model = empty_model(config, quantization).to_empty(device="cpu")
                 for tensor in model.state_dict().values():
                     tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)
-                assert install(model)
+                assert CpuInstaller(model).finish()
                 model.setup_caches(2, 20)
                 for S, start in ((3, 0), (1, 19), (16, 3)):
                     pos = torch.arange(start, start + S).expand(2, S)

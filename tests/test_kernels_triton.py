@@ -345,7 +345,7 @@ def models(tiny, tmp_path):
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
-        ours.use(kt.install(ours))
+        ours.use(kt.TritonInstaller(ours).finish())
         assert (ours.backend.run_blocks is not None) == (not name.startswith(NOT_FUSED))
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain

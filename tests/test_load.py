@@ -6,10 +6,9 @@ import torch
 import generate
 import load
 import serve
-import start
 from checkpoint import open_directory
 from cli import UserError
-from load import Checkpoint, DraftOption, ModelOptions
+from load import DraftOption, ModelOptions
 from speculative import Speculation
 
 
@@ -42,15 +41,15 @@ def test_wrong_options_are_one_line(fields, why):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_kernels_are_those_of_the_options(tiny, monkeypatch, kernels):
     """On a GPU, Triton is not imported for --kernels torch."""
-    asked, kernels_module = [], load.kernels_module
+    asked, choose_installer = [], load.choose_installer
 
     def record(device, kernels):
         asked.append(kernels)
-        return kernels_module(device, kernels)
+        return choose_installer(device, kernels)
 
-    monkeypatch.setattr(load, "kernels_module", record)
+    monkeypatch.setattr(load, "choose_installer", record)
     options = ModelOptions(device="cpu", dtype=torch.float32, kernels=kernels)
-    start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
+    load.load_engine(open_directory(tiny("llama-mha")[2]), options, 1, 16)
     assert set(asked) == {kernels}
 
 
@@ -69,7 +68,7 @@ def test_prompt_lookup_is_the_default_draft_of_conversations(line, looks_up):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
     options = ModelOptions(device="cpu", kernels=kernels, lookup_by_default=True)
-    engine = start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), options), 1, 16)
+    engine = load.load_engine(open_directory(tiny("llama-mha")[2]), options, 1, 16)
     assert isinstance(engine.decoding, Speculation) == engine.model.backend.thread_invariant == (kernels == "auto")
 
 
@@ -79,4 +78,4 @@ def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
 )
 def test_an_engine_that_could_do_nothing(tiny, rows, length, why):
     with pytest.raises(UserError, match=why):
-        start.load_engine(Checkpoint(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu")), rows, length)
+        load.load_engine(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu"), rows, length)

@@ -28,7 +28,7 @@ import checkpoint
 from cli import UserError
 from sources import hub, names, wheels
 from sources.names import ShortName, find_model
-from sources.opening import open_source
+from sources.opening import open_named
 from sources.wheels import Wheels
 
 # ---------------------------------------------------------------- a hub
@@ -221,7 +221,7 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
 def test_names_without_a_file_are_refused(many, use_hub, name, why):
     use_hub(many.url)
     with pytest.raises(UserError, match=why):
-        open_source(name)
+        open_named(name)
 
 
 def test_what_is_in_the_cache_does_not_change_what_a_name_means(many, use_hub):
@@ -259,7 +259,7 @@ def test_an_existing_path_wins(many, use_hub, tmp_path, monkeypatch):
     assert find_model("org/many:Q4_0") == (Path("org/many/Q4_0/x-Q4_0.gguf"), "x-Q4_0")
     for name in ("qwen3-4b", "org/odd:Q4_0"):
         with pytest.raises(UserError, match="is neither a .gguf file nor the directory of a model"):
-            open_source(name)
+            open_named(name)
     assert many.asked == []
 
 
@@ -268,7 +268,7 @@ def test_directories_of_the_hub_have_the_name_of_the_repository(use_hub, tiny, t
     files = {f"some/tiny-model/{path.name}": path.read_bytes() for path in folder.iterdir()}
     with served(files) as server:
         use_hub(server.url)
-        assert open_source("some/tiny-model").name == "tiny-model"
+        assert open_named("some/tiny-model").name == "tiny-model"
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
@@ -479,7 +479,7 @@ def test_the_default_model_is_called_a_demo_and_falls_back_to_the_hub(use_hub, i
     monkeypatch.setattr(wheels, "DEFAULT", wheels.DEFAULT._replace(file="x.gguf", sha256="0" * 64))
     use_hub("http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot be downloaded: .*expected 0000.*; .*from the hub"):
-        open_source(None)
+        open_named(None)
 
 
 def test_the_list_of_models(use_hub, tmp_path, monkeypatch, capsys):

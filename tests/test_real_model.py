@@ -23,7 +23,7 @@ from texts import awkward, strings
 from engine import Engine, Request, generate
 from evaluate import Window, scores
 from formats import QuantizedLinear
-from load import Checkpoint, load_model
+from load import load_model
 from model import Linear
 from sampling import SamplingParams
 from sources.opening import open_gguf
@@ -66,7 +66,7 @@ def path(model_name):
 
 @pytest.fixture(scope="module")
 def checkpoint(path):
-    return Checkpoint(open_gguf(Path(path)))
+    return open_gguf(Path(path))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_perplexity_equals_llama_cpp(checkpoint, path, tmp_path):
     command = [f"{LLAMA_CPP}/llama-perplexity", "-m", path, "-f", str(file), "-c", str(length), "--chunks", str(n)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     expected = float(re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)[1])
-    model, ids = load_model(checkpoint.source), tokenizer.encode(file.read_text())
+    model, ids = load_model(checkpoint), tokenizer.encode(file.read_text())
     model.setup_caches(1, length)
     losses = []
     for start in range(0, n * length, length):
@@ -149,7 +149,7 @@ def test_conversations_equal_transformers(checkpoint, oracle, model_name):
 
 
 def test_no_matrix_is_dense(checkpoint, model_name):
-    model = load_model(checkpoint.source, kernels="torch")
+    model = load_model(checkpoint, kernels="torch")
     assert not any(type(module) is Linear for module in model.modules())
     formats = {module.scheme.format for module in model.modules() if isinstance(module, QuantizedLinear)}
     assert formats == FORMATS[model_name]
@@ -167,7 +167,7 @@ def test_greedy_text_equals_transformers(checkpoint, path, model_name):
             out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         expected.append(out[0, len(prompt) :].tolist())
     del theirs
-    engine = Engine(load_model(checkpoint.source, dtype=torch.float32, dequantize=True), len(ids), 64)
+    engine = Engine(load_model(checkpoint, dtype=torch.float32, dequantize=True), len(ids), 64)
     requests = [Request(prompt, SamplingParams(temperature=0.0), 12) for prompt in ids]
     generate(engine, requests)
     assert [request.new_tokens for request in requests] == expected

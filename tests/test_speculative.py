@@ -573,7 +573,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
 )
 def test_what_is_refused(tiny, tmp_path, capsys, monkeypatch, arguments, said):
     """Before the weights are read, which may take minutes."""
-    monkeypatch.setattr("load.read_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("load.read_weights", lambda *_: pytest.fail("the weights were read"))
     ours, other = tiny("qwen3-gqa")[2], tiny("llama-mha")[2]
     small, int4 = tmp_path / "small", tmp_path / "int4"
     shutil.copytree(other, small)

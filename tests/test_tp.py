@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +21,10 @@ from tp_worker import PROMPTS, outcome
 from checkpoint import empty_model, open_directory, read_model
 from cli import UserError
 from config import Config, RopeScaling
-from drafts.loading import DraftSources, load_self_draft
+from drafts.loading import Drafts
+from engine import SingleProcess
 from formats import Quantization, quantize_model
-from load import ModelOptions, load_model
+from load import Loader, ModelOptions, load_model
 from model import WHOLE_MODEL, WholeModel
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
@@ -238,11 +238,11 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
             writer.add(name, torch.randn(tensor.shape))
         writer.add_config(config)
     quantize_checkpoint(tmp_path / "whole", tmp_path / "q", Quantization("int8", groupsize, head, exceptions))
-    options = ModelOptions(dtype=torch.float32, kernels="torch")
-    checkpoint = SimpleNamespace(source=open_directory(tmp_path / "q"), options=options)
+    options = ModelOptions(dtype=torch.float32, kernels="torch", draft=["int4-self"])
+    drafts = Drafts(open_directory(tmp_path / "q"), Loader(options, SingleProcess()))
     for rank in range(2):
         target = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch", shard=Shard(rank, 2))
-        draft = load_self_draft(checkpoint, target, DraftSources([], None))
+        draft = drafts.load_self_draft(target)
         whole = quantize_model(read_model(tmp_path / "q", dtype=torch.float32), Quantization("int4", 32, "int8"))
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)

@@ -27,7 +27,7 @@ from config import Config
 from drafts.draft_model import output_head_rows
 from formats import Quantization
 from kernels import without_kernels
-from load import ModelOptions, load_model, open_checkpoint
+from load import load_model, open_checkpoint
 from model import Transformer, pad_rows
 from tokenizer import TokenizerFiles, answer_end_ids
 from writer import Writer, is_replaceable
@@ -184,12 +184,12 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
+    checkpoint = open_checkpoint(args.checkpoint_path)
     source = checkpoint.path.resolve()
     out = args.out or source.with_name(f"{checkpoint.name}-draft")
     if (out.exists() and not is_replaceable(out)) or not out.parent.is_dir():
         raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
-    target = load_model(checkpoint.source)
+    target = load_model(checkpoint)
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
     megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6

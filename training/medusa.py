@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from cli import UserError, positive, print_status, run_command
 from drafts.draft_model import output_head_rows
 from drafts.heads import HeadsFile, block_input, pack_heads, save_heads
-from load import ModelOptions, load_model, open_checkpoint
+from load import load_model, open_checkpoint
 from tokenizer import answer_end_ids
 
 BATCH_TOKENS = 1024
@@ -118,8 +118,8 @@ def main():
     args = parser.parse_args()
     if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} should be a file in an existing directory, and end in .safetensors")
-    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
-    model = load_model(checkpoint.source)
+    checkpoint = open_checkpoint(args.checkpoint_path)
+    model = load_model(checkpoint)
     teacher = read_teacher_text(args.text, model, args.tokens)
     answers = teacher.answers
     ends = answer_end_ids(checkpoint.tokenizer_files, checkpoint.tokenizer)

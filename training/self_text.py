@@ -28,10 +28,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
+from checkpoint import Checkpoint
 from cli import ArgumentParser, HelpFormatter, UserError, number, positive, print_status, progress_bar, run_command
 from drafts.heads import fingerprint
 from engine import Engine, Request, StepFunctions, draw
-from load import Checkpoint, ModelOptions, load_model, open_checkpoint
+from load import load_model, open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate
@@ -248,12 +249,12 @@ def main():
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampled answers")
     args = parser.parse_args()
-    checkpoint = open_checkpoint(ModelOptions(args.checkpoint_path))
+    checkpoint = open_checkpoint(args.checkpoint_path)
     prompts = Prompts(checkpoint, args.seed, args.max_new_tokens)
     steps = RecordedSteps()
     functions = StepFunctions(steps.prefill, steps.decode)
     length = min(PROMPT_TOKENS + args.max_new_tokens, checkpoint.config.max_seq_length)
-    engine = Engine(load_model(checkpoint.source), args.batch_size, length, functions)
+    engine = Engine(load_model(checkpoint), args.batch_size, length, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
     print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")

@@ -105,11 +105,13 @@ def empty_model(config: Config, quantization: Quantization | None = None, shard=
     return model if quantization is None else swap(model, quantization.scheme)
 
 
-def read_weights(checkpoint: Checkpoint, model: Transformer, device="cpu", dtype=torch.bfloat16, installer=None):
+def read_weights(
+    checkpoint: Checkpoint, model: Transformer, device="cpu", dtype=torch.bfloat16, installer: Installer | None = None
+) -> Transformer:
     """Fill a model that `Checkpoint.empty_model` has made, layer by layer. UserError for NaN and infinity.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one layer
-    is in memory. installer: a kernels.Installer of the model, which packs each layer for the kernels of the device.
+    is in memory. installer: packs each layer for the kernels of the device. Returns the model.
     """
     installer = installer or Installer(model)
     weights, expected = checkpoint.open_weights(), checkpoint.empty_model().state_dict()
@@ -137,7 +139,7 @@ def read_weights(checkpoint: Checkpoint, model: Transformer, device="cpu", dtype
             del tensor  # so that the kernels can free what they pack
             installer.pack(layer)
     checkpoint.files.check()
-    model.eval()
+    return model.eval()
 
 
 def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -152,14 +154,6 @@ def layer_of(name: str) -> str:
     """The layer that a tensor belongs to. The pieces of a formats.StackedLinear have numbers as names."""
     module = name.rpartition(".")[0]
     return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
-
-
-def read_model(checkpoint: Checkpoint | Path, dtype=torch.bfloat16, shard=WHOLE_MODEL) -> Transformer:
-    """The model of a checkpoint, or of a checkpoint directory, on the CPU, without kernels."""
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
-    model = checkpoint.empty_model(shard)
-    read_weights(checkpoint, model, dtype=dtype)
-    return model
 
 
 # ---------------------------------------------------------------- a checkpoint directory

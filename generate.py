@@ -286,11 +286,11 @@ def run(args, ranks):
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
+    how = EngineOptions(ranks=ranks)
     if args.roofline is not None:
         from report import print_roofline, read_bandwidth, read_without_weights
 
         model = read_without_weights(args) or open_checkpoint(args.checkpoint_path, ranks)
-        how = EngineOptions(ranks=ranks)
         bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, args.model, 1, 1, how).model)
         return print_roofline(args, model, bandwidth * ranks.size)
     checkpoint = open_checkpoint(args.checkpoint_path, ranks)
@@ -299,7 +299,6 @@ def run(args, ranks):
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
     template = open_template(args, checkpoint)
     prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
-    how = EngineOptions(ranks=ranks)
     if args.interactive:
         length = choose_cache_length(args.max_seq_length, checkpoint.config, wanted=CONVERSATION_LENGTH)
         how = EngineOptions(CONVERSATION_CHUNK, always_chunk=True, ranks=ranks)

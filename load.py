@@ -312,14 +312,13 @@ def load_model(
     make_installer = choose_installer(device, options.kernels)
     make_installer.prepare_process(options.threads)
     model = checkpoint.empty_model(shard)
-    if options.dequantize and checkpoint.quantization is not None:
-        read_weights(checkpoint, model, device, options.dtype)
-        repack_layers(model, (), "--dequantize")
-        return install_kernels(model, options.kernels, options.exact_activations)
-
-    installer = make_installer(model, options.kernels, options.exact_activations)
+    installer = None
+    if not options.dequantize or checkpoint.quantization is None:
+        installer = make_installer(model, options.kernels, options.exact_activations)
     read_weights(checkpoint, model, device, options.dtype, installer)
-    return finish_installation(installer)
+    if installer is None:
+        repack_layers(model, (), "--dequantize")
+    return install_kernels(model, options.kernels, options.exact_activations, installer)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -360,20 +359,19 @@ def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
     return Installer
 
 
-def install_kernels(model: nn.Module, kernels: str = "auto", exact_activations: bool = False) -> nn.Module:
+def install_kernels(
+    model: nn.Module, kernels: str = "auto", exact_activations: bool = False, installer: Installer | None = None
+) -> nn.Module:
     """Install the kernels for the device of a model (or of its Medusa heads) if they can run there, unless `kernels` is
     "torch". Returns the model.
 
-    exact_activations: quantized layers do not quantize their activations (CPU).
+    exact_activations: quantized layers do not quantize their activations (CPU). installer: one that has packed layers
+    of this model already.
     """
-    return finish_installation(choose_installer(model.device, kernels)(model, kernels, exact_activations))
-
-
-def finish_installation(installer: Installer) -> nn.Module:
-    """Install what is not installed yet, and let the model use it. Returns the model."""
-    model, backend = installer.model, installer.finish()
+    installer = installer or choose_installer(model.device, kernels)(model, kernels, exact_activations)
+    backend = installer.finish()
     if isinstance(model, Transformer):
-        unpack_without_kernels(model, installer.kernels)
+        unpack_without_kernels(model, kernels)
         model.use(backend)
     return model
 

@@ -208,7 +208,7 @@ def quantize_checkpoint(
 def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
     ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
-    model = ck.read_model(source, dtype=torch.bfloat16)
+    model = ck.read_weights(source, source.empty_model())
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, source.tokenizer, calibration_file)
     try:

@@ -91,7 +91,6 @@ class CpuInstaller(Installer):
             return
         self.model.set_submodule(name, kind(plain, self.exact_activations, self.packed.empty))
         self.freed += sum(tensor.nbytes for tensor in plain.buffers())
-        del plain
         if self.freed > KEPT_BYTES:  # otherwise fragmentation costs up to half the model's size
             self.freed = 0
             release_freed_memory()

@@ -110,8 +110,7 @@ class Drafts:
         if self.checkpoint is not None:
             return self.loader.load(self.checkpoint, model.shard)
         print_status("loading the draft in 4 bits ...")
-        draft = self.target.empty_model()
-        read_weights(self.target, draft, model.device, self.options.dtype)
+        draft = read_weights(self.target, self.target.empty_model(), model.device, self.options.dtype)
         draft = quantize_model(draft, Quantization("int4", 32, "int8"))
         if model.shard.ranks > 1:
             draft = own_part(draft, model)

@@ -51,8 +51,8 @@ class AssembledWeights:
     """The weights of a model in a file of another project. UserError if the file does not hold exactly its tensors."""
 
     def __init__(self, path: Path, file: Any, config: Config, layout: Layout, unneeded: Callable[[str], bool]):
-        """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether the tensor
-        of a name, which the model does not have, may be left out."""
+        """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether the tensor of a name, which the model
+        does not have, may be left out."""
         self.path, self.file = path, file
         self.config = config
         self.places = destinations(config, layout)

@@ -5,12 +5,19 @@ import random
 
 import torch
 
-from checkpoint import read_model
+from checkpoint import Checkpoint, open_directory, read_weights
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
+from model import WHOLE_MODEL
 
 # What may stand in the place of any field of a model's config.
 STRANGE_VALUES = [None, 0, -1, 1, 3, 2**40, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", True, [], [1], [0.5] * 3, {}]
 STRANGE_VALUES += [{"rope_type": "yarn"}, "yarn", "linear", 60000, 2**32 - 1, 0.0, -1.0, [2, 2], [3, 4], ["", "a"]]
+
+
+def read_model(checkpoint, dtype=torch.bfloat16, shard=WHOLE_MODEL):
+    """The model of a checkpoint, or of a directory, without kernels."""
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
+    return read_weights(checkpoint, checkpoint.empty_model(shard), dtype=dtype)
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from cases import STRANGE_VALUES, plain_twin
+from cases import STRANGE_VALUES, plain_twin, read_model
 from conftest import ROOT, SCALED_QUERIES, TINY, hf_greedy, random_prompts, save_tiny
 from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write_gguf
 from programs import main
@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save, save_file
 from texts import strings
 
 import convert_hf_checkpoint
-from checkpoint import read_config, read_model, read_quantization
+from checkpoint import read_config, read_quantization
 from cli import UserError
 from config import RopeScaling
 from convert_hf_checkpoint import convert

@@ -14,14 +14,14 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from cases import STRANGE_VALUES
+from cases import STRANGE_VALUES, read_model
 from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, sentencepiece_fields, write_gguf
 from programs import main
 from texts import strings
 
 import formats
-from checkpoint import open_directory, read_model
+from checkpoint import open_directory
 from cli import UserError
 from convert_hf_checkpoint import convert
 from formats import QuantizedLinear, StackedLinear

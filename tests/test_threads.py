@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
+from cases import read_model
 
-from checkpoint import read_model
 from cpu import threads
 from cpu.threads import CpuTimes, ThreadCount, Threads, powers_of_two
 from engine import Engine, EngineOptions, Request, generate

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import read_model
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-from checkpoint import empty_model, open_directory, read_model
+from checkpoint import empty_model, open_directory
 from cli import UserError
 from config import Config, RopeScaling
 from drafts.loading import Drafts

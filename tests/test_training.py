@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import read_model
 from conftest import ROOT, tiny_chat_llama
 from texts import TEMPLATE
 
@@ -28,14 +29,14 @@ from teacher import (
     split_held_out,
 )
 
-from checkpoint import read_config, read_model, total_weight_bytes, weight_files
+from checkpoint import read_config, total_weight_bytes, weight_files
 from cli import UserError
 from config import Config
 from convert_hf_checkpoint import convert
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
-from load import ModelOptions, load_model, open_checkpoint
+from load import load_model, open_checkpoint
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_hf
@@ -59,7 +60,7 @@ def chat_checkpoint(tmp_path_factory, byte_level):
 
 
 def prompts_of(directory: Path, seed: int, max_new_tokens: int):
-    return self_text.Prompts(open_checkpoint(ModelOptions(str(directory))), seed, max_new_tokens)
+    return self_text.Prompts(open_checkpoint(str(directory)), seed, max_new_tokens)
 
 
 @pytest.fixture(scope="module")

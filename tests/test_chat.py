@@ -27,7 +27,7 @@ import cli
 import engine as engine_module
 from chat import AnswerPrinter, Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
-from engine import Engine, EngineOptions, Request, generate, read_with_progress
+from engine import Engine, EngineOptions, Request, SingleProcess, generate, read_with_progress
 from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
@@ -180,7 +180,9 @@ def test_commands(tiny_model, monkeypatch, capsys):
 def sent_lines(monkeypatch, capsys, *lines):
     """(the messages that a session without a model is asked, stderr)."""
     sent, turn = [], SimpleNamespace(messages=[])
-    session = SimpleNamespace(engine=SimpleNamespace(ranks=None), template=None, summary=lambda turn: "[summary]")
+    session = SimpleNamespace(
+        engine=SimpleNamespace(ranks=SingleProcess()), template=None, summary=lambda turn: "[summary]"
+    )
     session.reset, session.set_system = lambda: sent.append("RESET"), lambda text: sent.append(f"SYSTEM {text!r}")
     session.statistics, session.system = lambda: "STATISTICS", None
     session.ask = lambda text, show: sent.append(text) or turn

@@ -7,7 +7,6 @@ guessed from the file's name, except where the other files of a split model are.
 """
 
 import dataclasses
-import os
 import struct
 import weakref
 from pathlib import Path
@@ -49,15 +48,17 @@ class GgufFile:
             self.open_split(split_files(path))
         self.architecture = str(self.value("general.architecture", None))
         if self.architecture not in GGUF_FAMILIES:
-            known = ", ".join(GGUF_FAMILIES)
-            raise UserError(f"{path}: architecture {self.architecture} is not known; known in GGUF files: {known}")
+            raise UserError(
+                f"{path}: architecture {self.architecture} is not known; "
+                f"known in GGUF files: {', '.join(GGUF_FAMILIES)}"
+            )
         self.family = GGUF_FAMILIES[self.architecture]
 
     def open_part(self, path: Path) -> tuple[dict, dict[str, TensorInfo]]:
         """(metadata, tensors by name) of a file, which stays open."""
         try:
             file = open_file(path)
-            weakref.finalize(self, os.close, file)
+            weakref.finalize(self, file.close)
             metadata, infos = read_header(file)
         except (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from None
@@ -71,8 +72,10 @@ class GgufFile:
         """Open all files of a split model, after one of them said that it is one."""
         count = self.value("split.count")
         if count != len(paths):
-            name = "MODEL-00001-of-00003.gguf"
-            raise UserError(f"{self.path} is one of {count} files of a model, so its name must end as {name} does")
+            raise UserError(
+                f"{self.path} is one of {count} files of a model, so its name must end as "
+                "MODEL-00001-of-00003.gguf does"
+            )
         if missing := [path.name for path in paths if not path.is_file()]:
             raise UserError(f"{self.path} is one of {count} files of a model; beside it {and_more(missing)} is missing")
 
@@ -88,8 +91,8 @@ class GgufFile:
             if twice := self.infos.keys() & infos.keys():
                 raise UserError(f"{path}: tensor {min(twice)} is in another file of the model, too")
             self.infos |= infos
-        if self.value("split.tensors.count", len(self.infos)) != len(self.infos):
-            total = self.value("split.tensors.count")
+        total = self.value("split.tensors.count", len(self.infos))
+        if total != len(self.infos):
             raise UserError(f"{self.path} names {total} tensors, but its {count} files have {len(self.infos)}")
 
     def value(self, name: str, *default):
@@ -265,15 +268,13 @@ class GgufFile:
         """A tensor: floating-point numbers, or uint8 (rows, bytes). The file is read and not mapped into memory,
         because a mapped file that somebody truncates would kill the process."""
         data = torch.empty(info.nbytes, dtype=torch.uint8)
-        buffer, done = memoryview(data.numpy()), 0
-        while done < info.nbytes:
-            count = os.preadv(self.files[info.part], [buffer[done : done + (1 << 30)]], info.start + done)
-            if count == 0:
-                raise UserError(f"{self.path} was truncated while it was read")
-            done += count
+        file = self.files[info.part]
+        file.seek(info.start)
+        if file.readinto(data.numpy()) < info.nbytes:
+            raise UserError(f"{self.path} was truncated while it was read")
         if info.type in DENSE:
             return data.view(DENSE[info.type]).view(info.shape)
-        return data.view(-1, info.row_bytes) if info.row_bytes else data
+        return data.view(-1, info.row_bytes)
 
     def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
         """A tensor of a type that is not kept, in float32."""

@@ -4,12 +4,13 @@ The `gguf` package does the same in 20 to 60 times the time, because it makes nu
 of ggml describes the layout: magic, version, counts, key-value pairs, tensor infos; numbers are little-endian.
 """
 
+import math
 import os
 import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,8 +23,18 @@ FIRST_READ = 1 << 24  # bytes; few headers are longer
 LONGEST_HEADER = 1 << 26  # bytes; longer ones than those of any model would take minutes and gigabytes
 # (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
 TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
-QUANTIZED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
-QUANTIZED |= {20: "iq4_nl", 23: "iq4_xs"}
+QUANTIZED = {
+    2: "q4_0",
+    3: "q4_1",
+    6: "q5_0",
+    7: "q5_1",
+    8: "q8_0",
+    12: "q4_k",
+    13: "q5_k",
+    14: "q6_k",
+    20: "iq4_nl",
+    23: "iq4_xs",
+}
 BLOCKS = {number: FORMATS[name].parts[0] for number, name in QUANTIZED.items()}
 TYPES |= {number: (QUANTIZED[number].upper(), block.columns, block.count) for number, block in BLOCKS.items()}
 
@@ -89,13 +100,14 @@ class Parser:
         return array.tolist()
 
 
-def read_header(file: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """(metadata, tensors by name) of an open file (a descriptor). Raises ValueError, with the tensor's name if there is
-    one, for what is not a complete GGUF file."""
-    size = os.fstat(file).st_size
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """(metadata, tensors by name) of an open file. Raises ValueError, with the tensor's name if there is one, for what
+    is not a complete GGUF file."""
+    size = os.fstat(file.fileno()).st_size
     length = FIRST_READ
     while True:
-        data = os.pread(file, length, 0)
+        file.seek(0)
+        data = file.read(length)
         try:
             return parse(data, size)
         except struct.error:
@@ -146,9 +158,7 @@ def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, Te
         type_name, columns, block = block_sizes(name, kind)
         if 0 in shape:
             raise ValueError(f"tensor {name} has the shape {shape}")
-        rows, C = 1, shape[-1] if shape else 1
-        for dimension in shape[:-1]:
-            rows *= dimension
+        rows, C = math.prod(shape[:-1]), shape[-1] if shape else 1
         if C % columns:
             raise ValueError(f"tensor {name} ({type_name}) has rows of {C} elements, which are no blocks of {columns}")
         row_bytes = C // columns * block
@@ -180,12 +190,12 @@ def block_sizes(name: str, kind: int) -> tuple[str, int, int]:
         raise ValueError(f"tensor {name} has type {kind}, which is not known") from None
 
 
-def open_file(path: Path) -> int:
-    """A descriptor of a regular file. (Reading a device or a pipe might never end.)"""
+def open_file(path: Path) -> BinaryIO:
+    """An open regular file. (Reading a device or a pipe might never end.)"""
     if not path.is_file():
         kind = "a directory" if path.is_dir() else "no file" if path.exists() else "not there"
         raise FileNotFoundError(f"it is {kind}")
-    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    return open(path, "rb")
 
 
 def split_files(path: Path) -> list[Path]:

@@ -60,9 +60,11 @@ GGUF_NAMES = {
     "attention.out": ["attn_output"],
     "attention.q_norm": ["attn_q_norm"],
     "attention.k_norm": ["attn_k_norm"],
+    "attention_post_norm": ["post_attention_norm"],
     "mlp_norm": ["ffn_norm"],
     "mlp.gate_up": ["ffn_gate", "ffn_up"],
     "mlp.down": ["ffn_down"],
+    "mlp_post_norm": ["post_ffw_norm"],
 }
 BLOOM_NAMES = {
     "embedding": ["word_embeddings"],
@@ -76,7 +78,6 @@ BLOOM_NAMES = {
     "mlp.up": ["mlp.dense_h_to_4h"],
     "mlp.down": ["mlp.dense_4h_to_h"],
 }
-GGUF_NAMES |= {"attention_post_norm": ["post_attention_norm"], "mlp_post_norm": ["post_ffw_norm"]}
 POST_NORMS = {"attention_post_norm": ["post_attention_layernorm"], "mlp_post_norm": ["post_feedforward_layernorm"]}
 LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
 POST_NORM_LAYOUT = replace(LLAMA_LAYOUT, names=LLAMA_NAMES | POST_NORMS | {"mlp_norm": ["pre_feedforward_layernorm"]})

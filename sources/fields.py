@@ -88,8 +88,11 @@ ROPE_FIELDS = {
     "longrope": ["factor", "short_factor", "long_factor", "attention_factor"],
 }
 
-REQUIRED_ROPE_FIELDS = {kind: ROPE_FIELDS[kind] for kind in ("linear", "llama3")}
-REQUIRED_ROPE_FIELDS["longrope"] = ["short_factor", "long_factor"]
+REQUIRED_ROPE_FIELDS = {
+    "linear": ROPE_FIELDS["linear"],
+    "llama3": ROPE_FIELDS["llama3"],
+    "longrope": ["short_factor", "long_factor"],
+}
 
 
 def rope_fields(fields: Fields, by_kind: bool = False) -> tuple[str, dict]:
@@ -121,8 +124,7 @@ def hf_rope(fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ())
     context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
     name, rope = rope_fields(fields, by_kind)
     base = float(rope.pop("rope_theta", base))
-    old_kind = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old_kind)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
     kind = "longrope" if kind == "su" else kind  # an older name
     if kind not in ROPE_FIELDS:
         fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")

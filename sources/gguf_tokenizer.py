@@ -86,8 +86,10 @@ def read_fields(path: Path, metadata: dict) -> dict:
         if type(fields[name]) is not int:
             raise UserError(f"{path}: {START}{name} = {short(fields[name])} is not a token id")
         if not 0 <= fields[name] < len(tokens):
-            why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
-            print_status(f"warning: {path}: {START}{name} = {fields.pop(name)} {why}")
+            print_status(
+                f"warning: {path}: {START}{name} = {fields.pop(name)} is not one of the ids of {len(tokens)} tokens "
+                "and counts as absent"
+            )
 
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         if type(fields.get(name, True)) not in (bool, int):
@@ -170,8 +172,8 @@ def added_tokens(fields: dict, is_phi3: bool) -> list[dict]:
     for i, (token, kind) in enumerate(zip(fields["tokens"], fields["token_type"])):
         if kind in SPECIAL or (kind == USER_DEFINED and " " not in token):
             rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
-            flags = {"rstrip": rstrip, "normalized": False, "special": kind != USER_DEFINED}
-            added.append({"id": i, "content": token} | flags)
+            special = kind != USER_DEFINED
+            added.append({"id": i, "content": token, "rstrip": rstrip, "normalized": False, "special": special})
     return added
 
 
@@ -232,8 +234,10 @@ def byte_level_bpe(path: Path, fields: dict):
         print_status(f"warning: {path} lacks tokenizer.ggml.pre: text is split by a default, maybe not as in training")
     rule = ALIASES.get(name, name or "default")
     if rule not in PRE_TOKENIZERS:
-        known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
-        raise UserError(f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {known}")
+        raise UserError(
+            f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))} "
+            f"and {len(ALIASES)} names of the same rules"
+        )
 
     tokens = fields["tokens"]
     library = Tokenizer(byte_pair_model(path, fields, rule in IGNORE_MERGES))
@@ -264,8 +268,10 @@ def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
         known = [(a, b) for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
     if len(known) < len(merges) / 2:
         raise ValueError("most merges are of tokens that the vocabulary lacks")
-    count = f"{len(merges) - len(known)} of {len(merges)} merges"
-    print_status(f"warning: {path}: {count} are of tokens that the vocabulary lacks and are left out")
+    print_status(
+        f"warning: {path}: {len(merges) - len(known)} of {len(merges)} merges are of tokens that the vocabulary lacks "
+        "and are left out"
+    )
     return models.BPE(vocab=vocabulary, merges=known, ignore_merges=ignore_merges)
 
 

@@ -222,9 +222,6 @@ def download_file(repository: str, name: str, sha256: str | None = None) -> Path
         about = get_hf_file_metadata(url)
     if about.size is None or re.fullmatch(r"[\w-]+", about.etag or "") is None:  # it is the name of a file here
         raise UserError(f"the hub does not say which digest or size {repository}/{name} has")
-    is_sha256 = (
-        re.fullmatch("[0-9a-f]{64}", about.etag) is not None
-    )  # other files, which are small, have a SHA-1 of git
     if sha256 is not None and about.etag != sha256:
         raise UserError(f"{repository}/{name} has the ETag {about.etag} on the hub, but SHA-256 {sha256} is expected")
 
@@ -236,7 +233,7 @@ def download_file(repository: str, name: str, sha256: str | None = None) -> Path
             if not blob.exists():
                 print_status(printable(f"downloading {repository}/{name} ({size_text(about.size)}, once)"))
                 fetch_rest(url, partial, about.size, name)
-                if is_sha256:
+                if re.fullmatch("[0-9a-f]{64}", about.etag):  # other files, which are small, have a SHA-1 of git
                     check_sha256(partial, about.etag, name)
                 partial.rename(blob)
     return Path(hf_hub_download(repository, name))

@@ -97,7 +97,9 @@ def find_model(text: str) -> tuple[Path, str]:
             f"{text} does not exist; a model is a path, a name on the hub (organization/name, or "
             f"organization/name:Q4_K_M for a GGUF file), or {', '.join(SHORT_NAMES)}"
         )
-    return path, model_name(text, path)
+    if path.is_dir():
+        return path, text.rpartition("/")[2]
+    return path, gguf_name(path)
 
 
 def find_short_name(short: ShortName) -> Path:
@@ -129,13 +131,6 @@ def in_hub_cache(short: ShortName) -> Path | None:
     return None
 
 
-def model_name(text: str, path: Path) -> str:
-    """What users call a model that was found by a name."""
-    if path.is_dir():
-        return text.rpartition("/")[2]
-    return gguf_name(path)
-
-
 # ---------------------------------------------------------------- the list of models
 
 
@@ -164,8 +159,7 @@ def downloaded() -> Iterator[tuple[str, int]]:
                 yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
     folder = wheels.models_folder()
     for name, short in SHORT_NAMES.items():
-        in_wheels = short.wheels is not None and wheels.is_there(short.wheels, folder)
-        if in_wheels or in_hub_cache(short):
+        if (short.wheels is not None and wheels.is_there(short.wheels, folder)) or in_hub_cache(short):
             yield name, short.nbytes
     ours = [short.wheels.file for short in SHORT_NAMES.values() if short.wheels is not None]
     for path in folder.glob("*.gguf"):
@@ -187,8 +181,9 @@ def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
         revision = repository.refs.get("main")
         if repository.repo_type != "model" or revision is None:
             continue
-        sizes = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}
-        sizes = {name: file.size_on_disk for name, file in sizes.items()}
+        sizes = {
+            file.file_path.relative_to(revision.snapshot_path).as_posix(): file.size_on_disk for file in revision.files
+        }
         for first in hub.matching(list(sizes), ""):
             files = [path.as_posix() for path in split_files(Path(first))]
             if all(file in sizes for file in files) and (repository.repo_id, first) not in known:

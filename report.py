@@ -137,10 +137,8 @@ def all_reduces_s(model: Transformer, rows: int) -> float:
 
 
 def synchronize(device: torch.device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device) -> int:
@@ -160,11 +158,10 @@ def peak_memory(device) -> int:
 def bytes_by_format(model: Transformer) -> dict[str, int]:
     """The bytes of a model's weights by the format that they are stored in, the largest first."""
     found = Counter()
-    for module in model.modules():
+    for name, tensor in model.state_dict().items():
+        module = model.get_submodule(name.rpartition(".")[0])
         stored_as = module.stored_as if isinstance(module, MatrixLayer) else None
-        for kind, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and kind not in module._non_persistent_buffers_set:
-                found[stored_as or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        found[stored_as or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return dict(found.most_common())
 
 
@@ -209,8 +206,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
 
 def print_report(result: dict, timing, args):
     """Print the measurements of a run on stderr: one line of them, or all. args: of generate.py."""
-    cut = [sample for sample in result["samples"] if sample["finish_reason"] == "length"]
-    if args.chat and cut and not args.json:
+    if args.chat and not args.json and any(sample["finish_reason"] == "length" for sample in result["samples"]):
         print_status(f"(cut at --max_new_tokens {args.max_new_tokens})", dim=True)
     if args.report:
         print_status("\n" + full_report(result, timing))

@@ -129,19 +129,21 @@ class Shard:
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
-        sizes = {"n_head": len(self.own(config.n_head)), "n_kv_head": len(self._kv_heads(config))}
-        sizes |= {
-            "hidden_dim": len(self._own_hidden(config.hidden_dim)),
-            "vocab_size": -(-config.vocab_size // self.ranks),
-        }
-        return dataclasses.replace(config, n_token=None, **sizes)
+        return dataclasses.replace(
+            config,
+            n_head=len(self.own(config.n_head)),
+            n_kv_head=len(self._kv_heads(config)),
+            hidden_dim=len(self._own_hidden(config.hidden_dim)),
+            vocab_size=-(-config.vocab_size // self.ranks),
+            n_token=None,
+        )
 
     def slices(self, model: Transformer) -> dict[str, Slice]:
         """This rank's slice of each tensor of a whole model, by the tensors' names. Call `fit` before."""
+        names = [name.rpartition(".") for name in model.state_dict()]
         return {
-            f"{name}.{kind}": self._slice(model.config, name, module, kind)
-            for name, module in model.named_modules()
-            for kind in weights(module)
+            f"{module}.{kind}": self._slice(model.config, module, model.get_submodule(module), kind)
+            for module, _, kind in names
         }
 
     def _slice(self, config: Config, name: str, module: nn.Module, kind: str) -> Slice:
@@ -209,15 +211,9 @@ class Shard:
 
 
 def split_of(name: str) -> tuple[str, int]:
-    """The entry of SPLIT with the longest key that matches a module's name. Modules without weights need none."""
+    """The entry of SPLIT with the longest key that matches a module's name."""
     fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
     return SPLIT[max(fitting, key=len)] if fitting else ("unknown", 0)
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers that are part of a checkpoint."""
-    tensors = module._parameters | module._buffers
-    return {k: t for k, t in tensors.items() if t is not None and k not in module._non_persistent_buffers_set}
 
 
 def columns_of(module: nn.Module, kind: str) -> tuple[int, int]:
@@ -263,8 +259,8 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
 
 
 def check(model: Transformer, ranks: int):
-    for name, module in model.named_modules():
-        assert not weights(module) or split_of(name)[0] != "unknown", f"SPLIT has no line for {name}"
+    for name in model.state_dict():
+        assert split_of(name.rpartition(".")[0])[0] != "unknown", f"SPLIT has no line for {name}"
     if reasons := obstacles(model, ranks):
         possible = [n for n in range(1, model.config.n_head + 1) if not obstacles(model, n)]
         raise UserError(f"the model cannot be split over {ranks} ranks: {reasons[0]}; {possible} ranks are possible")

@@ -236,8 +236,6 @@ def test_batches_hold_every_sequence_once_an_epoch():
     assert all(sum(end - start for start, _, end in batch) <= 100 for batch in batches)
     assert batches == make_batches(train, 100, 2, seed=3) != make_batches(train, 100, 2, seed=4)
     assert new_token_positions([(0, 3, 6), (6, 7, 8)]) == [2, 3, 4, 6]
-    with pytest.raises(UserError, match="at least 2"):
-        split_held_out(sequences[:1])
 
 
 # ---------------------------------------------------------------- the loss and the loop
@@ -491,7 +489,8 @@ def trained_heads(teacher: TeacherText, head: torch.Tensor, state: Path, epochs:
             return loss(places)
 
         heads.loss = interrupted
-    return medusa_trainer.train(heads, epochs, 0, state)
+    medusa_trainer.train(heads, epochs, 0, state)
+    return heads
 
 
 @pytest.fixture

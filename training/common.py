@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ def make_parser(description: str) -> ArgumentParser:
     """A parser with the options that all trainers have."""
     parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
     add = parser.add_argument
-    target = "the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct"
-    add("--checkpoint_path", help=target)
+    add("--checkpoint_path", help="the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct")
     add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
     add("--epochs", type=positive, default=3, help="passes over the text")
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
@@ -141,8 +139,9 @@ class Trainer:
 
     def __init__(self, module: nn.Module, steps: int, peak: float, state_path: Path, settings: dict):
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        rates = {"lr": peak, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": True}
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), **rates)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        )
         self.step, self.steps = 0, steps
         self.peak, self.state_path = peak, state_path
         self.settings = settings | {"steps": steps, "peak": peak}

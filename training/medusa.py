@@ -13,8 +13,7 @@ resumed.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "training")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +89,7 @@ def positions_of(batch: list, heads: int) -> Tensor:
     return torch.tensor(new_token_positions(ends), dtype=torch.int64)
 
 
-def train(heads: TrainedHeads, epochs: int, seed: int, state_path: Path) -> TrainedHeads:
+def train(heads: TrainedHeads, epochs: int, seed: int, state_path: Path):
     n = heads.n
     batches, held_out = heads.teacher.batches(BATCH_TOKENS, epochs, seed)
     batches = [positions for batch in batches if len(positions := positions_of(batch, n))]
@@ -106,7 +105,6 @@ def train(heads: TrainedHeads, epochs: int, seed: int, state_path: Path) -> Trai
     settings = {"heads": n, "epochs": epochs, "seed": seed, "vocabulary": len(heads.matrix)}
     settings |= {"text": heads.teacher.checksum, "target": float(heads.matrix.float().sum())}
     Trainer(heads, len(batches), PEAK, state_path, settings).run(lambda step: heads.loss(batches[step]), report)
-    return heads
 
 
 def main():

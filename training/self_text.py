@@ -22,8 +22,7 @@ from collections import Counter, defaultdict
 from contextlib import closing
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +41,17 @@ TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64
 PROMPT_TOKENS = 512  # of the longest prompt
 COMPARED = 100  # samples of an existing file whose prompts are checked against the seed
+# Each text ends at a bar or at the end of its line.
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
 Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
-I am|I have|I need|Is it|Do you|Please||"""
+I am|I have|I need|Is it|Do you|Please||""".replace("\n", "|").split("|")
 TASKS = """What is {word}?|Explain {word} in simple words.|Write a short story about {word}.|Write a poem about {word}.
 Give me five tips about {word}.|What is the difference between {word} and {other}?|List three examples of {word}.
 Why is {word} important?|Describe the history of {word}.|How does {word} work?|Write a letter about {word} to a friend.
 Write a Python function about {word}.|What are the advantages and disadvantages of {word}?|Who uses {word}, and why?
 Summarize this text: {passage}|Explain this to a child: {passage}|Rewrite this in other words: {passage}
-Which questions does this text answer? {passage}|Continue this text: {passage}|Describe a day in the life of {word}."""
-
-
-def variants(text: str) -> list[str]:
-    return text.replace("\n", "|").split("|")
+Which questions does this text answer? {passage}|Continue this text: {passage}
+Describe a day in the life of {word}.""".replace("\n", "|").split("|")
 
 
 # ---------------------------------------------------------------- prompts
@@ -93,22 +90,24 @@ class Prompts:
         """The first request of an index; also the first words of the question, if it asks the model for a question."""
         rng = random.Random(f"{self.seed} {index}")
         if index % 2:
-            opening = rng.choice(variants(OPENINGS))
+            opening = rng.choice(OPENINGS)
             ids = self.tokenizer.encode(self.user_turn + opening, add_bos=False)
             return Request(ids, self.sampled(index), QUESTION_TOKENS, self.stop_ids), opening
         word, other = rng.sample(self.texts.words, 2)
         passage = rng.choice(self.texts.passages)
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
-        return self.answer(index, rng.choice(variants(TASKS)).format(word=word, other=other, passage=passage)), None
+        return self.answer(index, rng.choice(TASKS).format(word=word, other=other, passage=passage)), None
 
     def check_samples(self, samples: list[dict], path: Path):
         """UserError if the first samples of a file have other prompts. Those with an odd index, whose question the
         model generated, cannot be checked."""
         for sample in samples[:COMPARED]:
             if sample["index"] % 2 == 0 and sample["prompt"] != self.first(sample["index"])[0].prompt:
-                why = "another seed, or other Python packages were installed when it was written"
-                raise UserError(f"{path} has other prompts than --seed {self.seed} gives: {why}; take another --out")
+                raise UserError(
+                    f"{path} has other prompts than --seed {self.seed} gives: another seed, or other Python packages "
+                    "were installed when it was written; take another --out"
+                )
 
     def answer(self, index: int, question: str) -> Request:
         return self.request(index, self.template.encode([{"role": "user", "content": question}]))
@@ -240,8 +239,10 @@ def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: 
 
 def main():
     parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
-    source = "as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct"
-    parser.add_argument("--checkpoint_path", help=source)
+    parser.add_argument(
+        "--checkpoint_path",
+        help="as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct",
+    )
     parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to continue")
     parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
     parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
@@ -252,9 +253,8 @@ def main():
     checkpoint = open_checkpoint(args.checkpoint_path)
     prompts = Prompts(checkpoint, args.seed, args.max_new_tokens)
     steps = RecordedSteps()
-    functions = StepFunctions(steps.prefill, steps.decode)
     length = min(PROMPT_TOKENS + args.max_new_tokens, checkpoint.config.max_seq_length)
-    engine = Engine(load_model(checkpoint), args.batch_size, length, functions)
+    engine = Engine(load_model(checkpoint), args.batch_size, length, StepFunctions(steps.prefill, steps.decode))
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
     print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")

@@ -92,8 +92,6 @@ def frequent_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tenso
 def split_held_out(sequences: list[Span]) -> tuple[list[Span], list[Span]]:
     """(training sequences, held-out sequences). Every fiftieth is held out, not the last ones, because long answers
     finish last."""
-    if len(sequences) < 2:
-        raise UserError(f"the text has {len(sequences)} sequences; training needs at least 2")
     return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 

@@ -49,8 +49,10 @@ def compile_per_shape(function: Callable) -> Callable:
             modules = {name for name, value in names if isinstance(value, nn.Module)}
             # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            options = {"triton.cudagraphs": True}  # like mode="reduce-overhead"
-            options["guard_filter_fn"] = partial(drop_module_guards, modules)
+            options = {
+                "triton.cudagraphs": True,  # like mode="reduce-overhead"
+                "guard_filter_fn": partial(drop_module_guards, modules),
+            }
             if model.backend.thread_invariant:  # the kernels have their own threads; other operations are small
                 options["cpp.threads"] = 1
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)

@@ -238,9 +238,8 @@ def split_groups(w: Tensor, groupsize: int) -> Tensor:
     """Reshape w (N,C) to (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
     N, C = w.shape
     size = groupsize or C
-    missing = -C % size
-    w = torch.cat([w, w[:, -1:].expand(N, missing)], 1) if missing else w
-    return w.float().reshape(N, -1, size)
+    w = F.pad(w.float(), (0, -C % size), mode="replicate")
+    return w.reshape(N, -1, size)
 
 
 def round_up_to_half(x: Tensor) -> Tensor:
@@ -380,8 +379,10 @@ class Quantization:
             scheme = self._parse(piece)
             sizes = FORMATS[scheme.format].groupsizes if scheme else (self.groupsize,)
             if scheme and (type(scheme.groupsize) is not int or scheme.groupsize not in sizes):
-                of = f"groupsize of {name} ({scheme.format}) must be one of {sizes}"
-                raise ValueError(f"quantization {of}, not {scheme.groupsize!r}")
+                raise ValueError(
+                    f"quantization groupsize of {name} ({scheme.format}) must be one of {sizes}, "
+                    f"not {scheme.groupsize!r}"
+                )
 
     def _parse(self, text: str) -> Scheme | None:
         name, _, size = text.partition("-g")
@@ -537,16 +538,14 @@ def twin(layer: QuantizedLinear) -> QuantizedLinear:
 
 def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> Linear:
     """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks of rows."""
-    pieces, first = layer if isinstance(layer, StackedLinear) else [layer], 0
+    pieces = layer if isinstance(layer, StackedLinear) else [layer]
     N, C = layer.out_features, layer.in_features
     step = max(1, UNPACK_BLOCK // C)
     weight = torch.empty(N, C, dtype=dtype, device=next(layer.buffers()).device)
-    for piece in pieces:
+    for piece, target in zip(pieces, weight.split([piece.out_features for piece in pieces])):
         for start in range(0, piece.out_features, step):
-            rows = slice(start, min(start + step, piece.out_features))
-            part = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
-            weight[first + rows.start : first + rows.stop] = part
-        first += piece.out_features
+            rows = slice(start, start + step)
+            target[rows] = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
     is_table = isinstance(layer, QuantizedEmbedding)
     with torch.device("meta"):
         dense = Embedding(N, C) if is_table else Linear(C, N, layer.bias is not None)

@@ -311,11 +311,10 @@ define(
     "embed_packed(Tensor tokens, int layer, int C) -> Tensor",
     lambda t, _, C: t.new_empty((*t.shape, C), dtype=torch.float32),
 )
-BLOCK_SETTINGS = (
-    "int? window, float scale, float eps, float residual_scale, str activation, bool qk_norm_whole, "
-    "bool post_norm_residual, int rope_table"
+define(
+    "prepare_block(Tensor?[] norms, int[] layers, int[] sizes, ScalarType dtype, int? window, float scale, float eps, "
+    "float residual_scale, str activation, bool qk_norm_whole, bool post_norm_residual, int rope_table) -> int"
 )
-define(f"prepare_block(Tensor?[] norms, int[] layers, int[] sizes, ScalarType dtype, {BLOCK_SETTINGS}) -> int")
 define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(

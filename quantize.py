@@ -132,8 +132,6 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     generator = torch.Generator().manual_seed(0)
     V = model.config.n_token or model.config.vocab_size
     first_tokens = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
-    if length == 1:
-        return first_tokens
     requests = [Request(first, SamplingParams(seed=i), length - 1) for i, first in enumerate(first_tokens)]
     engine = Engine(model, SEQUENCES, length)
     for request in requests:
@@ -161,9 +159,11 @@ def quantize_checkpoint(
 
     source = source if isinstance(source, Checkpoint) else ck.open_directory(source)
     config = source.config
-    if (before := source.quantization) is not None:
-        already = f"{source.path} is quantized already ({before.mode})"
-        raise UserError(f"{already}; quantize the checkpoint that it was made from")
+    if source.quantization is not None:
+        raise UserError(
+            f"{source.path} is quantized already ({source.quantization.mode}); "
+            "quantize the checkpoint that it was made from"
+        )
     if out.resolve() == source.path.resolve():
         raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
     schemes = {name: quantization.scheme(name) for name, _ in matrices(ck.empty_model(config))}
@@ -219,12 +219,6 @@ def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_
         raise UserError(f"{source.path}: the activations on the calibration text are too large or not finite") from None
 
 
-def summary(kept: list[str]) -> str:
-    """One line that names the tensors that were not quantized, without their block numbers."""
-    kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
-    return f"not quantized: {', '.join(kinds)}" if kinds else "everything is quantized"
-
-
 def rounding_error(source: Checkpoint, quantization: Quantization) -> float:
     """How far rounding moves the weights of the first block: the root mean square, over that of the weights."""
     moved = size = 0.0
@@ -255,11 +249,13 @@ def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
             error = rounding_error(dense, quantization)
     except ValueError:
         return dense  # quantize_checkpoint says which tensor cannot be packed
-    loss = f"rounding its weights again, to {quantization.mode}, changes those of the first block by {error:.1%}"
     nbytes = sum(size for _, size in source.files.sizes())
     result = ck.total_weight_bytes(source.config, torch.bfloat16, quantization)
-    sizes = f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"
-    print_status(f"{source.path} is quantized already ({known}); {loss}; {sizes}")
+    print_status(
+        f"{source.path} is quantized already ({known}); rounding its weights again, to {quantization.mode}, changes "
+        f"those of the first block by {error:.1%}; the checkpoint will have {size_text(result)}, the file has "
+        f"{size_text(nbytes)}"
+    )
     return dense
 
 
@@ -272,8 +268,11 @@ def main():
     sizes = "columns that share a scale (32); 0: a whole row"
     add("--groupsize", type=int, choices=(0, 32, 64, 128), default=32, help=sizes)
     add("--head", choices=(*encoded, "none"), default="int8", help="format of the embedding and the output head (int8)")
-    text = "calibration text for int4-gptq (default: text sampled from the model itself)"
-    add("--calibration_file", type=Path, help=text)
+    add(
+        "--calibration_file",
+        type=Path,
+        help="calibration text for int4-gptq (default: text sampled from the model itself)",
+    )
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()
     if args.calibration_file and args.mode != GPTQ:
@@ -288,7 +287,9 @@ def main():
     is_directory = args.checkpoint_path is not None and Path(args.checkpoint_path).expanduser().is_dir()
     folder = source.path.resolve().parent if is_directory else ck.CHECKPOINTS
     out = args.out or folder / f"{source.name}-{args.mode}-{group}{head}"
-    print_status(summary(quantize_checkpoint(source, out, quantization, args.calibration_file)))
+    kept = quantize_checkpoint(source, out, quantization, args.calibration_file)
+    kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
+    print_status(f"not quantized: {', '.join(kinds)}")
     print_written(out)
 
 

@@ -49,8 +49,8 @@ class ShardFile:
         self.size += tensor.nbytes
 
     def close(self):
-        metadata = {"__metadata__": {"format": "pt"}}  # transformers requires it
-        header = json.dumps(metadata | self.header).encode()
+        # transformers requires the metadata.
+        header = json.dumps({"__metadata__": {"format": "pt"}} | self.header).encode()
         assert len(header) <= self.HEADER_BYTES
         self.file.seek(0)
         self.file.write(self.HEADER_BYTES.to_bytes(8, "little") + header)
@@ -98,8 +98,10 @@ class Writer:
         except OSError as error:
             raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
         if free < self.expected_bytes:
-            need = f"{self.expected_bytes / 1e9:.2f} GB"
-            raise UserError(f"{self.target.parent} has {free / 1e9:.2f} GB free, but the checkpoint needs {need}")
+            raise UserError(
+                f"{self.target.parent} has {free / 1e9:.2f} GB free, "
+                f"but the checkpoint needs {self.expected_bytes / 1e9:.2f} GB"
+            )
 
     def add(self, name: str, tensor: torch.Tensor):
         """Write one tensor, into a new shard if the last one has no room for it."""

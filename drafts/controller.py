@@ -111,7 +111,8 @@ class Controller:
         for candidate in candidates:
             seconds = plain_s + self.extra_s(rows, candidate.tokens, plain_s)
             if candidate.accepted is None:
-                seconds += self.draft_s(rows, candidate, plain_s)
+                prior = candidate.draft_cost * plain_s
+                seconds += self.drafting[rows, candidate.draft, candidate.k].median(self.steps, prior)
             rate = self.new_tokens(rows, candidate) / seconds
             if rate > best:
                 best, choice = rate, candidate
@@ -135,11 +136,6 @@ class Controller:
         token_s = self.token_s()
         prior = (EXTRA_TOKEN * plain_s if token_s is None else token_s) * (LONGER if rows + tokens > FEW_TOKENS else 1)
         return tokens * self.extra_token_s[rows.bit_length(), tokens.bit_length()].median(self.steps, prior)
-
-    def draft_s(self, rows: int, candidate: Candidate, plain_s: float) -> float:
-        """The seconds of proposing."""
-        prior = candidate.draft_cost * plain_s
-        return self.drafting[rows, candidate.draft, candidate.k].median(self.steps, prior)
 
     def update(self, rows: int, choice: Candidate | None, seconds: tuple[float, float], accepted: list[int]):
         """Learn from a step: what was chosen, the seconds of draft and target, how many tokens each row accepted."""

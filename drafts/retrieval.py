@@ -97,9 +97,6 @@ class Match:
     vote_shares: list[float]  # the discounted share of the votes of each of these tokens
 
 
-NO_MATCH = Match(0, [], [])
-
-
 def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     """Find the longest match with the end of `tail`, and choose n tokens that follow.
 
@@ -109,7 +106,7 @@ def find_match(index: RowIndex | TextIndex, tail: list[int], n: int) -> Match:
     text, length = index.tokens, 2
     ends = index.find(tail)
     if not ends or n < 1:
-        return NO_MATCH
+        return Match(0, [], [])
     for token in tail[-length - 1 : -MAX_MATCH - 1 : -1]:
         longer = [end for end in ends if end > length and text[end - length - 1] == token]
         if not longer:

@@ -372,7 +372,7 @@ def install_kernels(
     backend = installer.finish()
     if isinstance(model, Transformer):
         unpack_without_kernels(model, kernels)
-        model.use(backend)
+        model.backend = backend
     return model
 
 

@@ -94,11 +94,7 @@ class Transformer(nn.Module):
         )
         self.norm = make_norm(own)
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
-        self.backend = Backend()
-
-    def use(self, backend: Backend):
-        """Run with the kernels that `install` of cpu/install.py or kernels_triton.py has installed in this model."""
-        self.backend = backend
+        self.backend = Backend()  # what an Installer returns replaces it
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
         """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
@@ -292,12 +288,11 @@ class MLP(nn.Module):
         super().__init__()
         D, hidden = config.dim, config.hidden_dim
         self.kind, self.gated = config.mlp, config.mlp != "gelu"
-        bias = config.mlp_bias
         if self.gated:
-            self.gate_up = Linear(D, 2 * hidden, bias)  # rows gate, then up
+            self.gate_up = Linear(D, 2 * hidden, config.mlp_bias)  # rows gate, then up
         else:
-            self.up = Linear(D, hidden, bias)
-        self.down = Linear(hidden, D, bias)
+            self.up = Linear(D, hidden, config.mlp_bias)
+        self.down = Linear(hidden, D, config.mlp_bias)
 
     def forward(self, x: Tensor):
         if not self.gated:

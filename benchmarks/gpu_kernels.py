@@ -205,7 +205,7 @@ def random_model(config: Config, device: torch.device, format: str, kernels: boo
     model = model.to_empty(device=device).eval()
     fill(model.state_dict().values())
     if kernels and device.type == "cuda":  # a whole step would take minutes in the interpreter
-        model.use(kt.install(model))
+        model.backend = kt.TritonInstaller(model).finish()
     return model
 
 

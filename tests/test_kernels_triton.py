@@ -345,7 +345,7 @@ def models(tiny, tmp_path):
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
-        ours.use(kt.TritonInstaller(ours).finish())
+        ours.backend = kt.TritonInstaller(ours).finish()
         assert (ours.backend.run_blocks is not None) == (not name.startswith(NOT_FUSED))
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain
@@ -372,7 +372,7 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     with only_torch():
         expected = greedy(plain, prompts, 8)
     assert greedy(ours, prompts, 8) == expected
-    ours.use(kernels.Backend())
+    ours.backend = kernels.Backend()
     assert greedy(ours, prompts, 3) == [row[:3] for row in expected]
 
 

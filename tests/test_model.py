@@ -61,7 +61,7 @@ def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
     if model.backend.run_blocks is None:
         pytest.skip("no kernels for this machine")
     fused = greedy(model, prompts, 24)
-    model.use(dataclasses.replace(model.backend, run_blocks=None))
+    model.backend = dataclasses.replace(model.backend, run_blocks=None)
     assert greedy(model, prompts, 24) == fused
     with only_torch():
         assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 24) == fused

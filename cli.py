@@ -191,6 +191,7 @@ def token_ids(text: str) -> list[int]:
 # ---------------------------------------------------------------- messages, all on stderr
 
 REFRESH_S = 0.5  # between two updates of what a terminal shows
+SILENT_S = 2.0  # of waiting for a lock, before a line says what is waited for
 LINE_S = 10.0  # between two lines about the progress of a long work, where stderr is no terminal
 
 
@@ -305,7 +306,7 @@ def locked(path: Path, what: str):
 
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=2)
+        lock.acquire(timeout=SILENT_S)
     except Timeout:
         with Stopwatch(f"waiting for another process that {what}"):
             lock.acquire()

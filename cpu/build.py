@@ -11,24 +11,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 import sampling  # noqa: F401 (declares two of the operations)
-from cli import Stopwatch, UserError, print_status
+from cli import Stopwatch, UserError, locked, print_status
 from kernels import find_kernels
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
 FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
-SILENT_TRIES = 10  # attempts to get the lock of the build, 0.1 s apart, before a line says what is waited for
 
 # ---------------------------------------------------------------- the instruction sets
 
@@ -154,19 +150,6 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
-def wait_for_lock(lock: TextIO):
-    """Lock a file against other processes that build the kernels. If this takes long, say so. The lock of a process
-    that is killed is free at once."""
-    import fcntl  # not on Windows
-
-    for _ in range(SILENT_TRIES):
-        with suppress(BlockingIOError):
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.1)
-    with Stopwatch("waiting for another process that builds the CPU kernels"):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
 def build_library(compiler: str, instructions: InstructionSet) -> Path:
     """Compile the C++ files to a cached library, and return its path. If several processes need it at once, one builds
     it and the others wait. Raises RuntimeError with the compiler's first error."""
@@ -183,18 +166,16 @@ def build_library(compiler: str, instructions: InstructionSet) -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
+        (folder / "kernels.lock").touch()
     except (OSError, RuntimeError):  # no home directory, or not writable
         folder = Path(tempfile.gettempdir()) / f"fastpath-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if (about := folder.lstat()).st_uid != os.getuid() or about.st_mode & 0o077:
             raise OSError(f"{folder} belongs to somebody else, or lets others write") from None
-        lock = open(folder / "kernels.lock", "w")  # noqa: SIM115
     path = folder / name
-    with lock:
-        if path.exists():
-            return path
-        wait_for_lock(lock)
+    if path.exists():
+        return path
+    with locked(folder / "kernels.lock", "builds the CPU kernels"):
         if not path.exists():
             with (
                 Stopwatch("building the CPU kernels", "some 40 seconds, once"),

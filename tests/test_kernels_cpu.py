@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from programs import printed_lines
 from safetensors.torch import load_file, save_file
 
+import cli
 from checkpoint import empty_model
 from cli import UserError
 from config import Config
@@ -851,7 +852,7 @@ HOLD = """if True:
 def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsys, killed):
     """It takes the library of the other process, or builds it after the other one was killed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "SILENT_TRIES", 2)
+    monkeypatch.setattr(cli, "SILENT_S", 0.2)
     compiler = fake_compiler(tmp_path / "compiler")
     path = build.build_library(compiler, build.AVX2)
     path.unlink()
@@ -860,13 +861,13 @@ def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsy
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
 
-        class Watch(build.Stopwatch):
+        class Watch(cli.Stopwatch):
             def __enter__(self):
                 super().__enter__()
                 if self.what.startswith("waiting"):  # what it waits for ends now
                     other.kill() if killed else other.stdin.close()
 
-        monkeypatch.setattr(build, "Stopwatch", Watch)
+        monkeypatch.setattr(cli, "Stopwatch", Watch)
         assert build.build_library(compiler, build.AVX2) == path
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "waiting for another process that builds the CPU kernels ..."

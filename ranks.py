@@ -62,6 +62,7 @@ class Ranks:
         self.rank, self.size, self.local_rank = numbers
         self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
         self.connection_broke = False  # then a missing heartbeat is noticed sooner
+        self.timeout_s = TIMEOUT_S
         self.done, self.exiting = threading.Event(), threading.Lock()
         if self.rank:  # only rank 0 prints
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -265,7 +266,7 @@ class Ranks:
                 for rank, value in zip(others, beats):  # silence counts our own beats: the machine may sleep
                     silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
                     last[rank] = value
-                limit = BROKEN_TIMEOUT_S if self.connection_broke else TIMEOUT_S
+                limit = BROKEN_TIMEOUT_S if self.connection_broke else self.timeout_s
                 if silent := [rank for rank in others if silence[rank] >= limit]:
                     text = f"ended without an error message (no heartbeat of rank {', '.join(map(str, silent))})"
                     store.compare_set("end", "", json.dumps([1, silent[0], text]))

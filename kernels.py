@@ -125,8 +125,7 @@ class Installer:
 
     def __init__(self, model, kernels="auto", exact_activations=False):
         """model: may still be empty, on the meta device. The others are options: see load.ModelOptions."""
-        self.model = model
-        self.kernels, self.exact_activations = kernels, exact_activations
+        self.model, self.exact_activations = model, exact_activations
 
     @staticmethod
     def prepare_process(threads):

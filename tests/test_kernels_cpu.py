@@ -992,11 +992,11 @@ def test_a_schema_that_was_changed_in_python_only(tiny, tmp_path, python, old, n
 
 
 def test_without_the_file_torch_is_used(tiny, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cpu", None)
+    monkeypatch.setitem(sys.modules, "cpu.install", None)
     uncached = choose_installer.__wrapped__  # it has been called with this device before
     monkeypatch.setattr("load.choose_installer", uncached)
     model = install_kernels(load_model(tiny("llama-mha")[2], kernels="torch"))
-    assert model.backend.run_blocks is None and "cpu is missing: torch's own" in capsys.readouterr().err
+    assert model.backend.run_blocks is None and "cpu.install is missing: torch's own" in capsys.readouterr().err
 
 
 @pytest.mark.full  # a build with sanitizers takes a minute

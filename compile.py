@@ -1,7 +1,7 @@
 """What concerns torch.compile: the compiled steps, compiling them while a server runs, warming up before a measurement.
 
 Read down: `compiled_steps`, which the engine runs in the place of its own; the guards of their graphs; `warm_up`, which
-compiles them. Without --compile, nothing of this is used.
+compiles them. Without --compile and --compile_prefill, the compiled steps are the plain ones, and nothing is warmed up.
 """
 
 import re

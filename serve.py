@@ -124,7 +124,7 @@ def main(ranks=None):
         before = time.perf_counter()
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
             warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
-        warm_up_s = time.perf_counter() - before  # no step of a real request should take much longer
+        warm_up_s = time.perf_counter() - before  # 0 if nothing is compiled; a recompilation takes no longer
         if compiles_later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
         host, port = listener.getsockname()[:2]

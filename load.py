@@ -32,6 +32,7 @@ from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS, Installer
 from model import SCRATCH_SLOTS, WHOLE_MODEL, Transformer
 
+DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "medusa", "medusa:FILE", "int4-self", "none")
 KERNEL_CHOICES = ("auto", "avx2", "torch")
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
@@ -43,16 +44,15 @@ CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that 
 class DraftOption:
     """A value of --draft."""
 
-    kind: str  # "prompt-lookup", "lookup", "medusa", "int4-self" or "none"
-    path: str = ""  # of lookup:FILE or medusa:FILE
+    kind: str  # one of DRAFT_KINDS, without :FILE
+    path: str = ""  # FILE
 
     @classmethod
     def parse(cls, text: str) -> "DraftOption":
         kind, _, path = text.partition(":")
-        if text in ("none", "prompt-lookup", "medusa", "int4-self") or (kind in ("lookup", "medusa") and path):
-            return cls(kind, path)
-        kinds = "prompt-lookup, lookup:FILE, medusa, medusa:FILE, int4-self, none"
-        raise UserError(f"--draft {text!r} is not one of {kinds}")
+        if (f"{kind}:FILE" if path else text) not in DRAFT_KINDS:
+            raise UserError(f"--draft {text!r} is not one of {', '.join(DRAFT_KINDS)}")
+        return cls(kind, path)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class ModelOptions:
         if len(self.draft) < len(given) and (len(given) > 1 or self.speculates):
             raise UserError("--draft none and other drafts exclude each other")
         kinds = self.draft_kinds
-        if twice := [kind for kind in ("prompt-lookup", "medusa", "int4-self") if kinds.count(kind) > 1]:
+        if twice := [kind for kind in kinds if kind != "lookup" and kinds.count(kind) > 1]:
             raise UserError(f"--draft {twice[0]} is given twice")
 
     @property
@@ -173,7 +173,7 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
 
 def draft_length(given: int | str) -> int | str:
     """The value of --speculate_k."""
-    text, most = str(given), MAX_DECODE_TOKENS - 1  # speculative.MAX_K
+    text, most = str(given), MAX_DECODE_TOKENS - 1  # drafts.draft.MAX_K
     if text == "auto" or (text.isdecimal() and 1 <= int(text) <= most):
         return text if text == "auto" else int(text)
     raise UserError(f"--speculate_k must be auto, or between 1 and {most}, not {text}")
@@ -253,7 +253,7 @@ def load_engine(
     slots = rows * (length + SCRATCH_SLOTS)
     check_memory(checkpoint.config, device, options.dtype, slots, quantization, ranks.portion(device))
     model = load_model(checkpoint, options, ranks.shard(device))
-    decoding = None if drafts is None else drafts.load(model)
+    decoding = None if drafts is None else make_speculation(drafts.load(model), options.speculate_k)
     if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
         decoding = default_speculation()
     chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
@@ -265,6 +265,18 @@ def load_engine(
         original = f"the original context is {checkpoint.config.short_context}"
         print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
     return engine
+
+
+def make_speculation(drafts: list, speculate_k: int | str | None):
+    """A Speculation with these drafts. speculate_k: as in ModelOptions."""
+    from speculative import Speculation
+
+    if speculate_k in (None, "auto"):
+        return Speculation(drafts)
+    most = drafts[0].max_k
+    if len(drafts) == 1 and most < speculate_k:
+        print_status(f"--speculate_k {speculate_k}: there are only {most} heads, so {most} tokens are proposed")
+    return Speculation(drafts, speculate_k, automatic=False)
 
 
 def default_speculation():

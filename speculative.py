@@ -4,9 +4,10 @@ A draft proposes k tokens for each row, and the target model reads all of them i
 than k + 1 passes over one token, because it reads the weights once. The target model accepts a prefix of each proposal
 and adds one token of its own (arXiv:2211.17192, arXiv:2302.01318).
 
-Read down: verify and accept, on which exactness depends; Draft, the base class of drafts; Speculation, whose `step` the
-engine calls. The drafts are in drafts/: draft_model.py (another model), retrieval.py (earlier text), heads.py (trained
-heads), and controller.py, which decides which draft proposes how many tokens. Knows nothing of text.
+Read down: verify and accept, on which exactness depends; Speculation, whose `step` the engine calls. drafts/draft.py
+says what a draft is. The others of drafts/ are the drafts, draft_model.py (another model), retrieval.py (earlier text)
+and heads.py (trained heads), and controller.py, which decides which draft proposes how many tokens. Knows nothing of
+text.
 
 Why it is exact. A token x that was drawn from p_draft is accepted with probability min(1, p_target(x) / p_draft(x)). If
 it is rejected, a token is drawn from the residual max(0, p_target - p_draft), normalized. So x comes out with
@@ -35,14 +36,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.controller import PRIOR, Candidate, Controller
+from drafts.controller import Candidate, Controller
+from drafts.draft import MAX_K, WIDTHS, Batch, Draft, Proposal, full_width_choices, width_of
 from engine import Engine, PlainDecoding, StepResult
 from kernels import MAX_DECODE_TOKENS, exponential_noise
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
 
-MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass then has as many tokens per row as a decode pass may have
-WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
 MAX_PAUSE = 8  # steps of a batch without a search, after that many searches whose tokens were not worth proposing
 ACCEPT = 1  # the `stream` of the noise that decides what is accepted; tokens are drawn with stream 0
 
@@ -146,91 +146,6 @@ def count_leading(is_right: Tensor, lengths: Tensor) -> Tensor:
     offsets = torch.arange(is_right.shape[1], device=is_right.device)
     wrong_at = torch.where(is_right, is_right.shape[1], offsets)
     return torch.cat([wrong_at, lengths[:, None]], 1).amin(1)
-
-
-# ---------------------------------------------------------------- drafts
-
-
-@dataclass
-class Batch:
-    """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode; B may include padding rows."""
-
-    rows: list
-    inputs: Tensor
-
-    @property
-    def random(self) -> bool:
-        """Whether any row samples at random instead of greedily."""
-        return any(row.request.params.temperature > 0 for row in self.rows)
-
-
-@dataclass
-class Proposal:
-    """The tokens that a draft proposes for a step."""
-
-    tokens: list[list[int]]  # of each row, at most k
-    k: int
-    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-    # For each token, the estimated probability that it is accepted if those before it are; see Draft.is_free.
-    probs: list[list[float]] | None = None
-
-
-class Draft:
-    """The base class of drafts. A draft defines `propose`, its name, and what else differs from the defaults here."""
-
-    name: str  # for the report
-    # Whether proposing takes next to no time. Such a draft is asked in every step, and the probabilities of its tokens
-    # decide how many of them are used. Another draft runs only if it probably gains more than it costs.
-    is_free = False
-    observes = False  # whether `observe` is called: then plain steps are verifications of no tokens
-    prior = PRIOR  # the expected acceptance rate, as in controller.Controller
-    max_k = MAX_K  # the most tokens that it proposes
-
-    def begin(self, engine: Engine):
-        """Called once, before all others."""
-        self.engine = engine
-
-    def add(self, row: int, tokens: list[int], cached: int):
-        """A request has started in this cache row. tokens: its prompt and its first new token, of which the engine
-        found `cached` in its cache."""
-
-    def catch_up(self, rows: list) -> float:
-        """Called before `propose`: read what was not read yet of the prompts of these rows (engine.Row). Returns the
-        seconds that this took."""
-        return 0.0
-
-    def propose(self, batch: Batch, k: int) -> Proposal | None:
-        """Propose up to k tokens for each row of a batch. None if there are none for any row."""
-        raise NotImplementedError
-
-    def observe(self, rows: list, hidden: Tensor):
-        """Called after each step with its rows and the hidden states (B,D) that their last tokens were sampled from."""
-
-    def accepted(self, row: int, tokens: list[int]):
-        """A step has added these new tokens to this cache row. The last one is the target model's own."""
-
-    def remove(self, row: int):
-        """The request in this cache row has ended."""
-
-    def choices(self, k: int) -> list[int]:
-        """The numbers of tokens, up to k, that are worth choosing from, ascending."""
-        return full_width_choices(min(k, self.max_k))
-
-    def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        """The bytes of weights and of KV cache that proposing k tokens reads. positions: the number of filled cache
-        positions of each row."""
-        return 0.0, 0.0
-
-
-def width_of(k: int) -> int:
-    """The tokens per row of the pass that verifies k proposed tokens: the next of WIDTHS."""
-    return next(width for width in WIDTHS if width > k)
-
-
-def full_width_choices(k: int) -> list[int]:
-    """The numbers of tokens up to k that fill one of WIDTHS, and k: a compiled pass over fewer tokens would cost as
-    much, and of few choices each is measured sooner."""
-    return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})
 
 
 # ---------------------------------------------------------------- a step

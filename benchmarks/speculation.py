@@ -22,13 +22,14 @@ from checkpoint import Checkpoint
 from cli import UserError, print_status, run_command
 from compile import compiled_steps
 from drafts.controller import expected_tokens
+from drafts.draft import MAX_K
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
 from load import DEFAULT_HEADS, install_kernels, load_model, open_checkpoint
-from speculative import MAX_K, Report, Speculation
+from speculative import Report, Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
 OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafts.draft import Batch, Draft, Proposal, full_width_choices
 from engine import Engine
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
 from report import synchronize, weight_bytes
 from sampling import Sampling, probabilities, sample
-from speculative import Batch, Draft, Proposal, full_width_choices
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
 DRAFT_SEED = 0x5851F42D4C957F2D  # XORed into the seeds, so that the draft's noise is independent of the target's

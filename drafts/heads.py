@@ -33,13 +33,13 @@ from torch import Tensor, nn
 
 from checkpoint import safetensors_header
 from cli import UserError
+from drafts.draft import Batch, Draft, Proposal
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_head_rows
 from engine import Engine
 from formats import pack
 from kernels import has_kernel
 from model import Embedding, Transformer
 from sampling import Sampling, sample
-from speculative import Batch, Draft, Proposal
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata
 PARTS = {"weight": torch.int8, "scales": torch.float16}

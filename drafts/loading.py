@@ -10,13 +10,13 @@ from typing import Any
 
 from checkpoint import Checkpoint, empty_model, read_weights
 from cli import UserError, check_is_file, print_status, read_text
+from drafts.draft import Draft
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import check_prompt
 from formats import Quantization, QuantizedLinear, quantize_model, swap
 from model import Transformer
-from speculative import Draft, Speculation
 
 
 class Drafts:
@@ -57,18 +57,8 @@ class Drafts:
             dtype = str(self.options.dtype).removeprefix("torch.")
             raise UserError(f"--draft int4-self: {four}; give --dequantize to run the model in {dtype}")
 
-    def load(self, model: Transformer) -> Speculation:
-        """The Speculation with the drafts, for the model of the target."""
-        drafts, given = self.make_drafts(model), self.options.speculate_k
-        if given in (None, "auto"):
-            return Speculation(drafts)
-        most = drafts[0].max_k
-        if len(drafts) == 1 and most < given:
-            print_status(f"--speculate_k {given}: there are only {most} heads, so {most} tokens are proposed")
-        return Speculation(drafts, given, automatic=False)
-
-    def make_drafts(self, model: Transformer) -> list[Draft]:
-        """The drafts, the cheapest first."""
+    def load(self, model: Transformer) -> list[Draft]:
+        """The drafts for the model of the target, the cheapest first."""
         kinds = self.options.draft_kinds
         drafts, file = [], None
         if "medusa" in kinds or "int4-self" in kinds or self.checkpoint is not None:

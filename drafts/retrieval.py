@@ -17,8 +17,8 @@ from operator import mul
 import torch
 
 from drafts.controller import Rate
+from drafts.draft import MAX_K, Batch, Draft, Proposal
 from engine import Engine
-from speculative import MAX_K, Batch, Draft, Proposal
 
 MAX_OCCURRENCES = 32  # of the last two tokens, the latest ones, that are compared
 MAX_MATCH = 16  # tokens that are compared at each occurrence

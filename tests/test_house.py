@@ -19,7 +19,7 @@ ORDER = """
     sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint
     report engine compile
-    drafts.controller speculative drafts.draft_model drafts.retrieval drafts.heads drafts.loading
+    drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.loading speculative
     load chat generate
     server.tools server.answers server.pipe_messages server.request_fields server.constraints server.chat_prompts
     server.api server.responses server.anthropic server.openai_responses server.metrics server.engine_client

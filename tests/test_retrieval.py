@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from drafts import controller
+from drafts.draft import MAX_K, Batch
 from drafts.retrieval import (
     MAX_MATCH,
     MAX_OCCURRENCES,
@@ -16,7 +17,6 @@ from drafts.retrieval import (
     TextIndex,
 )
 from drafts.retrieval import find_match as find
-from speculative import MAX_K, Batch
 
 # ---------------------------------------------------------------- a slow search to compare with
 

@@ -26,6 +26,7 @@ from cli import UserError
 from compile import compile_counts, compiled_steps, warm_up
 from drafts import draft_model, loading
 from drafts.controller import Candidate
+from drafts.draft import MAX_K, Draft, Proposal
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.loading import lookup_name, read_lookup_text
@@ -40,7 +41,7 @@ from load import (
 )
 from quantize import quantize_checkpoint
 from sampling import SamplingParams, sample
-from speculative import MAX_K, Draft, DraftedTokens, Proposal, Report, Speculation
+from speculative import DraftedTokens, Report, Speculation
 
 LENGTH = 96
 KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]

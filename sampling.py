@@ -287,4 +287,5 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
         mass = (x.exp() * 2.0**40).long()  # fixed point, so that sums are exact
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
-    return x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0
+    x = x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0
+    return x

@@ -258,7 +258,7 @@ class KVCache(nn.Module):
         super().__init__()
         self.n_kv_head, self.head_dim = config.n_kv_head, config.head_dim
 
-    def allocate(self, R: int, T: int, zeros: Callable = torch.zeros):
+    def allocate(self, R: int, T: int, zeros: Callable):
         """Make an empty cache. zeros(shape) makes its tensors."""
         for name in ("k", "v"):
             self.register_buffer(name, zeros((R, self.n_kv_head, T, self.head_dim)), persistent=False)

@@ -80,8 +80,7 @@ class Positions(nn.Module):
     def __init__(self, config: Config, T: int, heads: range, device: torch.device):
         super().__init__()
         slots = torch.arange(T, device=device)[None]  # (1,T)
-        tables = {"query_scales": query_scales(config, slots)}
-        tables |= dict.fromkeys(("rope_cos", "rope_sin", "slopes"))
+        tables = {"query_scales": query_scales(config, slots), "rope_cos": None, "rope_sin": None, "slopes": None}
         if config.alibi:
             tables["slopes"] = alibi_slopes(config.n_head)[list(heads)].to(device)
         else:

@@ -141,9 +141,8 @@ def synchronize(device: torch.device):
         torch.accelerator.synchronize(device)
 
 
-def peak_memory(device) -> int:
+def peak_memory(device: torch.device) -> int:
     """The most bytes in use so far: by the whole process on CPU, by torch's allocations on other devices."""
-    device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":

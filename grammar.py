@@ -184,18 +184,6 @@ def schema_source(schema: dict | bool) -> str:
     return f"start: {schema_rule(schema)}"
 
 
-def regex_source(pattern: str) -> str:
-    """The grammar of a text that matches a regular expression from its beginning to its end."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_regex(pattern)
-
-
-def choice_source(texts: list[str]) -> str:
-    """The grammar of one of several texts."""
-    return "start: " + " | ".join(map(json.dumps, texts))
-
-
 def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
     """A function that returns a new grammar, of the JSON schema in a file, for each answer. UserError if the library
     does not support a place of it."""

@@ -70,7 +70,6 @@ class SameSite:
         self.app, self.local = app, local
 
     async def __call__(self, scope, receive, send):
-        app = self.app
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
         name = re.sub(r":\d*$", "", host).strip("[]")
@@ -79,10 +78,8 @@ class SameSite:
         elif origin is not None and origin.partition("://")[2].lower() != host.lower():
             error = f"pages of {origin[:100]} may not use this server (with --api_key, pages that send the key may)"
         else:
-            error = None
-        if error:
-            app = error_response(ApiError(error, 403, None, "forbidden"), scope["path"])
-        await app(scope, receive, send)
+            return await self.app(scope, receive, send)
+        await error_response(ApiError(error, 403, None, "forbidden"), scope["path"])(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:

@@ -96,7 +96,11 @@ class AnswerParser:
         self.openers = self.format.openers if self.format else ()
         self.closers = self.format.closers if self.format else ()
         self.keys = (self.format and self.format.keys) or ("name", "arguments")
-        self.call_start = start_pattern(self.keys)
+        # The beginning of a call's JSON object, up to where its arguments begin. The group is the name.
+        arguments = "|".join(sorted({self.keys[1], "arguments", "parameters"}))
+        self.call_start = re.compile(
+            rf'\{{\s*"{self.keys[0]}"\s*:\s*"({NAME_PATTERN})"\s*,\s*"(?:{arguments})"\s*:\s*(?=\{{)'
+        )
         self.read = self._read_answer
         if syntax.thinking is not None:
             self.read = self._read_thoughts if syntax.begins_inside else self._read_beginning
@@ -152,7 +156,7 @@ class AnswerParser:
         before, mark = self._take_until(self.syntax.thinking[1:])
         self._emit(Reasoning, before)
         if mark:
-            self._begin_segment()
+            self.space, self.is_blank = "", True
             self.read = self._read_after_thoughts
         return bool(mark)
 
@@ -180,7 +184,6 @@ class AnswerParser:
             start = len(self.text) - len(stripped) + len(before)
             self.held, self.text = self.text[:start], self.text[start:]
             self.is_bare, self.is_fenced = True, bool(before)
-            self.scanner, self.scanned = JsonScanner(), 0
             self.read = self._read_whole_object if has_own_marks else self._read_object
         return True
 
@@ -228,9 +231,6 @@ class AnswerParser:
         """Add the content that was held back: the content ends here, or is interrupted by a call."""
         if text := self.stops.add("", last=True):
             self.events.append(Content(text))
-
-    def _begin_segment(self):
-        self.space, self.is_blank = "", True
 
     def _refuse(self, text: str) -> bool:
         """What looked like a call is content, up to the end of `text`, which has been taken."""
@@ -346,7 +346,7 @@ class AnswerParser:
         if self.stops.stopped:  # what was held back before the call has a stop string
             return False
 
-        self._begin_segment()
+        self.space, self.is_blank = "", True
         self.held = ""
         self.events.append(CallBegins(self.calls, f"call_{secrets.token_hex(12)}", name))
         if arguments:
@@ -401,12 +401,6 @@ class AnswerParser:
     def _read_nothing(self) -> bool:
         self.text = ""
         return False
-
-
-def start_pattern(keys: tuple[str, str]) -> re.Pattern:
-    """The beginning of a call's JSON object, up to where its arguments begin. The group is the name."""
-    arguments = "|".join(sorted({keys[1], "arguments", "parameters"}))
-    return re.compile(rf'\{{\s*"{keys[0]}"\s*:\s*"({NAME_PATTERN})"\s*,\s*"(?:{arguments})"\s*:\s*(?=\{{)')
 
 
 class JsonScanner:

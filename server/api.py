@@ -19,7 +19,7 @@ from engine import Request, check_prompt
 from sampling import SamplingParams
 from server.answers import AnswerParser, Event
 from server.chat_prompts import ChatModel, Conversation
-from server.constraints import AnswerRules, Constraint, GrammarChecker, read_constraint
+from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import (
     MAX_LOGPROBS,
@@ -204,7 +204,7 @@ class ServedModel:
             counts = f"{len(prompts)} prompts with n={n}"
             raise ApiError(f"{counts} are not supported, at most {MAX_PROMPTS} answers in all", param="n")
         constraint = self.grammars.fit_constraint(constraint)
-        grammar = None if constraint is None else AnswerRules(constraint).source({})
+        grammar = None if constraint is None else answer_source(constraint, {})
         if constraint is not None:
             self.grammars.check(grammar, constraint.param, constraint.kind, is_tried=constraint.given is not None)
         choices = []
@@ -212,10 +212,11 @@ class ServedModel:
             new = self.check_length(ids, max_tokens, "prompt", 0)
             text = self.tokenizer.decode(ids) if echo and text is None else text
             for own_params in with_next_seeds(params, n):
-                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs)
-                request.prompt_logprobs = logprobs if echo else None
-                text_request = TextRequest(next(self.request_ids), request, stop, grammar=grammar)
-                text_request.can_time_out = not choices
+                prompt_logprobs = logprobs if echo else None
+                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+                text_request = TextRequest(
+                    next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices
+                )
                 choices.append(Choice(len(choices), text_request, text if echo else ""))
         return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
 
@@ -247,9 +248,8 @@ class ServedModel:
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
             text_request = TextRequest(
-                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids, syntax=syntax
+                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids, not choices, syntax
             )
-            text_request.can_time_out = not choices
             choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax, stop, fits)))
         return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
-from server.constraints import AnswerRules, Constraint
-from server.request_fields import ApiError, FieldReader, read_role
+from server.constraints import Constraint, answer_source
+from server.request_fields import ApiError, FieldReader, log_once, read_role
 from server.tools import (
     NAME_PATTERN,
     Tool,
@@ -97,11 +97,11 @@ class ChatModel:
         checked = name_results(checked)
         ends_with_answer = checked[-1]["role"] == "assistant"
         if continues and not ends_with_answer:
-            param = "continue_final_message"
-            raise ApiError(f"{param}: the last message is not the assistant's", param=param)
+            text = "continue_final_message: the last message is not the assistant's"
+            raise ApiError(text, param="continue_final_message")
         if continues and add_prompt:
-            param = "add_generation_prompt"
-            raise ApiError(f"{param} and continue_final_message exclude each other", param=param)
+            text = "add_generation_prompt and continue_final_message exclude each other"
+            raise ApiError(text, param="add_generation_prompt")
         continues = continues or (ends_with_answer and add_prompt is not True)
         if add_prompt is False and not continues:
             raise ApiError("add_generation_prompt is not supported, except with true", param="add_generation_prompt")
@@ -120,7 +120,7 @@ class ChatModel:
             if name not in self.template_words:
                 asked = 'reasoning_effort "none"' if name == "enable_thinking" and enabled is None else name
                 text = f"a request has {asked}, which is ignored: the model's chat template does not know {name}"
-                fields.log_once(f"template: {name}", text)
+                log_once(fields.logged, f"template: {name}", text)
         return variables
 
     def render(self, messages: list[dict], tools: ToolChoice, variables: dict, continues: bool) -> Conversation:
@@ -192,8 +192,8 @@ class ChatModel:
             except RecursionError:
                 raise ApiError("tools: a schema is nested too deeply", param="tools") from None
         thinking = None if conversation.thinking_is_over else self.thinking
-        rules = AnswerRules(constraint, grammar, tools.required, thinking, syntax.begins_inside)
-        return rules.source(self.special_tokens)
+        special = self.special_tokens
+        return answer_source(constraint, special, grammar, tools.required, thinking, syntax.begins_inside)
 
     def shown_ids(self, conversation: Conversation) -> frozenset[int]:
         """The special tokens whose text the parser of the answer has to see."""
@@ -242,7 +242,7 @@ class ChatModel:
         optional = {key for key in ("name", *THOUGHTS) if message.get(key)}
         for key in (further.keys() | optional) - self.template_words:
             text = f"a message has the field {key[:60]!r}, which is ignored: the chat template does not know it"
-            FieldReader.log_once(f"message: {key}", text)
+            log_once(FieldReader.logged, f"message: {key}", text)
         return {key: value for key, value in further.items() if key in self.template_words}
 
     def check_calls(self, calls, role: str, name: str) -> list[tuple]:

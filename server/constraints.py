@@ -1,8 +1,8 @@
 """What an answer must fit: JSON, a JSON schema, a regular expression or a choice of texts, and the calls of tools.
 
-Read down: Constraint and read_constraint, which reads the fields of a request; AnswerRules, which writes the grammar of
-a whole answer; GrammarChecker, which loosens schemas that the library does not support, and refuses grammars that the
-engine could not use; the process that tries them.
+Read down: Constraint and read_constraint, which reads the fields of a request; answer_source, which writes the grammar
+of a whole answer; GrammarChecker, which loosens schemas that the library does not support, and refuses grammars that
+the engine could not use; the process that tries them.
 
 Sources: response_format is OpenAI's, with llama-server's schema beside the type json_object; structured_outputs, and
 before it guided_json, guided_regex and guided_choice, are vLLM's; json_schema is llama-server's, regex SGLang's, and
@@ -21,24 +21,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from cli import UserError, print_status, printable
+from cli import UserError, printable
 from grammar import (
     IDENTIFIERS,
     GrammarTokenizer,
     check_size,
-    choice_source,
     loosen_schema,
-    regex_source,
     schema_reason,
     schema_rule,
 )
-from server.request_fields import ApiError, FieldReader
+from server.request_fields import ApiError, FieldReader, log_once
 from server.tools import Tool, ToolGrammar, literal, text_until
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid
 MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, so that it may delay other requests
-MAX_LOGGED = 100  # places of schemas that are loosened
 MAX_DEATHS = 3  # of the processes that try the schemas of a request
 MAX_TRIES = 4  # grammars that are tried at the same time
 TRY_WAIT_S = 10  # for a request to wait until its grammar can be tried
@@ -154,13 +151,15 @@ def make_constraint(kind: str, value, param: str) -> Constraint | None:
         return Constraint(regex_rule(value, param), param, "the regular expression")
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise ApiError(f"{param} must have a list of texts to choose from", param=param)
-    return Constraint(f"({choice_source(value).removeprefix('start: ')})", param, "the choice")
+    return Constraint(f"({' | '.join(map(json.dumps, value))})", param, "the choice")
 
 
 def regex_rule(pattern: str, param: str) -> str:
     """A text that matches a regular expression, as an expression of a grammar."""
     try:
-        source = regex_source(pattern)
+        from llguidance import LLMatcher
+
+        source = LLMatcher.grammar_from_regex(pattern)
     except ImportError:
         raise ApiError(f"{param}: regular expressions need llguidance: pip install llguidance", param=param) from None
     except ValueError as error:  # such as a lone surrogate
@@ -180,33 +179,34 @@ def schema_constraint(schema: dict | bool, param: str, lenient: bool = False, pl
 # ---------------------------------------------------------------- the grammar of an answer
 
 
-@dataclass(frozen=True)
-class AnswerRules:
-    """What an answer consists of: thoughts, and then content or calls."""
+def answer_source(
+    constraint: Constraint | None,
+    special: dict[str, int],
+    tools: ToolGrammar | None = None,
+    calls_required: bool = False,
+    thinking: tuple[str, str] | None = None,
+    begins_inside: bool = False,
+) -> str:
+    """The grammar of an answer: of thoughts, and then of content or calls.
 
-    constraint: Constraint | None = None  # of the content
-    tools: ToolGrammar | None = None
-    calls_required: bool = False  # else the answer may be content instead
-    thinking: tuple[str, str] | None = None  # the marks of thoughts; None: there are none, or they are over
-    begins_inside: bool = False  # the prompt ends with the first of these marks
-
-    def source(self, special: dict[str, int]) -> str:
-        """The grammar of the answer. special: the ids of the special tokens by their names."""
-        content, tools = self.constraint, self.tools
-        if tools is None:
-            answer = content.rule
-        elif self.calls_required:
-            answer = tools.calls()
-        elif content is not None:
-            answer = f"({tools.calls()} | {content.rule})"
-        else:
-            answer = tools.text_with_calls()
-        rules = [*(tools.rules if tools else []), r"TEXT: /(.|\n)*/"]
-        if self.thinking is not None:
-            begin, end = (literal(mark, special) for mark in self.thinking)
-            rules += [text_until("text_and_end", end), r"thoughts: text_and_end /\n{0,2}/"]
-            answer = f"thoughts {answer}" if self.begins_inside else f"({begin} thoughts)? {answer}"
-        return "\n".join([f"start: {answer}", *rules])
+    constraint: of the content. special: the ids of the special tokens by their names. calls_required: else the answer
+    may be content instead. thinking: the marks of thoughts; None: there are none, or they are over. begins_inside: the
+    prompt ends with the first of these marks.
+    """
+    if tools is None:
+        answer = constraint.rule
+    elif calls_required:
+        answer = tools.calls()
+    elif constraint is not None:
+        answer = f"({tools.calls()} | {constraint.rule})"
+    else:
+        answer = tools.text_with_calls()
+    rules = [*(tools.rules if tools else []), r"TEXT: /(.|\n)*/"]
+    if thinking is not None:
+        begin, end = (literal(mark, special) for mark in thinking)
+        rules += [text_until("text_and_end", end), r"thoughts: text_and_end /\n{0,2}/"]
+        answer = f"thoughts {answer}" if begins_inside else f"({begin} thoughts)? {answer}"
+    return "\n".join([f"start: {answer}", *rules])
 
 
 class TriedSchema(NamedTuple):
@@ -280,16 +280,11 @@ class GrammarChecker:
         if error and not places:
             places[""] = error
         for place, reason in places.items():
-            self.log(join_places(given.place, place), reason)
+            place = printable(join_places(given.place, place))
+            log_once(self.logged, place, f"{place} of a request is not enforced: {reason}")
         if tried.schema is None:
             return ANY_OBJECT if error else given.schema
         return tried.schema
-
-    def log(self, place: str, reason: str):
-        place = printable(place)
-        if place not in self.logged and len(self.logged) < MAX_LOGGED:
-            self.logged.add(place)
-            print_status(f"{place} of a request is not enforced: {reason}")
 
     def get_compiler(self, param: str) -> GrammarTokenizer:
         """ApiError, which names the field, if the library is not installed, or if the model has no tokenizer."""

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -94,7 +94,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
         return json_response({"status": state}, 200 if state in ("ready", "overloaded") else 503)
 
     async def metrics(request: HttpRequest):
-        return Response(engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     routes = [
         Route("/v1/completions", completion_endpoint(engine, model, model.parse_completion), methods=["POST"]),

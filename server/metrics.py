@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.api import Choice
 from server.pipe_messages import EngineStatus, Update
@@ -41,9 +41,6 @@ class Metrics:
     def add_gauge(self, name: str, text: str, value: Callable[[], float]):
         """A number that is computed when /metrics is requested."""
         Gauge(f"fastpath_{name}", text, registry=self.registry).set_function(value)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
     def record_step(self, status: EngineStatus):
         if status.step_s:

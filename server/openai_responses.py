@@ -16,7 +16,7 @@ from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.chat_prompts import check_content, check_name, check_string
 from server.pipe_messages import Update
-from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json
+from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json, log_once
 from server.responses import named_event
 
 MAX_KEPT, MAX_KEPT_BYTES = 1000, 1 << 26
@@ -225,7 +225,8 @@ def read_functions(given: list, choice) -> list[dict]:
             text = f"tools[{i}]: a tool of type {str(kind)[:64]!r} is not supported, only functions"
             raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")
         else:
-            FieldReader.log_once(f"tool: {kind}", f"a request has a tool of type {str(kind)[:60]!r}, which is ignored")
+            text = f"a request has a tool of type {str(kind)[:60]!r}, which is ignored"
+            log_once(FieldReader.logged, f"tool: {kind}", text)
     return functions
 
 

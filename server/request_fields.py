@@ -16,6 +16,7 @@ MAX_N = 8
 MAX_BIASES = 300
 MAX_STOPS, MAX_STOP_LENGTH = 128, 1000
 MAX_STOP_IDS = 128
+MAX_LOGGED = 100  # fields that are ignored, and as many places of schemas
 
 # ---------------------------------------------------------------- errors
 
@@ -122,17 +123,17 @@ class FieldReader:
         """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and logged once."""
         for name, value in self.unread.items():
             if name not in NEUTRAL_VALUES:
-                self.log_once(name, f"a request has the unknown field {name[:60]!r}, which is ignored")
+                log_once(self.logged, name, f"a request has the unknown field {name[:60]!r}, which is ignored")
             elif value is not None and not is_neutral(name, value):
                 accepted = " or ".join(json.dumps(one) for one in [None, *NEUTRAL_VALUES[name]])
                 raise ApiError(f"{name} is not supported, except with {accepted}, which changes nothing", param=name)
 
-    @classmethod
-    def log_once(cls, name: str, text: str):
-        """Say that a field is ignored, the first time that its name comes."""
-        if name not in cls.logged and len(cls.logged) < 100:
-            cls.logged.add(name)
-            print_status(text)
+
+def log_once(logged: set[str], name: str, text: str):
+    """Print a line the first time that a name comes, but not for too many names, which clients may invent."""
+    if name not in logged and len(logged) < MAX_LOGGED:
+        logged.add(name)
+        print_status(text)
 
 
 def is_neutral(name: str, value) -> bool:

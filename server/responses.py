@@ -56,19 +56,15 @@ class ResponseBuilder:
             return {"usage": self.completion.usage()}
         return {"usage": None} if self.completion.include_usage else {}
 
-    def last_chunks(self) -> list[dict]:
-        """The chunks after those of all updates."""
-        if not self.completion.include_usage:
-            return []
-        return [self.header | {"choices": [], "usage": self.completion.usage()}]
-
     def stream_update(self, choice: Choice, update: Update) -> bytes:
         """The bytes of a stream for an update, which is added to its choice."""
         return b"".join(map(data_event, self.chunks(choice, update)))
 
     def stream_end(self) -> bytes:
         """The bytes after those of all updates."""
-        return b"".join(map(data_event, self.last_chunks())) + END_OF_STREAM
+        if not self.completion.include_usage:
+            return END_OF_STREAM
+        return data_event(self.header | {"choices": [], "usage": self.completion.usage()}) + END_OF_STREAM
 
     def stream_error(self, error: ApiError) -> bytes:
         """The bytes that end a stream that has failed."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
+from prometheus_client import generate_latest
 from scripted import served_model
 from servers import CONTEXT, MESSAGES
 
@@ -23,7 +24,7 @@ from server.constraints import GrammarChecker
 from server.metrics import Metrics
 from server.openai_responses import KeptResponses, parse_response
 from server.pipe_messages import EngineStatus, Update
-from server.request_fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
+from server.request_fields import MAX_LOGGED, NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
 from server.responses import ResponseBuilder
 from tokenizer import read_tokenizer_files
 
@@ -594,7 +595,7 @@ def test_few_places_are_logged(model, capsys, monkeypatch):
     schema = {"type": "object", "properties": {name: {"pattern": "(?=a)"} for name in names}}
     model.parse_completion({"prompt": "a", "guided_json": schema})
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == constraints.MAX_LOGGED and all(line.isprintable() and len(line) < 300 for line in lines)
+    assert len(lines) == MAX_LOGGED and all(line.isprintable() and len(line) < 300 for line in lines)
 
 
 def test_grammars_without_the_library(model, monkeypatch):
@@ -722,7 +723,7 @@ def test_metrics_count_each_draft():
         metrics.record_step(EngineStatus("ready", [], 0.0, drafts={"medusa": sums, name: {}}))
 
     async def shown() -> str:
-        return metrics.text().decode()  # counts the tasks of the event loop, too
+        return generate_latest(metrics.registry).decode()  # counts the tasks of the event loop, too
 
     text = asyncio.run(shown())
     found = dict(re.findall(r'^fastpath_draft_(\w+)_total{draft="medusa"} (\S+)$', text, re.M))

@@ -20,15 +20,13 @@ from engine import Engine, EngineOptions, StepFunctions, generate
 from grammar import (
     GrammarThread,
     GrammarTokenizer,
-    choice_source,
     loosen_schema,
-    regex_source,
     schema_rule,
     schema_source,
 )
 from speculative import Speculation
 
-pytest.importorskip("llguidance")
+regex_source = pytest.importorskip("llguidance").LLMatcher.grammar_from_regex
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"enum": ["ä", "bc"]}}}
 POINT |= {"required": ["x"], "additionalProperties": False}
@@ -60,7 +58,7 @@ def allowed(grammar, drafted=()) -> list[set[int]]:
         ),
         (schema_source(True), ["[1, null]", '"a"', "-2.5e3"], ["nul1", "[,"]),
         (regex_source("(ab|[0-9]{2,3})+x?"), ["ab12x", "123ab"], ["1x", "abc"]),
-        (choice_source(['yes "and" é', "no\n"]), ['yes "and" é', "no\n"], ["yes 'and'", "no "]),
+        (r'start: "yes \"and\" é" | "no\n"', ['yes "and" é', "no\n"], ["yes 'and'", "no "]),
     ],
     ids=["an object", "anything", "a regular expression", "a choice"],
 )
@@ -182,7 +180,7 @@ def test_a_text_of_tokens_that_the_model_does_not_have(default_tokenizer):
     """Where just one text can follow, the library asks the tokenizer for its tokens."""
     text = "Hello, international understanding"
     assert max(default_tokenizer.encode(text)) >= 800, "else this tests nothing"
-    grammar = GrammarTokenizer(default_tokenizer, 800, [2]).compile(choice_source([text]))
+    grammar = GrammarTokenizer(default_tokenizer, 800, [2]).compile(f"start: {json.dumps(text)}")
     masks, written = torch.zeros(1, 25, dtype=torch.int32), b""
     while written != text.encode():
         grammar.fill(masks)

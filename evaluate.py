@@ -256,7 +256,7 @@ class HarnessCalls:
         """For each (context, settings): generated text, up to one of settings["until"] or an EOS token."""
         answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
         self.run([answer.request for answer in answers], "generating")
-        texts = [answer.finish() for answer in answers]
+        texts = [answer.text + answer.stream.add([], last=True) for answer in answers]  # with what was held back
         for request, text in zip(requests, texts):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -310,10 +310,6 @@ class Answer:
         """Add a new token to the text. Returns True if a stop string is complete."""
         self.text += self.stream.add([token])
         return self.stream.stopped
-
-    def finish(self) -> str:
-        """The whole text, with the end that was held back as a possible stop string."""
-        return self.text + self.stream.add([], last=True)
 
 
 # ---------------------------------------------------------------- the command
@@ -409,12 +405,15 @@ def main():
         print(json.dumps(without_nan(result), allow_nan=False))
         return
     if args.text:
-        print(f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte", end="")
-        print(f" ({result['tokens']} tokens in windows of {result['window']},", end="")
-        print(f" {result['stride']} apart, {args.dtype})")
+        print(
+            f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
+            f" ({result['tokens']} tokens in windows of {result['window']}, {result['stride']} apart, {args.dtype})"
+        )
     if "kl_nats" in result:
-        print(f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats", end="; ")
-        print(f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}")
+        print(
+            f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats;"
+            f" same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}"
+        )
     for task, metrics in result.get("tasks", {}).items():
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 

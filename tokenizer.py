@@ -25,7 +25,6 @@ from typing import Any
 
 from cli import UserError, printable, read_json
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "chat_template_tool_use.jinja"
 
 
@@ -49,7 +48,7 @@ def read_tokenizer_files(directory: Path, settings: dict | None = None) -> Token
     if settings is None and (directory / "tokenizer_config.json").exists():
         settings = read_json(directory / "tokenizer_config.json")
     files = TokenizerFiles(directory, settings)
-    for name in TOKENIZER_FILES:
+    for name in ("tokenizer.json", "tokenizer.model"):
         try:
             if (directory / name).is_file():  # reading a device or a pipe might never end
                 found[name] = (directory / name).read_bytes()
@@ -157,10 +156,6 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         return self.stops.stopped
-
-    @property
-    def stop_string(self) -> str | None:
-        return self.stops.stop_string
 
     def _decode(self, ids: Iterable[int], last: bool) -> str:
         if self.vocabulary is None:

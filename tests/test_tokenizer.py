@@ -277,7 +277,7 @@ def test_stop_strings_equal_a_plain_search_over_the_whole(every_kind, text, stop
     assert shown == (text if first is None else text[:first])
     assert stream.stopped == (first is not None)
     there = [] if first is None else [stop for stop in stops if text.startswith(stop, first)]
-    assert stream.stop_string == min(there, key=len, default=None)
+    assert stream.stops.stop_string == min(there, key=len, default=None)
     assert stream.add(ids, last=True) == "" or not stream.stopped
 
 

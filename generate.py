@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -201,18 +202,15 @@ def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_i
     before = [text_before(args, tokenizer, prompts, n, row, stream) for row, stream in enumerate(streams)]
     texts = [""] * len(prompts)
 
-    def listener(row: int):
-        def on_token(token: int) -> bool:
-            texts[row] += streams[row].add(() if token in stop_ids else (token,))
-            return streams[row].stopped
-
-        return on_token
+    def on_token(row: int, token: int) -> bool:
+        texts[row] += streams[row].add(() if token in stop_ids else (token,))
+        return streams[row].stopped
 
     requests = []
     for row, prompt in enumerate(prompts):
         params = replace(args.params, seed=args.seed + n * len(prompts) + row)
-        request = Request(prompt, params, args.max_new_tokens, stop_ids, listener(row), grammar=args.make_grammar())
-        requests.append(request)
+        listener, grammar = partial(on_token, row), args.make_grammar()
+        requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener, grammar=grammar))
     engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
     for request in requests:
         engine.add(request)

@@ -156,7 +156,8 @@ class PlainDecoding:
         """The request in this cache row has ended."""
 
     def step(self, rows: list["Row"], inputs: Tensor) -> StepResult:
-        """The next tokens of these rows. inputs: as in `decode`; they may include rows of padding behind `rows`."""
+        """The next tokens of these rows, which have their first ones from prefill. inputs: as in `decode`; they may
+        include rows of padding behind `rows`."""
         engine = self.engine
         engine.set_masks(rows)
         with engine.threads.of("decode", len(rows), fixed=not engine.model.backend.thread_invariant):

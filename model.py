@@ -157,6 +157,7 @@ class Transformer(nn.Module):
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
         x = self.block_inputs(tokens)  # (B,S,D)
         ropes = self.positions.ropes(input_pos)
+        # All blocks as one operation: FusedBlocks of cpu/install.py, or that of kernels_triton.py
         if self.backend.run_blocks is not None and x.shape[1] <= self.backend.max_fused_tokens:
             x = self.backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
         else:

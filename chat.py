@@ -70,28 +70,26 @@ class Session:
 
     def set_system(self, text: str | None):
         """Change the system message. The conversation goes on, but the model must read it again."""
-        before, self.system = self.system, text
-        try:
-            self.encode([{"role": "user", "content": "?"}])
-        except BaseException:  # a template that refuses system messages, or Ctrl-C
-            self.system = before
-            raise
+        self.encode(text, [{"role": "user", "content": "?"}])  # fails if the template refuses system messages
+        self.system = text
 
-    def encode(self, messages: list[dict]) -> list[int]:
+    def encode(self, system: str | None, messages: list[dict]) -> list[int]:
         """Token ids of a conversation with these messages, up to where the next answer begins."""
-        if self.system is not None:
-            messages = [{"role": "system", "content": self.system}, *messages]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
         if self.template is not None:
             return self.template.encode(messages)
         breaks = ["\n" if i and message["role"] == "user" else "" for i, message in enumerate(messages)]
         return self.tokenizer.encode("".join(b + message["content"] for b, message in zip(breaks, messages)))
 
-    def ask(self, text: str, show: Callable[[str], None]) -> Request:
+    def ask(self, text: str, show: Callable[[str], None], earlier: list[dict] | None = None) -> Request:
         """Answer a message and pass each piece of text to show(). UserError if the context has no room for it.
+        earlier: the messages before it, if they are not those of the conversation.
 
         Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the conversation.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        earlier = self.messages if earlier is None else earlier
+        messages = [*earlier, {"role": "user", "content": text}]
         prompt = self.make_room(messages)
         room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position in the cache
         check_prompt(prompt, self.engine.model.config, self.context)
@@ -141,12 +139,12 @@ class Session:
         dropped that half of the context is free. UserError if there is no room for the last message alone, or, with
         keeps_all, for all of them."""
         dropped = self.dropped
-        prompt = self.encode(messages[dropped:])
+        prompt = self.encode(self.system, messages[dropped:])
         needed = max(self.low_water, min(self.max_new_tokens or 0, self.context // 2))
         if self.context + 1 - len(prompt) < needed and not self.keeps_all:
             while len(prompt) > self.context // 2 and dropped < len(messages) - 1:
                 dropped += 2
-                prompt = self.encode(messages[dropped:])
+                prompt = self.encode(self.system, messages[dropped:])
         if len(prompt) > self.context:
             alone = dropped == len(messages) - 1
             what = "this message alone" if alone else "with this message the conversation"
@@ -170,14 +168,8 @@ class Session:
         """Answer the last message again, with another seed. UserError if there is none."""
         if not self.messages:
             raise UserError("there is no answer yet")
-        before = self.messages
-        self.messages = before[:-2]
-        self.dropped = min(self.dropped, len(self.messages))
-        try:
-            return self.ask(before[-2]["content"], show)
-        finally:
-            if len(self.messages) < len(before):  # it was refused, or interrupted before the answer
-                self.messages = before
+        self.dropped = min(self.dropped, len(self.messages) - 2)
+        return self.ask(self.messages[-2]["content"], show, earlier=self.messages[:-2])
 
     @property
     def low_water(self) -> int:
@@ -206,17 +198,10 @@ class Session:
     def load(self, path: Path):
         """Go on with the conversation of a file. UserError if it has none, or the template refuses it."""
         system, messages = read_conversation(path)
-        before = replace(self)
+        self.encode(system, [*messages, {"role": "user", "content": "?"}])
         self.system = system
         self.messages = messages
         self.dropped = 0
-        try:
-            self.encode([*messages, {"role": "user", "content": "?"}])
-        except BaseException:
-            self.system = before.system
-            self.messages = before.messages
-            self.dropped = before.dropped
-            raise
 
     def summary(self, turn: Request) -> str:
         """One line about a turn."""
@@ -375,7 +360,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 text = first.pop(0)
                 print_status(f"> {text}", dim=True)
             else:
-                with idle(session.engine):
+                with session.engine.ranks.repeat(Plan):  # an empty one each second, so that no other rank times out
                     text = read_message()
             if text is None or text.strip().lower() in ("exit", "quit"):
                 return
@@ -410,11 +395,6 @@ def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Reques
         turn = ask(lambda piece: print(piece, end="", flush=True))
         print(flush=True)
         print_status(session.summary(turn), dim=True)
-
-
-def idle(engine: Engine):
-    """A context manager for waiting: the other ranks get an empty plan every second, so that they do not time out."""
-    return engine.ranks.repeat(Plan)
 
 
 def handle_command(session: Session, command: str, rest: str):

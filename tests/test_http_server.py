@@ -35,12 +35,12 @@ from servers import (
 from starlette.testclient import TestClient
 from texts import TEMPLATE
 
+from server import http_server
 from server.access import is_loopback
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
 from server.engine_client import EngineClient
 from server.http_server import make_app
-from server.metrics import Metrics
 from server.openai_responses import ItemBuilder
 from server.pipe_messages import TextRequest, Update
 from server.responses import ResponseBuilder
@@ -378,14 +378,14 @@ CHATS = ["/v1/chat/completions", "/v1/messages", "/v1/responses"]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a secret"), KeyError("a secret"), Panic("a secret")], ids=repr)
-@pytest.mark.parametrize("place", ["tokenize", "parse_chat", "whole", "text"])
+@pytest.mark.parametrize("place", ["tokenize", "parse_chat", "whole", "generate_latest"])
 def test_internal_errors_are_logged_with_the_id_of_the_response(checkpoints, monkeypatch, capsys, failure, place):
     """Wherever they come from. Clients do not see them."""
-    owner = {"whole": ResponseBuilder, "text": Metrics}.get(place, ServedModel)
+    owner = {"whole": ResponseBuilder, "generate_latest": http_server}.get(place, ServedModel)
     monkeypatch.setattr(owner, place, fails(failure))
     app = InProcess(checkpoints[None])
     app.updates = [Update(0, "Because.", 2, finish_reason="stop")]
-    if place == "text":
+    if place == "generate_latest":
         response = app.client.get("/metrics")
     elif place == "tokenize":
         response = app.client.post("/tokenize", json={"prompt": "x"})

@@ -27,7 +27,9 @@ import torch.nn.functional as F
 LIBRARY = torch.library.Library("fastpath", "DEF")
 OPERATIONS = []  # the names of all operations
 KERNELS = {}  # type of a device -> the names of the operations that have kernels there: see find_kernels
-MAX_DECODE_TOKENS = 16  # up to this many new tokens per row, products are memory-bound; more are a prefill
+# With more new tokens per row, a pass is a prefill, for which a device may have other products: on CPUs those of torch,
+# if weights are not packed. (Which product multiplies packed weights depends on all rows of x: see cpu/matmul.cpp.)
+MAX_DECODE_TOKENS = 16
 
 
 def define(schema, fake=None):
@@ -261,7 +263,7 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 def linear(x, weight, bias=None):
     """x (...,C) @ weight (N,C)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
-    kernels call F.linear too."""
+    kernels call F.linear too, but for bfloat16 on a CPU that cannot multiply it."""
     if has_kernel("linear", x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)

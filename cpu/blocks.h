@@ -92,7 +92,7 @@ struct Block {
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
     normed = arena.allocate<T>(M * p.D), qkv = arena.allocate<T>(M * p.qkv.N);
-    attended = arena.allocate<T>(M * p.out.K);
+    attended = arena.allocate<T>(M * p.out.C);
     residual = arena.allocate<T>(M * p.D), mlp_normed = arena.allocate<T>(M * p.D);
     up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
     product = arena.allocate<T>(M * p.D);

@@ -48,9 +48,9 @@ struct PreparedLayer {
   Layer layer;
 
   // The layer for activations of this dtype and these sizes (-1: any). Activations in float32 are never quantized.
-  Layer checked(at::ScalarType x_dtype, int64_t N, int64_t K) const {
-    TORCH_CHECK((N == -1 || N == layer.N) && K == layer.K, "a layer of ", layer.N, " outputs and ", layer.K,
-                " inputs, not ", N, " and ", K);
+  Layer checked(at::ScalarType x_dtype, int64_t N, int64_t C) const {
+    TORCH_CHECK((N == -1 || N == layer.N) && C == layer.C, "a layer of ", layer.N, " outputs and ", layer.C,
+                " inputs, not ", N, " and ", C);
     TORCH_CHECK(!dtype || dtype == x_dtype, "a layer in ", *dtype, ", activations in ", x_dtype);
     Layer l = layer;
     for (Linear& piece : l.pieces) piece.exact |= x_dtype == at::kFloat;
@@ -58,36 +58,36 @@ struct PreparedLayer {
   }
 };
 
-// Groups of 32 columns that share a scale, if there is one for each `groupsize` of K columns.
-int64_t groups_per_scale(int64_t groupsize, int64_t K) {
-  TORCH_CHECK(groupsize >= K || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
+// Groups of 32 columns that share a scale, if there is one for each `groupsize` of C columns.
+int64_t groups_per_scale(int64_t groupsize, int64_t C) {
+  TORCH_CHECK(groupsize >= C || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
               " columns are no multiple of 32");
-  return groupsize >= K ? (K + GROUP - 1) / GROUP : groupsize / GROUP;
+  return groupsize >= C ? (C + GROUP - 1) / GROUP : groupsize / GROUP;
 }
 
 // The number of a quantized format.
-int checked_format(const std::string& name, int64_t K, int64_t groupsize) {
-  const int number = format_named(name, groups_per_scale(groupsize, K));
+int checked_format(const std::string& name, int64_t C, int64_t groupsize) {
+  const int number = format_named(name, groups_per_scale(groupsize, C));
   TORCH_CHECK(number >= 0, "there are no kernels for the format ", name);
   return number;
 }
 
 // packed_bytes of kernels.py.
-int64_t packed_bytes(const std::string& format, int64_t N, int64_t K, int64_t groupsize) {
+int64_t packed_bytes(const std::string& format, int64_t N, int64_t C, int64_t groupsize) {
   int64_t bytes = 0;
-  with_format(checked_format(format, K, groupsize), [&](auto f) {
-    const int64_t Kb = (K + GROUP - 1) / GROUP;
-    bytes = (N + LANES - 1) / LANES * packed_block_bytes<decltype(f)>(Kb, groups_per_scale(groupsize, K));
+  with_format(checked_format(format, C, groupsize), [&](auto f) {
+    const int64_t Cb = (C + GROUP - 1) / GROUP;
+    bytes = (N + LANES - 1) / LANES * packed_block_bytes<decltype(f)>(Cb, groups_per_scale(groupsize, C));
   });
   return bytes;
 }
 
 // prepare_layer of kernels.py.
-PreparedLayer make_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t K,
+PreparedLayer make_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t C,
                          int64_t groupsize, bool exact) {
   PreparedLayer made{{weight}};
-  const int number = format == "dense" ? DENSE : format == "tiles" ? TILES : checked_format(format, K, groupsize);
-  Linear l{N, K, number, exact, weight.const_data_ptr()};
+  const int number = format == "dense" ? DENSE : format == "tiles" ? TILES : checked_format(format, C, groupsize);
+  Linear l{N, C, number, exact, weight.const_data_ptr()};
   if (!l.is_quantized()) made.dtype = weight.scalar_type();
   if (bias) {
     TORCH_CHECK(!made.dtype || made.dtype == bias->scalar_type(), "bias: in another dtype than the weight");
@@ -95,28 +95,28 @@ PreparedLayer make_layer(const std::string& format, const Tensor& weight, const 
     l.bias = checked(*bias, "bias", *made.dtype, {N}).const_data_ptr();
     made.tensors.push_back(*bias);
   }
-  l.Kb = (K + GROUP - 1) / GROUP, l.stride = N;
+  l.Cb = (C + GROUP - 1) / GROUP, l.stride = N;
   if (l.format == DENSE) {
-    checked(weight, "weight", *made.dtype, {N, K});
+    checked(weight, "weight", *made.dtype, {N, C});
   } else if (l.format == TILES) {
     const bool works = amx_allowed && made.dtype == at::kBFloat16;
     TORCH_CHECK(works, "packed bfloat16 weights need AMX and bfloat16 activations");
-    TORCH_CHECK(N % LANES == 0 && K % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", K, " columns");
-    checked(weight, "packed weight", at::kBFloat16, {N / LANES, l.Kb, GROUP / 2, LANES, 2});
+    TORCH_CHECK(N % LANES == 0 && C % GROUP == 0, "packed bfloat16 weights of ", N, " rows and ", C, " columns");
+    checked(weight, "packed weight", at::kBFloat16, {N / LANES, l.Cb, GROUP / 2, LANES, 2});
   } else {
-    const int64_t bytes = packed_bytes(format, N, K, groupsize);
+    const int64_t bytes = packed_bytes(format, N, C, groupsize);
     checked(weight, "packed weight", at::kByte, {bytes});
-    l.groups_per_scale = groups_per_scale(groupsize, K), l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
+    l.groups_per_scale = groups_per_scale(groupsize, C), l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
   }
-  made.layer = {N, K, {l}};
+  made.layer = {N, C, {l}};
   return made;
 }
 
 // stack_layers of kernels.py: a layer with the outputs of several, one after the other.
 PreparedLayer stack(const std::vector<std::shared_ptr<const PreparedLayer>>& layers, const MaybeTensor& bias) {
-  PreparedLayer made{{}, {}, {0, layers.at(0)->layer.K}};
+  PreparedLayer made{{}, {}, {0, layers.at(0)->layer.C}};
   for (const auto& prepared : layers) {
-    TORCH_CHECK(prepared->layer.K == made.layer.K, "a stack of layers of ", made.layer.K, " and ", prepared->layer.K,
+    TORCH_CHECK(prepared->layer.C == made.layer.C, "a stack of layers of ", made.layer.C, " and ", prepared->layer.C,
                 " inputs");
     made.tensors.insert(made.tensors.end(), prepared->tensors.begin(), prepared->tensors.end());
     if (prepared->dtype) made.dtype = prepared->dtype;

@@ -3,7 +3,7 @@
 // A packed matrix consists of Nb blocks of 16 rows, a row for each lane. A block is one stream of whole lines of 64
 // bytes, which a product reads once, in ascending order, so that the processor's prefetchers can follow. The stream
 // consists of superblocks: some lines of scales, and then the levels of the groups of 32 columns that they are for.
-// The last superblock of a block may have fewer groups. N and K are padded with zeros.
+// The last superblock of a block may have fewer groups. N and C are padded with zeros.
 //
 // A format is a struct that combines a struct of levels with one of scales. It says how the weights are stored before
 // they are packed: `parts` as in formats.py, which for the formats of GGUF files is one part, the file's own blocks.
@@ -26,7 +26,7 @@ constexpr int GROUP = 32;  // columns of x that share a scale when x is quantize
 struct Source {
   const uint8_t* parts[3];
   int64_t row_bytes[3];
-  int64_t N, K, groupsize;
+  int64_t N, C, groupsize;
 
   template <class T = uint8_t>
   const T* row(int part, int64_t n) const { return (const T*)(parts[part] + n * row_bytes[part]); }
@@ -59,7 +59,7 @@ struct Nibbles {
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     uint8_t bytes[16];
-    for (int k = 0; k < 16; k++) bytes[k] = (q[k] & 15) | q[16 + k] << 4;
+    for (int c = 0; c < 16; c++) bytes[c] = (q[c] & 15) | q[16 + c] << 4;
     for (int j = 0; j < 4; j++) std::memcpy(group + 64 * j + 4 * lane, bytes + 4 * j, 4);
   }
 };
@@ -133,7 +133,7 @@ struct HalfScales {
   // Writes a lane of the scales of superblock u.
   template <class F>
   static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
-    const int64_t G = (s.K + s.groupsize - 1) / s.groupsize, g = IN_A_LINE * u;
+    const int64_t G = (s.C + s.groupsize - 1) / s.groupsize, g = IN_A_LINE * u;
     uint16_t values[2] = {F::scale(s, n, g), 0};
     if constexpr (MINS) values[1] = F::min(s, n, g);
     if (!MINS && g + 1 < G) values[1] = F::scale(s, n, g + 1);
@@ -222,7 +222,7 @@ struct Int8 {
   using Scales = HalfScales<false, FIXED>;
   static constexpr int PARTS = 2, OFFSET = 128;
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
-    for (int64_t k = 0; k < std::min<int64_t>(GROUP, s.K - b * GROUP); k++) q[k] = s.row(0, n)[b * GROUP + k] ^ 128;
+    for (int64_t c = 0; c < std::min<int64_t>(GROUP, s.C - b * GROUP); c++) q[c] = s.row(0, n)[b * GROUP + c] ^ 128;
   }
   static uint16_t scale(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(1, n)[g]; }
 };
@@ -234,8 +234,8 @@ struct Int4 {
   using Scales = HalfScales<true, FIXED>;
   static constexpr int PARTS = 3, OFFSET = 0;
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
-    for (int64_t k = 0; k < std::min<int64_t>(GROUP, s.K - b * GROUP); k++)
-      q[k] = s.row(0, n)[b * GROUP / 2 + k / 2] >> 4 * (k % 2) & 15;
+    for (int64_t c = 0; c < std::min<int64_t>(GROUP, s.C - b * GROUP); c++)
+      q[c] = s.row(0, n)[b * GROUP / 2 + c / 2] >> 4 * (c % 2) & 15;
   }
   static uint16_t scale(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(1, n)[g]; }
   static uint16_t min(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(2, n)[g]; }
@@ -250,18 +250,18 @@ struct Blocks {
 
 // Nibbles of 32 columns: columns 0 to 15 in the low nibbles of 16 bytes, columns 16 to 31 in the high nibbles.
 inline void read_nibbles(const uint8_t* from, uint8_t* q) {
-  for (int k = 0; k < 16; k++) q[k] = from[k] & 15, q[16 + k] = from[k] >> 4;
+  for (int c = 0; c < 16; c++) q[c] = from[c] & 15, q[16 + c] = from[c] >> 4;
 }
 
 // With the fifth bits of 32 columns, which are the bits of 4 bytes.
 inline void read_five_bits(const uint8_t* fifth, const uint8_t* nibbles, uint8_t* q) {
   read_nibbles(nibbles, q);
-  for (int k = 0; k < 32; k++) q[k] |= (fifth[k / 8] >> k % 8 & 1) << 4;
+  for (int c = 0; c < 32; c++) q[c] |= (fifth[c / 8] >> c % 8 & 1) << 4;
 }
 
 // In Q4_K, Q5_K and Q6_K, pairs of groups share bytes: the first has the low nibbles, the second the high nibbles.
 inline void read_shared_nibbles(const uint8_t* from, int second, uint8_t* q) {
-  for (int k = 0; k < 32; k++) q[k] = from[k] >> 4 * second & 15;
+  for (int c = 0; c < 32; c++) q[c] = from[c] >> 4 * second & 15;
 }
 
 template <int BYTES, bool MINS>
@@ -308,7 +308,7 @@ struct Q8_0 : SmallBlocks<34, false> {
   using Levels = Bytes;
   static constexpr int OFFSET = 128;
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
-    for (int k = 0; k < 32; k++) q[k] = block(s, n, b)[2 + k] ^ 128;
+    for (int c = 0; c < 32; c++) q[c] = block(s, n, b)[2 + c] ^ 128;
   }
 };
 
@@ -330,7 +330,7 @@ struct Q5_K : Blocks<256, 176> {
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     const uint8_t* from = block(s, n, b / 8);
     read_shared_nibbles(from + 48 + b % 8 / 2 * 32, b % 2, q);
-    for (int k = 0; k < 32; k++) q[k] |= (from[16 + k] >> b % 8 & 1) << 4;
+    for (int c = 0; c < 32; c++) q[c] |= (from[16 + c] >> b % 8 & 1) << 4;
   }
 };
 
@@ -344,7 +344,7 @@ struct Q6_K : Blocks<256, 210> {
     const uint8_t* from = block(s, n, b / 8);
     const int part = b % 8 / 4, i = b % 4;
     read_shared_nibbles(from + 64 * part + 32 * (i % 2), i / 2, q);
-    for (int k = 0; k < 32; k++) q[k] |= (from[128 + 32 * part + k] >> 2 * i & 3) << 4;
+    for (int c = 0; c < 32; c++) q[c] |= (from[128 + 32 * part + c] >> 2 * i & 3) << 4;
   }
   static uint16_t d(const uint8_t* block) { return read_half(block + 208); }
   static int8_t number(const uint8_t* block, int i) { return block[192 + i]; }
@@ -409,22 +409,22 @@ inline int format_named(const std::string& name, int64_t groups_per_scale) {
 
 // ---------------------------------------------------------------- packing
 
-// The bytes of a block of 16 rows of Kb groups.
+// The bytes of a block of 16 rows of Cb groups.
 template <class F>
-int64_t packed_block_bytes(int64_t Kb, int64_t groups_per_scale) {
+int64_t packed_block_bytes(int64_t Cb, int64_t groups_per_scale) {
   const int64_t groups = F::Scales::groups(groups_per_scale);
-  return (Kb + groups - 1) / groups * F::Scales::BYTES + Kb * F::Levels::LINES * 64;
+  return (Cb + groups - 1) / groups * F::Scales::BYTES + Cb * F::Levels::LINES * 64;
 }
 
 // Packs rows 16 * block to 16 * block + 15.
 template <class F>
-void pack_block(const Source& s, int64_t block, int64_t Kb, int64_t groups_per_scale, uint8_t* to) {
+void pack_block(const Source& s, int64_t block, int64_t Cb, int64_t groups_per_scale, uint8_t* to) {
   const int64_t groups = F::Scales::groups(groups_per_scale);
   const int64_t n = block * LANES;
   const int lanes = std::min<int64_t>(LANES, s.N - n);
-  if (lanes < LANES) std::memset(to, 0, packed_block_bytes<F>(Kb, groups_per_scale));
-  for (int64_t b = 0, u = 0; b < Kb; u++) {
-    const int64_t end = std::min(Kb, b + groups);
+  if (lanes < LANES) std::memset(to, 0, packed_block_bytes<F>(Cb, groups_per_scale));
+  for (int64_t b = 0, u = 0; b < Cb; u++) {
+    const int64_t end = std::min(Cb, b + groups);
     for (int lane = 0; lane < lanes; lane++) F::Scales::template pack<F>(s, n + lane, u, lane, to);
     for (to += F::Scales::BYTES; b < end; b++, to += F::Levels::LINES * 64)
       for (int lane = 0; lane < lanes; lane++) {

@@ -7,8 +7,8 @@ Decoding is memory-bound: its speed is limited by reading the weights. torch's o
 of the memory bandwidth; these kernels use most of it. The bits of a row's result depend neither on the other rows
 nor on the number of threads. bfloat16 weights, and quantized ones with more than eight rows, are multiplied with AMX,
 the matrix unit of some Intel processors, if there is one. With other weights that are not quantized, a prefill (more
-than 16 new tokens per row) uses torch's own products. Otherwise prefill and decoding use the same kernels, so they give
-the same bits.
+than 16 new tokens per row) uses torch's own products, unless they are bfloat16 on a processor that cannot multiply it.
+Otherwise prefill and decoding give the same bits.
 
 If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp:
 products are then sums of integers. With exact activations, and always if the activations are float32, the kernels

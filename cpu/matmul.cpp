@@ -14,7 +14,7 @@ constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpb
 // (COUNT,rows,16).
 template <int COUNT>
 void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
-  const bf16* w = (const bf16*)p.weight + block * p.Kb * GROUP * LANES;
+  const bf16* w = (const bf16*)p.weight + block * p.Cb * GROUP * LANES;
 // The numbers of tiles are part of the instructions, so these are no loops.
 #define FOR_EACH_TILE(STATEMENT)             \
   if constexpr (COUNT > 0) { STATEMENT(0); } \
@@ -23,11 +23,11 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
   if constexpr (COUNT > 3) { STATEMENT(3); }
 #define ZERO(I) _tile_zero(I)
 #define MULTIPLY(I)                                       \
-  _tile_loadd(6, x[I] + b * GROUP, p.K * sizeof(bf16)); \
+  _tile_loadd(6, x[I] + b * GROUP, p.C * sizeof(bf16)); \
   _tile_dpbf16ps(I, 6, 7)
 #define STORE(I) _tile_stored(I, acc[I], 64)
   FOR_EACH_TILE(ZERO)
-  for (int64_t b = 0; b < p.Kb; b++, w += GROUP * LANES) {
+  for (int64_t b = 0; b < p.Cb; b++, w += GROUP * LANES) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm_prefetch((const char*)w + AMX_BF16_PREFETCH_DISTANCE + 64 * i, PREFETCH_TO);
     _tile_loadd(7, w, 64);
@@ -119,9 +119,9 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
     }
     b += COUNT;
   };
-  while (b + AMX_GROUPS <= p.Kb) add_groups(Int<AMX_GROUPS>());
-  while (b + 2 <= p.Kb) add_groups(Int<2>());
-  if (b < p.Kb) add_groups(Int<1>());
+  while (b + AMX_GROUPS <= p.Cb) add_groups(Int<AMX_GROUPS>());
+  while (b + 2 <= p.Cb) add_groups(Int<2>());
+  if (b < p.Cb) add_groups(Int<1>());
 }
 
 // A block of packed weights times rows m..stop of x that are quantized. AMX multiplies 16 rows also where the last tile
@@ -149,7 +149,7 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
     alignas(64) float acc[COUNT][LANES * LANES];
     for (int i = 0; i < COUNT; i++, m += rows) {
       first[i] = std::min(m, M - rows);
-      x_tiles[i] = (const bf16*)x.x + first[i] * l.K;
+      x_tiles[i] = (const bf16*)x.x + first[i] * l.C;
     }
     block_dot_amx<COUNT>(l, block, x_tiles, acc);
     for (int i = 0; i < COUNT; i++)
@@ -160,10 +160,20 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 }
 #endif
 
-// This thread's share of the outputs of the rows l of a layer's matrix; residual and out are those of the layer.
+// This thread's share of the outputs of the rows l of a layer's matrix; residual and out are those of the layer. The
+// first line that fits says which product runs. M counts all rows of x, or those of each 256 (MAX_ROWS) in the last two
+// lines; x in float32 makes l `exact`. All products of quantized weights that are not exact give the same bits.
+//   weights                   instructions  M             product
+//   not packed                any           any           linear_rows
+//   bfloat16, packed          AMX           any           packed_block_amx
+//   quantized, exact          any           any           packed_block, block_dot_float
+//   quantized, but not q6_k   AMX           9 and more    packed_block_amx_int8
+//   quantized, 4 or 8 bits    AVX2          any           packed_block, block_dot_int8
+//   quantized                 any           28 and fewer  packed_block, block_dot_int8
+//   quantized                 any           29 and more   packed_blocks, and packed_block for a block that is left over
 template <class T>
 void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
-  const int64_t N = l.N, K = l.K;
+  const int64_t N = l.N, C = l.C;
   if (l.format == DENSE) {
     const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
     return team.split(N, 2, [&](int64_t n, int64_t end) {
@@ -171,7 +181,7 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
         constexpr int NT = decltype(count)::value;
         auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
         const T* add = at(residual, l.first + n);
-        linear_rows<T, NT>(w + n * K, x, at(bias, n), add, out + l.first + n, M, l.stride, K);
+        linear_rows<T, NT>(w + n * C, x, at(bias, n), add, out + l.first + n, M, l.stride, C);
         n += NT;
       };
       // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.

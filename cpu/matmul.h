@@ -1,13 +1,13 @@
 // `matmul`, the product of any layer, and the tiles of AMX.
 //
 // AMX is a matrix unit of some Intel processors, with eight registers, called tiles, of up to 16 rows of 64 bytes. One
-// instruction adds the products of tiles A and B to tile C:
-//   A  32 columns of up to 16 rows of x
-//   B  a group of a block of weights; its row j holds columns 2j..2j+1 (bfloat16) or 4j..4j+3 (int8) of all 16 outputs
-//   C  sums in float32 or int32: a row of x in each row, an output in each column
-// Each row of C depends on its own row of A only. Reading bfloat16 weights takes longer than multiplying them with 16
-// rows of x, so such a product takes little longer than one with a single row. With quantized weights, each group has
-// to be scaled in float32. While AMX works, the processor executes only half as many other 512-bit multiplications.
+// instruction adds the products of a tile of x and a tile of weights to a tile of sums:
+//   x        32 columns of up to 16 rows of x
+//   weights  a group of a block; row j holds columns 2j..2j+1 (bfloat16) or 4j..4j+3 (int8) of all 16 outputs
+//   sums     in float32 or int32: a row of x in each row, an output in each column
+// Each row of sums depends on its own row of x only. Reading bfloat16 weights takes longer than multiplying them with
+// 16 rows of x, so such a product takes little longer than one with a single row. With quantized weights, each group
+// has to be scaled in float32. While AMX works, the processor executes only half as many other 512-bit multiplications.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace fastpath {
 
 #ifdef HAS_AMX
 // Configures this thread's tiles for a number of rows of x, and for groups of 32 columns in T. Releases them at the end
-// of the scope (50 ns). Tiles 0 to 5 are C, tile 6 is A, tile 7 is B.
+// of the scope (50 ns). Tiles 0 to 5 have sums, tile 6 has x, tile 7 has weights.
 template <class T>
 struct Tiles {
   explicit Tiles(int x_rows) {

@@ -32,7 +32,7 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
   TORCH_CHECK(states.dim() == 2 && layers.size() == 4, "states (B,D) and 4 layers were expected");
   std::vector<std::shared_ptr<const PreparedLayer>> prepared;
   for (int64_t layer : layers) prepared.push_back(prepared_layers.get(layer));
-  const int64_t B = states.size(0), D = states.size(1), V = prepared[0]->layer.N, F = prepared[2]->layer.K;
+  const int64_t B = states.size(0), D = states.size(1), V = prepared[0]->layer.N, F = prepared[2]->layer.C;
   const int64_t W = ids.numel();
   const auto dtype = states.scalar_type();
   const Layer table = prepared[0]->checked(dtype, V, D), gate_up = prepared[1]->checked(dtype, 2 * F, 2 * D);

@@ -8,7 +8,7 @@
 // come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
 // blocks.h, sampling.h, checks.h and medusa.h, in this order.
 //
-// A weight matrix has N rows (outputs) and K columns (inputs); x has M rows of K columns. Decoding is limited by memory
+// A weight matrix has N rows (outputs) and C columns (inputs); x has M rows of C columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
 // output, in a fixed order. The bits of an output therefore depend only on its own row of x: neither the other rows nor
 // the number of threads change them.
@@ -38,12 +38,12 @@ Tensor empty_with_width(const Tensor& x, int64_t width) {
 
 Tensor run_layer(const Tensor& x, const Layer& l) {
   const Tensor xs = x.contiguous(), out = empty_with_width(x, l.N);
-  const int64_t M = l.K ? x.numel() / l.K : 0;
+  const int64_t M = l.C ? x.numel() / l.C : 0;
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     const T* from = xs.const_data_ptr<T>();
     auto [in, memory] = allocate_together([&](Arena& arena) { return allocate_input(arena, l, from, M); });
-    parallel(l.N * l.K * (l.any(&Linear::is_quantized) ? M : 1) < MIN_PARALLEL_WORK, [&, &in = in](const Team& team) {
+    parallel(l.N * l.C * (l.any(&Linear::is_quantized) ? M : 1) < MIN_PARALLEL_WORK, [&, &in = in](const Team& team) {
       prepare_input_rows<T>(team, l, in, M);
       matmul<T>(team, l, in, M, nullptr, out.data_ptr<T>());
     });
@@ -57,13 +57,13 @@ Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   torch_is_faster = torch_is_faster && x.scalar_type() != at::kBFloat16;  // on a processor that cannot multiply it
 #endif
   if (torch_is_faster) return at::linear(x, weight, bias);
-  const int64_t N = weight.size(0), K = x.size(-1);
-  return run_layer(x, make_layer("dense", weight.contiguous(), bias, N, K, 0, true).checked(x.scalar_type(), N, K));
+  const int64_t N = weight.size(0), C = x.size(-1);
+  return run_layer(x, make_layer("dense", weight.contiguous(), bias, N, C, 0, true).checked(x.scalar_type(), N, C));
 }
 
-int64_t prepare_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t K,
+int64_t prepare_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t C,
                       int64_t groupsize, bool exact) {
-  return prepared_layers.add(make_layer(format, weight, bias, N, K, groupsize, exact));
+  return prepared_layers.add(make_layer(format, weight, bias, N, C, groupsize, exact));
 }
 
 int64_t stack_layers(at::IntArrayRef layers, const MaybeTensor& bias) {
@@ -72,12 +72,12 @@ int64_t stack_layers(at::IntArrayRef layers, const MaybeTensor& bias) {
   return prepared_layers.add(stack(prepared, bias));
 }
 
-// Packs the parts of a matrix (N,K) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their
+// Packs the parts of a matrix (N,C) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their
 // dtype.
-void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int64_t groupsize, const Tensor& to) {
-  const int64_t N = parts.at(0).size(0), Kb = (K + GROUP - 1) / GROUP;
-  checked(to, "packed weight", at::kByte, {packed_bytes(format, N, K, groupsize)});
-  Source source{{}, {}, N, K, groupsize};
+void pack_layer(const std::string& format, at::TensorList parts, int64_t C, int64_t groupsize, const Tensor& to) {
+  const int64_t N = parts.at(0).size(0), Cb = (C + GROUP - 1) / GROUP;
+  checked(to, "packed weight", at::kByte, {packed_bytes(format, N, C, groupsize)});
+  Source source{{}, {}, N, C, groupsize};
   TORCH_CHECK(parts.size() <= 3, "a format with ", parts.size(), " parts");
   for (size_t i = 0; i < parts.size(); i++) {
     TORCH_CHECK(parts[i].dim() == 2 && parts[i].size(0) == N && parts[i].is_contiguous(), "part ", i, ": ",
@@ -85,37 +85,37 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t K, int6
     source.parts[i] = (const uint8_t*)parts[i].const_data_ptr();
     source.row_bytes[i] = parts[i].size(1) * parts[i].itemsize();
   }
-  with_format(checked_format(format, K, groupsize), [&](auto f) {
+  with_format(checked_format(format, C, groupsize), [&](auto f) {
     using F = decltype(f);
     TORCH_CHECK(parts.size() == F::PARTS, F::NAME, " has ", F::PARTS, " parts, not ", parts.size());
     if constexpr (F::PARTS == 1)
-      TORCH_CHECK(source.row_bytes[0] == (K + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ",
-                  source.row_bytes[0], " bytes for ", K, " columns");
-    const int64_t per_scale = groups_per_scale(groupsize, K), bytes = packed_block_bytes<F>(Kb, per_scale);
+      TORCH_CHECK(source.row_bytes[0] == (C + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ",
+                  source.row_bytes[0], " bytes for ", C, " columns");
+    const int64_t per_scale = groups_per_scale(groupsize, C), bytes = packed_block_bytes<F>(Cb, per_scale);
     uint8_t* out = to.data_ptr<uint8_t>();
-    parallel(N * K < MIN_PARALLEL_WORK, [&](const Team& team) {
+    parallel(N * C < MIN_PARALLEL_WORK, [&](const Team& team) {
       team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
-        for (; block < end; block++) pack_block<F>(source, block, Kb, per_scale, out + block * bytes);
+        for (; block < end; block++) pack_block<F>(source, block, Cb, per_scale, out + block * bytes);
       });
     });
   });
 }
 
-// Rows of a table, (...,K) float32.
-Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t K) {
+// Rows of a table, (...,C) float32.
+Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t C) {
   const auto prepared = prepared_layers.get(layer);
   const Layer& l = prepared->layer;
-  const bool is_table = l.pieces.size() == 1 && l.pieces[0].is_quantized() && l.K == K;
-  TORCH_CHECK(is_table, "a quantized table (N,", K, ") was expected");
+  const bool is_table = l.pieces.size() == 1 && l.pieces[0].is_quantized() && l.C == C;
+  TORCH_CHECK(is_table, "a quantized table (N,", C, ") was expected");
   const Tensor ids = checked(tokens.contiguous(), "tokens", at::kLong, tokens.sizes());
   auto sizes = tokens.sizes().vec();
-  sizes.push_back(l.K);
+  sizes.push_back(l.C);
   const Tensor out = at::empty(sizes, tokens.options().dtype(at::kFloat));
   const int64_t* id = ids.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < ids.numel(); i++) TORCH_CHECK(id[i] >= 0 && id[i] < l.N, "token ", id[i], " of ", l.N);
-  parallel(ids.numel() * l.K < MIN_PARALLEL_WORK, [&](const Team& team) {
+  parallel(ids.numel() * l.C < MIN_PARALLEL_WORK, [&](const Team& team) {
     team.split(ids.numel(), 1, [&](int64_t i, int64_t end) {
-      for (; i < end; i++) look_up(l.pieces[0], id[i], out.data_ptr<float>() + i * l.K);
+      for (; i < end; i++) look_up(l.pieces[0], id[i], out.data_ptr<float>() + i * l.C);
     });
   });
   return out;
@@ -222,9 +222,9 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
   auto vector = [&](int i, int64_t size) {
     return checked(p.norms[i], "weight of a norm", at::kFloat, {size}) ? p.norms[i]->const_data_ptr<float>() : nullptr;
   };
-  auto linear = [&](int i, int64_t N, int64_t columns) {
+  auto linear = [&](int i, int64_t N, int64_t C) {
     p.layers.push_back(prepared_layers.get(layers[i]));
-    return p.layers.back()->checked(p.dtype, N, columns);
+    return p.layers.back()->checked(p.dtype, N, C);
   };
   p.qkv = linear(0, (p.H + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
   p.gated = activation != "gelu", p.gelu = activation != "swiglu";
@@ -274,7 +274,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
       block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);
-      work += B * S * (p.qkv.N * D + p.out.K * D + p.up.N * D + p.F * D);
+      work += B * S * (p.qkv.N * D + p.out.C * D + p.up.N * D + p.F * D);
     }
     // All blocks use the same memory, since they run one after the other.
     auto allocate_blocks = [&](Arena from) {

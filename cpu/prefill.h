@@ -13,8 +13,9 @@
 
 namespace fastpath {
 
-// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows. In 256 bits,
-// where few sums fit in the registers, it is always faster for formats that are unpacked with few instructions.
+// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows: 28 with AVX-512,
+// and for formats of 5 and 6 bits, which have more lines than steps because the upper bits have lines of their own. In
+// 256 bits, where few sums fit in the registers, it is always faster for the others, which take few instructions.
 template <class F>
 constexpr int MAX_TILED_ROWS = VECTOR_BITS == 512 || F::Levels::LINES > F::Levels::STEPS ? 28 : INT_MAX;
 constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
@@ -88,8 +89,8 @@ void packed_blocks(const Linear& l, int64_t block, const Input& x, int64_t start
   Unpacked groups[UNPACKED_GROUPS];
   std::fill(acc, acc + (stop - start) * BLOCKS, floats(0.0f));
   Stream<F> streams[] = {Stream<F>(l, block), Stream<F>(l, block + BLOCKS - 1)};
-  for (int64_t b = 0; b < l.Kb; b += UNPACKED_GROUPS) {
-    const int count = std::min<int64_t>(UNPACKED_GROUPS, l.Kb - b);
+  for (int64_t b = 0; b < l.Cb; b += UNPACKED_GROUPS) {
+    const int count = std::min<int64_t>(UNPACKED_GROUPS, l.Cb - b);
     for (int n = 0; n < BLOCKS; n++) unpack_groups(streams[n], count, n, groups);
     in_tiles<4>(start, stop, [&](int64_t m, auto rows) {
       add_groups<SumsOf<F>, rows>(groups, count, x, m, b, acc + (m - start) * BLOCKS);

@@ -21,22 +21,24 @@
 
 namespace fastpath {
 
-constexpr int MAX_DECODE_TOKENS = 16;  // up to this many new tokens a row, reading the weights limits a product
+// With more new tokens a row, a pass is a prefill: torch multiplies weights that are not packed (see `linear`), and the
+// queries are enough work for all threads without the split of SplitPlan.
+constexpr int MAX_DECODE_TOKENS = 16;
 constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
 constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x
 
 // How the rows of a matrix are stored: one of these two, or a place in `Formats`.
-constexpr int DENSE = -2;  // in x's dtype, (N,K)
-constexpr int TILES = -1;  // in bfloat16, packed for AMX: (Nb,Kb,16,16,2), line j of a group has columns 2j and 2j+1
+constexpr int DENSE = -2;  // in x's dtype, (N,C)
+constexpr int TILES = -1;  // in bfloat16, packed for AMX: (Nb,Cb,16,16,2), line j of a group has columns 2j and 2j+1
 
 // N rows W of a layer's matrix, all in one format.
 struct Linear {
-  int64_t N, K;
+  int64_t N, C;
   int format;
   bool exact;         // x is not quantized
   const void* weight;
   const void* bias;   // (N,) in x's dtype, or null
-  int64_t Kb;         // groups of 32 columns
+  int64_t Cb;         // groups of 32 columns
   int64_t groups_per_scale;  // groups of 32 columns that share a weight scale, if the format leaves this open
   int64_t block_bytes;       // of 16 packed rows, if W is quantized
   int64_t first, stride;     // where the outputs of these rows begin in those of the layer, and how many the layer has
@@ -47,10 +49,10 @@ struct Linear {
 
 // A linear layer: y = x W^T + bias. The rows of W may be stored in several formats.
 struct Layer {
-  int64_t N, K;
+  int64_t N, C;
   std::vector<Linear> pieces;
 
-  int64_t groups() const { return (K + GROUP - 1) / GROUP; }
+  int64_t groups() const { return (C + GROUP - 1) / GROUP; }
   bool any(bool (Linear::*property)() const) const {
     return std::any_of(pieces.begin(), pieces.end(), [&](const Linear& l) { return (l.*property)(); });
   }
@@ -61,22 +63,22 @@ constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
 constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4, FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;
 
 // M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one
-// may have fewer), so that a product finds the rows of a group one after the other: (tiles,Kb,rows,32), where `at`
+// may have fewer), so that a product finds the rows of a group one after the other: (tiles,Cb,rows,32), where `at`
 // says.
 struct Input {
-  const void* x;  // (M,K)
-  int64_t M, Kb;
-  int8_t* q;          // (M*Kb,32), x quantized to 8 bits
-  float* scale;       // (M*Kb), x = q * scale
-  int32_t *sum, *half_sum[2];  // (M*Kb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
-  float* scaled_sum;  // (M*Kb), scale * sum(q): what the min of a group of weights is multiplied by
-  float* as_float;    // (M,Kb*32), x in float32, for exact activations
+  const void* x;  // (M,C)
+  int64_t M, Cb;
+  int8_t* q;          // (M*Cb,32), x quantized to 8 bits
+  float* scale;       // (M*Cb), x = q * scale
+  int32_t *sum, *half_sum[2];  // (M*Cb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
+  float* scaled_sum;  // (M*Cb), scale * sum(q): what the min of a group of weights is multiplied by
+  float* as_float;    // (M,Cb*32), x in float32, for exact activations
 
   int64_t rows_of_tile(int64_t m) const { return std::min<int64_t>(TILE_ROWS, M - m / TILE_ROWS * TILE_ROWS); }
   // The place of a group of row m. The next row of the tile is at the next place, the next group rows_of_tile(m)
   // further.
   int64_t at(int64_t m, int64_t group) const {
-    return m / TILE_ROWS * TILE_ROWS * Kb + group * rows_of_tile(m) + m % TILE_ROWS;
+    return m / TILE_ROWS * TILE_ROWS * Cb + group * rows_of_tile(m) + m % TILE_ROWS;
   }
 };
 
@@ -117,8 +119,8 @@ void in_tiles(int64_t m, int64_t stop, const Function& f) {
 
 inline bool amx_allowed = false;  // set once, by allow_amx
 
-// One step along K for weights that are not packed: acc += w * x, lane by lane. Of bfloat16, two products are added to
-// each lane.
+// One step along the columns for weights that are not packed: acc += w * x, lane by lane. Of bfloat16, two products are
+// added to each lane.
 template <class T>
 struct Step {
   static constexpr int WIDTH = LANES;
@@ -149,27 +151,27 @@ struct Step<bf16> {
 
 // NT rows of w times MT rows of x. Each of the MT * NT sums has its own register, whose lanes are added at the end.
 template <class T, int NT, int MT>
-inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t stride, int64_t K) {
+inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t stride, int64_t C) {
   using S = Step<T>;
   f32x16 acc[MT][NT];
   for (auto& row : acc) std::fill(row, row + NT, floats(0.0f));
   // Prefetches go through memory in ascending order, not row by row in turn, so the hardware prefetcher follows too.
   const char* ahead = (const char*)w + PREFETCH_DISTANCE * (NT + 1) / 2;
-  auto step = [&](int64_t k, int64_t left) {
+  auto step = [&](int64_t c, int64_t left) {
     typename S::Vector xs[MT];
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++) xs[m] = S::load_step(x + m * K + k, left);
+    for (int m = 0; m < MT; m++) xs[m] = S::load_step(x + m * C + c, left);
 #pragma GCC unroll 8
     for (int n = 0; n < NT; n++, ahead += 64) {
       _mm_prefetch(ahead, PREFETCH_TO);
-      const auto row = S::load_step(w + n * K + k, left);
+      const auto row = S::load_step(w + n * C + c, left);
 #pragma GCC unroll 8
       for (int m = 0; m < MT; m++) acc[m][n] = S::multiply_add(acc[m][n], row, xs[m]);
     }
   };
-  int64_t k = 0;
-  for (; k + S::WIDTH <= K; k += S::WIDTH) step(k, S::WIDTH);
-  if (k < K) step(k, K - k);
+  int64_t c = 0;
+  for (; c + S::WIDTH <= C; c += S::WIDTH) step(c, S::WIDTH);
+  if (c < C) step(c, C - c);
   alignas(64) float sums[MT][NT];
   if constexpr (MT * NT == LANES) {
     store(sums[0], sums_of_lanes(acc[0]));
@@ -190,11 +192,11 @@ constexpr int DENSE_SUMS = VECTOR_BITS == 512 ? 16 : 4;  // how many sums of a p
 // NT rows of w times all M rows of x, in tiles of as many rows as fit.
 template <class T, int NT>
 void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t M, int64_t stride,
-                 int64_t K) {
+                 int64_t C) {
   int64_t m = 0;
   auto tile = [&](auto rows) {
     constexpr int MT = decltype(rows)::value;
-    linear_tile<T, NT, MT>(w, x + m * K, bias, residual ? residual + m * stride : nullptr, out + m * stride, stride, K);
+    linear_tile<T, NT, MT>(w, x + m * C, bias, residual ? residual + m * stride : nullptr, out + m * stride, stride, C);
     m += MT;
   };
   constexpr int MOST = NT == 1 ? 4 : DENSE_SUMS / NT;
@@ -205,8 +207,8 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
 
 // Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
 template <class T>
-inline void quantize_group(const T* x, int64_t K, const Input& in, int64_t at) {
-  f32x16 low = load(x, K), high = load(x + LANES, K - LANES);
+inline void quantize_group(const T* x, int64_t columns, const Input& in, int64_t at) {
+  f32x16 low = load(x, columns), high = load(x + LANES, columns - LANES);
   const bool finite = all_finite(low) && all_finite(high);
   if (!finite) low = high = floats(0.0f);
   const float most = max_of_lanes(max(abs(low), abs(high)));
@@ -297,7 +299,7 @@ template <int MT, class F>
   std::fill(acc, acc + MT, floats(0.0f));
   const int64_t rows = x.rows_of_tile(m0);
   int64_t at = x.at(m0, 0);
-  for (int64_t b = 0; b < p.Kb; b++, at += rows) {
+  for (int64_t b = 0; b < p.Cb; b++, at += rows) {
     const uint8_t* group = stream.next_group();
     const int8_t* q = x.q + at * GROUP;
     Sums sums[MT];
@@ -338,15 +340,15 @@ inline f32x16 weights_of_column(u8x64 levels, int c, f32x16 scale, f32x16 min) {
 template <int MT, class F>
 [[gnu::noinline]] void block_dot_float(const Linear& p, int64_t block, const Input& x, int64_t m0, f32x16 (&acc)[MT]) {
   using L = typename F::Levels;
-  const int64_t K = p.Kb * GROUP;
+  const int64_t stride = p.Cb * GROUP;
   Stream<F> stream(p, block);
   f32x16 other[MT];  // two sums, so that one addition need not wait for the last
   std::fill(acc, acc + MT, floats(0.0f));
   std::fill(other, other + MT, floats(0.0f));
-  for (int64_t b = 0; b < p.Kb; b++) {
+  for (int64_t b = 0; b < p.Cb; b++) {
     const uint8_t* group = stream.next_group();
     const f32x16 scale[] = {stream.scale(0), stream.scale(1)}, min = stream.min();
-    const float* columns = x.as_float + m0 * K + b * GROUP;
+    const float* columns = x.as_float + m0 * stride + b * GROUP;
     for (int j = 0; j < L::STEPS; j++) {
       u8x64 levels[L::VECTORS];
       L::unpack(group, j, levels);
@@ -359,7 +361,7 @@ template <int MT, class F>
 #pragma GCC unroll 8
           for (int m = 0; m < MT; m++) {
             f32x16& sum = (L::VECTORS > 1 ? r : c) % 2 ? other[m] : acc[m];
-            sum = fma(weight, floats(column[m * K]), sum);
+            sum = fma(weight, floats(column[m * stride]), sum);
           }
         }
     }
@@ -385,14 +387,14 @@ inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t
 template <class T>
 void prepare_input(const Layer& l, const Input& in, int64_t m, int64_t begin, int64_t end) {
   if (!in.q && !in.as_float) return;
-  const T* x = (const T*)in.x + m * l.K;
+  const T* x = (const T*)in.x + m * l.C;
   for (int64_t b = begin; b < end; b++) {
-    const int64_t k = b * GROUP, left = l.K - k, at = m * in.Kb + b;
+    const int64_t c = b * GROUP, left = l.C - c, at = m * in.Cb + b;
     if (in.q) {
-      quantize_group(x + k, left, in, in.at(m, b));
+      quantize_group(x + c, left, in, in.at(m, b));
     } else {
-      store(in.as_float + at * GROUP, load(x + k, left));
-      store(in.as_float + at * GROUP + LANES, load(x + k + LANES, left - LANES));
+      store(in.as_float + at * GROUP, load(x + c, left));
+      store(in.as_float + at * GROUP + LANES, load(x + c + LANES, left - LANES));
     }
   }
 }
@@ -441,16 +443,16 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
 template <class T>
 void look_up(const Linear& table, int64_t id, T* out) {
   const int64_t block = id / LANES, lane = id % LANES;
-  if (table.format == DENSE) std::copy_n((const T*)table.weight + id * table.K, table.K, out);
-  for (int64_t k = 0; table.format == TILES && k < table.K; k++) {
-    const int64_t group = block * table.Kb + k / GROUP, c = k % GROUP;
-    out[k] = ((const T*)table.weight)[((group * GROUP / 2 + c / 2) * LANES + lane) * 2 + c % 2];
+  if (table.format == DENSE) std::copy_n((const T*)table.weight + id * table.C, table.C, out);
+  for (int64_t c = 0; table.format == TILES && c < table.C; c++) {
+    const int64_t group = block * table.Cb + c / GROUP, place = c % GROUP;
+    out[c] = ((const T*)table.weight)[((group * GROUP / 2 + place / 2) * LANES + lane) * 2 + place % 2];
   }
   with_format(table.format, [&](auto format) {
     using F = decltype(format);
     using L = typename F::Levels;
     Stream<F> stream(table, block);
-    for (int64_t b = 0; b < table.Kb; b++) {
+    for (int64_t b = 0; b < table.Cb; b++) {
       const uint8_t* group = stream.next_group();
       for (int j = 0; j < L::STEPS; j++) {
         u8x64 levels[L::VECTORS];
@@ -459,8 +461,8 @@ void look_up(const Linear& table, int64_t id, T* out) {
           for (int c = 0; c < 4; c++) {
             alignas(64) float weights[LANES];
             store(weights, weights_of_column<F>(levels[r], c, stream.scale(r), stream.min()));
-            const int64_t k = b * GROUP + L::first_column(j, r) + c;
-            if (k < table.K) out[k] = weights[lane];
+            const int64_t column = b * GROUP + L::first_column(j, r) + c;
+            if (column < table.C) out[column] = weights[lane];
           }
       }
     }

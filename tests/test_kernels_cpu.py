@@ -67,10 +67,10 @@ def poisoned_outputs():
     torch.set_num_threads(before)
 
 
-def fitting_size(format, groupsize, K):
-    """A groupsize that the format has, near this one, for K columns."""
+def fitting_size(format, groupsize, C):
+    """A groupsize that the format has, near this one, for C columns."""
     sizes = FORMATS[format].groupsizes
-    return (groupsize if groupsize < K else 0) if len(sizes) > 1 else sizes[0]
+    return (groupsize if groupsize < C else 0) if len(sizes) > 1 else sizes[0]
 
 
 def unquantized(N, K, bias, seed=0, kind=Linear):
@@ -149,9 +149,9 @@ def test_norms(M, D, dtype, n, offset):
     close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * DTYPES[dtype])  # subtraction of nearly equal numbers
 
 
-def every_operation(K, N, dtype):
-    """name -> each operation as a function of x (M,K)."""
-    w, b, norm, shift = (numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(N, K), (N,), (K,), (K,)]))
+def every_operation(C, N, dtype):
+    """name -> each operation as a function of x (M,C)."""
+    w, b, norm, shift = (numbers(*s, seed=i, dtype=dtype) for i, s in enumerate([(N, C), (N,), (C,), (C,)]))
     found = {
         "linear": lambda x: ops.linear(x, w, b),
         "rms_norm": lambda x: ops.rms_norm(x, norm, 1e-5),
@@ -159,9 +159,9 @@ def every_operation(K, N, dtype):
     }
     for format in FORMATS:
         for exact in (False, True) if format in ("int8", "int4") else (False,):
-            found[f"{format} {exact}"] = PackedLinear(quantized(format, N, K, 32, True, dtype)[0], exact)
-    if dtype == torch.bfloat16 and build.allow_amx() and N % 16 == K % 32 == 0:
-        found["packed"] = PackedLinear(unquantized(N, K, True), False)
+            found[f"{format} {exact}"] = PackedLinear(quantized(format, N, C, 32, True, dtype)[0], exact)
+    if dtype == torch.bfloat16 and build.allow_amx() and N % 16 == C % 32 == 0:
+        found["packed"] = PackedLinear(unquantized(N, C, True), False)
     return found
 
 

@@ -134,6 +134,8 @@ def main(ranks=None):
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {address}"
         print_status(status + examples(address, checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
+        # From here on the pipe tells if the HTTP process ends. A signal could come while the broken pipe is handled.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.run(shutdown, args.queue_seconds)
     engine.close()
 

@@ -72,7 +72,7 @@ class Draft:
     def propose(self, batch: Batch, k: int) -> Proposal | None:
         """Propose up to k tokens for each row of a batch. None if there are none for any row.
 
-        A proposal must fit into the cache row: a row has room for engine.length - 1 - len(row.tokens) of them, where
+        A proposal must fit into the cache row, which has room for `engine.length - 1 - len(row.tokens)` tokens, where
         row.tokens lacks the newest token. No token may be one of the ids from config.n_token on, which only pad the
         vocabulary.
         """

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -91,6 +91,14 @@ class FileStates:
                 return
         raise UserError(f"{self.path} was changed while it was read; try again")
 
+    @contextmanager
+    def unchanged(self):
+        """A context in which the files are read. A UserError says if they have changed, whatever else has failed."""
+        try:
+            yield
+        finally:
+            self.check()
+
     def sizes(self) -> list[tuple[str, int]]:
         return [(name, size) for name, size, *_ in self.found]
 
@@ -124,11 +132,14 @@ def read_weights(
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
     if checkpoint.quantization is None:  # the others are freed one by one when they are packed
         installer.reserve(total)
-    with progress_bar(total, f"loading {checkpoint.name}", "B", delay=2) as bar:
-        for layer, names in groupby(expected, layer_of):
+    # The blocks are last, because the largest tensors, which are outside of them, need the most memory while packed.
+    ordered = sorted(expected, key=lambda name: name.startswith("blocks."))
+    with progress_bar(total, f"loading {checkpoint.name}", "B", delay=2) as bar, checkpoint.files.unchanged():
+        for layer, names in groupby(ordered, layer_of):
             for name in names:
-                tensor = weights.read(name, parts[name])  # perhaps in a mapped file
-                tensor = installer.copy(tensor, device, dtypes[name])
+                is_mapped = weights.is_mapped or parts[name] is not None
+                tensor = weights.read(name, parts[name])
+                tensor = installer.place(tensor, device, dtypes[name], is_mapped)
                 # aminmax makes no copy, and its results are NaN if any element is NaN.
                 if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                     dtype_name = str(tensor.dtype).removeprefix("torch.")
@@ -138,7 +149,6 @@ def read_weights(
                 bar.update(tensor.nbytes)
             del tensor  # so that the kernels can free what they pack
             installer.pack(layer)
-    checkpoint.files.check()
     return model.eval()
 
 
@@ -170,6 +180,8 @@ def open_directory(directory: Path) -> Checkpoint:
 
 class DirectoryWeights:
     """The weights of a checkpoint directory. UserError if they are not exactly the tensors of the model."""
+
+    is_mapped = True  # a tensor is a part of a mapped file
 
     def __init__(self, directory: Path, config: Config, quantization: Quantization | None):
         self.files = checked_files(directory, empty_model(config, quantization).state_dict())

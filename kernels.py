@@ -119,8 +119,8 @@ class Backend:
 
 class Installer:
     """Puts the kernels of a device into a model, layer by layer while the model is read: each tensor goes through
-    `copy`, each layer that has all its tensors through `pack`, and at the end `finish` says what the model can rely on.
-    A model that is in memory already needs `finish` only.
+    `place`, each layer that has all its tensors through `pack`, and at the end `finish` says what the model can rely
+    on. A model that is in memory already needs `finish` only.
 
     These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have others.
     """
@@ -136,9 +136,9 @@ class Installer:
     def reserve(self, nbytes):
         """Make memory for this many bytes of copies, for weights that stay as they are."""
 
-    def copy(self, tensor, device, dtype):
-        """A copy of a tensor, which may be in a mapped file, on this device."""
-        return tensor.to(device=device, dtype=dtype, copy=True)
+    def place(self, tensor, device, dtype, is_mapped):
+        """A tensor on this device. is_mapped: it is in a mapped file, or a part of a larger one, so it is copied."""
+        return tensor.to(device=device, dtype=dtype, copy=is_mapped)
 
     def pack(self, name):
         """Replace the layer with this name by one with packed weights, if kernels can use it."""

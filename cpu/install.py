@@ -74,9 +74,9 @@ class CpuInstaller(Installer):
     def reserve(self, nbytes: int):
         self.reserved = HugePages(nbytes)
 
-    def copy(self, tensor: Tensor, device, dtype: torch.dtype) -> Tensor:
+    def place(self, tensor: Tensor, device, dtype: torch.dtype, is_mapped: bool) -> Tensor:
         if self.reserved is None:
-            return tensor.to(dtype, copy=True)
+            return tensor.to(dtype, copy=is_mapped)
         return self.reserved.copy(tensor.to(dtype))
 
     def pack(self, name: str):

@@ -54,6 +54,7 @@ class AssembledWeights:
         """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether the tensor of a name, which the model
         does not have, may be left out."""
         self.path, self.file = path, file
+        self.is_mapped = file.is_mapped
         self.config = config
         self.places = destinations(config, layout)
         found = file.shapes()

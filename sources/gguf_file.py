@@ -41,6 +41,8 @@ class GgufFile:
     """An open GGUF file, or the files of a split model, of which the first has the metadata. If anything is wrong, a
     UserError names the file and the field or tensor."""
 
+    is_mapped = False  # a tensor is read into memory of its own
+
     def __init__(self, path: Path):
         self.path, self.files = path, []
         self.metadata, self.infos = self.open_part(path)

@@ -107,6 +107,8 @@ def weight_paths(directory: Path) -> list[Path]:
 class HfFiles:
     """The tensors of a directory, by the names that a layout gives them. Of .bin files, one is open at a time."""
 
+    is_mapped = True  # a tensor may be a part of a mapped file
+
     def __init__(self, directory: Path, layout: Layout):
         self.directory, self.layout = directory, layout
         self.paths = weight_paths(directory)

@@ -1,5 +1,6 @@
 """GGUF files that run as they are: the header's parser, broken and hostile files, files that change, ranks."""
 
+import dataclasses
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from load import DraftOption, ModelOptions, load_engine, load_model, open_checkp
 from sources import gguf_header
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
-from sources.opening import open_gguf, open_named
+from sources.opening import open_gguf, open_hf, open_named
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
 from tp import Shard
@@ -306,7 +307,7 @@ def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
     for change, why in (
         (replace, "was changed while it was read"),
         (lambda: path.write_bytes(b"x" + data[1:]), "was changed while it was read"),
-        (lambda: os.truncate(path, 5000), "was truncated while it was read"),
+        (lambda: os.truncate(path, 5000), "was changed while it was read"),
         (path.unlink, "was changed while it was read"),
         (overwrite, "was changed while it was read"),
     ):
@@ -321,6 +322,16 @@ def test_a_directory_that_is_replaced_while_it_is_read(file, tmp_path):
     convert(open_gguf(file, dequantize=True), tmp_path / "one", torch.float32)
     with pytest.raises(UserError, match="was changed while it was read|lacks tensor|holds tensor"):
         read_model(source)
+
+
+def test_a_directory_that_another_model_replaces_while_it_is_read(tiny, tmp_path):
+    """After its header was read: the tensors of the other one have other shapes."""
+    shutil.copytree(tiny("llama-mha")[1], tmp_path / "hf")
+    source = open_hf(tmp_path / "hf")
+    weights = source.open_weights()
+    shutil.copy(tiny("llama-gqa-biased")[1] / "model.safetensors", tmp_path / "hf")
+    with pytest.raises(UserError, match="was changed while it was read"):
+        load_model(dataclasses.replace(source, open_weights=lambda: weights))
 
 
 def test_end_tokens_are_known_by_name():

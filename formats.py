@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from cli import print_status
 from config import Config
-from model import Embedding, Linear, MatrixLayer, Transformer
+from layers import Embedding, Linear, MatrixLayer
+from model import Transformer
 
 PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
 UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied

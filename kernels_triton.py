@@ -56,7 +56,8 @@ from kernels import (
     find_kernels,
     uses_only,
 )
-from model import Block, MatrixLayer, Transformer
+from layers import MatrixLayer
+from model import Block, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
 TILE_M = tl.constexpr(8)  # rows of activations in a tile: the fewest that a tensor core takes, padded with zeros
@@ -450,7 +451,7 @@ def matmul_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-# ---------------------------------------------------------------- positions and norms: positions.rotate, model.RMSNorm
+# ---------------------------------------------------------------- positions and norms: positions.rotate, layers.RMSNorm
 
 
 @triton.jit(do_not_specialize=["S", "T"])

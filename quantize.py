@@ -20,8 +20,9 @@ from cli import ArgumentParser, UserError, announced, print_status, progress_bar
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
+from layers import Linear
 from load import open_checkpoint
-from model import Linear, Transformer
+from model import Transformer
 from sampling import SamplingParams
 from writer import Writer, print_written
 

@@ -22,7 +22,8 @@ from checkpoint import is_ours, read_config, read_quantization
 from cli import UserError, print_status, size_text
 from config import Config
 from formats import Quantization, swap
-from model import MatrixLayer, Transformer
+from layers import MatrixLayer
+from model import Transformer
 
 FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
 

@@ -37,7 +37,8 @@ from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear, repack_layers
 from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, Installer, uses_only
-from model import Block, Embedding, LayerNorm, Linear, RMSNorm, Transformer
+from layers import Embedding, LayerNorm, Linear, RMSNorm
+from model import Block, Transformer
 
 # The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
 # still compute the old operation, so it is not used then.

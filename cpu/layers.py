@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpu.build import FORMATS_WITH_KERNELS
 from formats import QuantizedLinear, StackedLinear
-from model import Linear, MatrixLayer
+from layers import Linear, MatrixLayer
 
 LANES, GROUP = 16, 32  # rows in a packed block; columns in a packed group
 

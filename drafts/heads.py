@@ -38,7 +38,8 @@ from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_he
 from engine import Engine
 from formats import pack
 from kernels import has_kernel
-from model import Embedding, Transformer
+from layers import Embedding
+from model import Transformer
 from sampling import Sampling, sample
 
 FORMAT = "fastpath medusa heads 1"  # the key of the file's metadata

@@ -35,8 +35,8 @@ from cpu.install import CpuInstaller
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import KERNELS, MAX_DECODE_TOKENS, attention_reference
+from layers import Embedding, Linear
 from load import choose_installer, install_kernels, load_model
-from model import Embedding, Linear
 from quantize import quantize_checkpoint
 from sampling import Sampling, SamplingParams
 from writer import Writer

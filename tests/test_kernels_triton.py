@@ -23,8 +23,8 @@ import kernels
 from config import RopeScaling
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from kernels import attention_reference
+from layers import Linear, RMSNorm
 from load import load_model
-from model import Linear, RMSNorm
 from positions import rope_table, rotate
 from quantize import quantize_checkpoint
 

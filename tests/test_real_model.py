@@ -23,8 +23,8 @@ from texts import awkward, strings
 from engine import Engine, Request, generate
 from evaluate import Window, scores
 from formats import QuantizedLinear
+from layers import Linear
 from load import load_model
-from model import Linear
 from sampling import SamplingParams
 from sources.opening import open_gguf
 from tokenizer import ChatTemplate

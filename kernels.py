@@ -166,7 +166,8 @@ define(
     "float scale) -> Tensor",
     empty_like_first,
 )
-QUERY_BLOCK = 128  # queries: small enough for scores (B,H,128,T) to fit in memory, large enough for fast products
+# Queries at a time on CPUs: few enough for scores (B,H,128,T) to fit in memory, enough for fast products.
+QUERY_BLOCK = 128
 
 
 def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
@@ -176,54 +177,50 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
     slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score of slot t.
-    window: int or None, a token sees only the last `window` positions, its own included.
-    scale: float, the products of queries and keys are multiplied by it, usually E**-0.5.
+    window: int or None. A token sees only the last `window` positions, its own included.
+    scale: float, by which the products of queries and keys are multiplied, usually E**-0.5.
 
     Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold anything, even NaN.
     """
-    operation = torch.ops.fastpath.attention.default if has_kernel("attention", q.device) else attention_reference
-    return operation(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
+    if has_kernel("attention", q.device):
+        return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return attention_eager_cpu(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
+    return attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
 
 
 def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
-    """The reference. In eager mode on a CPU it processes blocks of queries, each of which reads only the slots up to
-    its last position: twice as fast as torch's attention at S = 512 in bfloat16. A compiled graph reads all T slots."""
+    """The specification of `attention`: short, slow, and in float32. Tests compare all other versions with it."""
     B, S, H, E = q.shape
-    eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager_cpu and S > QUERY_BLOCK:
-        blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, S, QUERY_BLOCK)]
-        rest = (rows, slopes, window, scale)
-        parts = [attention_reference(q[:, b], k_cache, v_cache, input_pos[:, b], *rest) for b in blocks]
-        return torch.cat(parts, dim=1)
-    newest = input_pos.amax(1)  # (B,)
-    oldest, all_visible = 0, False
-    if eager_cpu:  # reading tensor values costs nothing here, and saves masking where every slot is visible
-        oldest, last = max(int(input_pos.min()), 0), max(int(newest.max()), 0)
-        all_visible = window is None and int(newest.min()) == last  # the newest token of every row sees all slots
-        k_cache, v_cache = k_cache[:, :, : last + 1], v_cache[:, :, : last + 1]
-        k_cache = k_cache[:B].contiguous() if rows is None else k_cache  # bf16 products of a slice are 5 times slower
-    k, v = (k_cache[:B], v_cache[:B]) if rows is None else (k_cache[rows], v_cache[rows])  # (B,K,T,E)
-    slot = torch.arange(k.shape[2], device=q.device)
-    # Softmax does not change if the same number is added to all scores of a query. So ALiBi can count distances from
-    # the newest position of the row, and the bias needs no dimension S.
-    bias = None if slopes is None else (slot - newest[:, None, None]).float() * slopes[:, None]  # (B,H,T)
-    if all_visible and S == 1:
-        return softmax_attention(q, k, v, scale, bias=bias)
+    rows = torch.arange(B, device=q.device) if rows is None else rows
+    slot = torch.arange(k_cache.shape[2], device=q.device)
+    distance = input_pos[:, None, :, None] - slot  # (B,1,S,T): how far back a slot is; negative if it is ahead
+    visible = (distance >= 0) & (distance < (window or len(slot)))
 
-    visible = slot <= input_pos[:, :, None]  # (B,S,T), all False for padding
-    if window is not None:
-        visible &= slot > input_pos[:, :, None] - window
-    if all_visible:
-        visible = visible[:, :, oldest:]  # every token sees all slots before `oldest`
-    else:
-        seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
-        k = torch.where(seen, k, 0)  # NaN in a slot would reach the output even with weight zero:
-        v = torch.where(seen, v, 0)  # NaN - inf and 0 * NaN are NaN
-    # Padding tokens attend to all slots. With no slot at all their softmax would be NaN, and if the number of slots is
-    # odd, torch's bfloat16 product spreads such a NaN to the row before.
-    visible = visible | (input_pos < 0)[:, :, None]
+    k = k_cache[rows].float().repeat_interleave(H // k_cache.shape[1], dim=1)  # (B,H,T,E)
+    v = v_cache[rows].float().repeat_interleave(H // v_cache.shape[1], dim=1)
+    v = v.masked_fill(~visible.any(2)[..., None], 0)  # 0 * NaN is NaN
+    scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * scale  # (B,H,S,T)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    out = (weights @ v).transpose(1, 2)  # (B,S,H,E)
+    return torch.where((input_pos >= 0)[:, :, None, None], out, 0).to(q.dtype)
 
-    if S > 16 and slopes is None and not eager_cpu:  # torch's FlashAttention, which never stores the scores
+
+# The same without kernels, faster: for compiled graphs and other devices, and for CPUs in eager mode. Query heads of a
+# group share keys and values without copies, and ALiBi's bias has no dimension S.
+
+
+def attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
+    """`attention` for compiled graphs, and for devices other than CPUs. It reads all T slots."""
+    k, v = read_rows(k_cache, v_cache, rows, len(q))  # (B,K,T,E)
+    bias = alibi_bias(slopes, input_pos, k.shape[2])
+    visible = visible_slots(input_pos, window, k.shape[2])
+    k, v = zero_unseen(k, v, visible)
+    visible = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
+
+    if q.shape[1] > MAX_DECODE_TOKENS and slopes is None:  # torch's FlashAttention, which never stores the scores
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible[:, None], scale=scale, enable_gqa=True)
         out = out.transpose(1, 2)
     else:
@@ -231,20 +228,88 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
+def attention_eager_cpu(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
+    """`attention` for CPUs in eager mode: blocks of queries, each of which reads only the slots up to its last
+    position. It is twice as fast as torch's attention at S = 512 in bfloat16."""
+    B, S = input_pos.shape
+    if S > QUERY_BLOCK:
+        parts = []
+        for start in range(0, S, QUERY_BLOCK):
+            block = slice(start, start + QUERY_BLOCK)
+            queries, positions = q[:, block], input_pos[:, block]
+            parts.append(attention_eager_cpu(queries, k_cache, v_cache, positions, rows, slopes, window, scale))
+        return torch.cat(parts, dim=1)
+
+    # Reading the values of tensors costs nothing here.
+    newest = input_pos.amax(1)  # (B,)
+    last = max(int(newest.max()), 0)
+    k_cache = k_cache[:, :, : last + 1]
+    v_cache = v_cache[:, :, : last + 1]
+    if rows is None:
+        k_cache = k_cache[:B].contiguous()  # bfloat16 products of a slice are 5 times slower
+    k, v = read_rows(k_cache, v_cache, rows, B)  # (B,K,T,E)
+    bias = alibi_bias(slopes, input_pos, last + 1)
+
+    if window is None and int(newest.min()) == last:  # all rows are equally long, and their newest tokens see all slots
+        if S == 1:
+            return softmax_attention(q, k, v, scale, bias=bias)
+        oldest = max(int(input_pos.min()), 0)  # all tokens see the slots before it, which need no mask
+        visible = visible_slots(input_pos, window, last + 1)[:, :, oldest:]
+    else:
+        visible = visible_slots(input_pos, window, last + 1)
+        k, v = zero_unseen(k, v, visible)
+    visible = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
+    out = softmax_attention(q, k, v, scale, visible, bias)
+    return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
+
+
+def read_rows(k_cache, v_cache, rows, B):
+    """The keys and values (B,K,T,E) of the cache rows (B,); None means rows 0..B-1."""
+    if rows is None:
+        return k_cache[:B], v_cache[:B]
+    return k_cache[rows], v_cache[rows]
+
+
+def visible_slots(input_pos, window, T):
+    """Which of the slots 0 to T-1 each token sees, (B,S,T) bool: none for padding."""
+    slot = torch.arange(T, device=input_pos.device)
+    visible = slot <= input_pos[:, :, None]
+    if window is not None:
+        visible &= slot > input_pos[:, :, None] - window
+    return visible
+
+
+def zero_unseen(k, v, visible):
+    """k and v (B,K,T,E) with zeros in the slots that no token of a row sees. NaN in such a slot would reach the output
+    even with weight zero: NaN - inf and 0 * NaN are NaN."""
+    seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
+    return torch.where(seen, k, 0), torch.where(seen, v, 0)
+
+
+def alibi_bias(slopes, input_pos, T):
+    """ALiBi's bias (B,H,T) float32, or None without slopes. Softmax does not change if the same number is added to all
+    scores of a query, so distances may be counted from the newest position of the row, for all its queries."""
+    if slopes is None:
+        return None
+    slot = torch.arange(T, device=input_pos.device)
+    newest = input_pos.amax(1)  # (B,)
+    return (slot - newest[:, None, None]).float() * slopes[:, None]
+
+
 def softmax_attention(q, k, v, scale, visible=None, bias=None):
     """softmax(q k^T * scale + bias) v over the visible slots, with scores in float32: (B,S,H,E).
 
-    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the
-    last n slots, n <= T (all slots before them are visible), or None if all are. Query heads of a group share keys and
-    values without copies.
+    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the last n slots, n <= T (all
+    slots before them are visible), or None if all are. Every token must see a slot, also padding: otherwise its softmax
+    would be NaN, which torch's bfloat16 product spreads to the row before if the number of slots is odd.
     """
     B, S, H, E = q.shape
-    K, T = k.shape[1], k.shape[2]
+    K, T = k.shape[1:3]
     q = q.view(B, S, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B,K,H/K*S,E)
     scores = (q @ k.transpose(2, 3)).view(B, H, S, T).float()
     scores = scores * scale if bias is None else torch.add(bias[:, :, None], scores, alpha=scale)
     if visible is not None:
-        # -inf would make the weights of padding NaN, which torch's bfloat16 product can spread to other rows.
+        # The lowest finite number, because -inf could give NaN, as above.
         scores[..., T - visible.shape[2] :].masked_fill_(~visible[:, None], torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, T) @ v  # (B,K,H/K*S,E)

@@ -1,4 +1,4 @@
-"""Attention against plain Python loops in float64, and the AMX guard with child processes that die."""
+"""The versions of attention against plain Python loops in float64, and the AMX guard with child processes that die."""
 
 import os
 import signal
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import attention_reference, survives
+from kernels import attention_eager_cpu, attention_reference, attention_torch, survives
+
+VERSIONS = (attention_reference, attention_torch, attention_eager_cpu)
 
 FLOAT32 = 2e-5  # sums of up to 97 products of order 1, summed in another order
 BFLOAT16 = 3e-2  # 8 bits of mantissa in the inputs, the weights and the output
@@ -72,11 +74,12 @@ def test_attention_equals_naive(name, dtype, window, alibi):
     q, k, v, input_pos = case(dtype=dtype, **CASES[name])
     slopes = torch.linspace(0.7, 0.05, q.shape[2]) if alibi else None
     places = (input_pos, None, slopes, window, 0.4)
-    out = attention_reference(q, k, v, *places)
-    assert out.dtype == dtype and out.shape == q.shape
     expected = naive(q, k, v, *places)
-    assert (out.double() - expected).abs().max() < (FLOAT32 if dtype == torch.float32 else BFLOAT16)
-    assert (out[input_pos < 0] == 0).all()
+    for version in VERSIONS:
+        out = version(q, k, v, *places)
+        assert out.dtype == dtype and out.shape == q.shape
+        assert (out.double() - expected).abs().max() < (FLOAT32 if dtype == torch.float32 else BFLOAT16), version
+        assert (out[input_pos < 0] == 0).all()
 
 
 @pytest.mark.parametrize("S", [1, 5, 33])
@@ -85,14 +88,14 @@ def test_attention_through_rows(S):
     rows = torch.tensor([4, 0, 2])
     k[[1, 3]], v[[1, 3]] = float("nan"), float("nan")
     places = (input_pos, rows, None, None, 0.3)
-    assert (attention_reference(q, k, v, *places) - naive(q, k, v, *places)).abs().max() < FLOAT32
+    for version in VERSIONS:
+        assert (version(q, k, v, *places) - naive(q, k, v, *places)).abs().max() < FLOAT32, version
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("S", [1, 20])
 def test_attention_compiled(S):
-    """The compiled graph reads all T slots instead of the live ones, with the same result up to rounding."""
-    compiled = torch.compile(attention_reference, fullgraph=True)
+    compiled = torch.compile(kernels.attention, fullgraph=True)
     q, k, v, input_pos = case(S=S)
     arguments = (q, k, v, input_pos, None, None, 8, 0.3)
     assert (compiled(*arguments) - attention_reference(*arguments)).abs().max() < 1e-5
@@ -106,10 +109,11 @@ def test_padding_does_not_reach_other_rows(T):
     input_pos = torch.full((1, 17), -1)
     input_pos[0, :T] = torch.arange(T)
     rest = (None, None, None, 0.3)
-    out = attention_reference(q, k, v, input_pos, *rest)
     expected = attention_reference(q[:, :T], k, v, input_pos[:, :T], *rest)
-    assert torch.equal(out[:, T:], torch.zeros_like(out[:, T:]))
-    torch.testing.assert_close(out[:, :T], expected, rtol=0.02, atol=0.02)  # a product of another shape, in bfloat16
+    for version in VERSIONS:
+        out = version(q, k, v, input_pos, *rest)
+        assert torch.equal(out[:, T:], torch.zeros_like(out[:, T:]))
+        torch.testing.assert_close(out[:, :T], expected, rtol=0.02, atol=0.02)  # bfloat16
 
 
 def test_survives_tells_how_a_child_ended():

@@ -1,12 +1,15 @@
 """The hyperparameters of a model: Config, and RopeScaling, which is a part of it; the checks of their values.
 
-Knows nothing of tensors. H, K, E, D, F and V are explained in model.py.
+Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E head width, D model
+width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a prompt and its answer.
 """
 
 import math
 import types
 from dataclasses import dataclass, fields, replace
 from typing import get_args
+
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "factors", "longrope")
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,17 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()  # longrope: those of rows longer than original_max_seq_length
 
     def __post_init__(self):
-        if self.kind not in (kinds := ("linear", "llama3", "yarn", "factors", "longrope")):
-            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: {', '.join(kinds)}")
-        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: {', '.join(ROPE_SCALINGS)}")
+
         if self.kind in ("llama3", "yarn", "longrope"):
-            check_positive({"original_max_seq_length": self.original_max_seq_length}, (int,))
-        factors = dict(enumerate(self.factors + self.long_factors))
-        check_positive({name: getattr(self, name) for name in numbers} | factors)
+            check_positive_int("original_max_seq_length", self.original_max_seq_length)
+        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+        for name in numbers:
+            check_positive(name, getattr(self, name))
+        for i, factor in enumerate(self.factors + self.long_factors):
+            check_positive(f"RoPE factor {i}", factor)
+
         if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
             raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.kind == "longrope" and len(self.long_factors) != len(self.factors):
@@ -46,7 +53,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Config:
-    """The hyperparameters of a model; the switches below the sizes tell the families apart."""
+    """The hyperparameters of a model. The switches below the sizes tell the families apart."""
 
     n_layer: int
     n_head: int  # H
@@ -56,6 +63,7 @@ class Config:
     hidden_dim: int  # F
     vocab_size: int  # V
     max_seq_length: int  # the longest context that the model supports
+
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -65,49 +73,75 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
+
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
     sliding_rope_base: float | None = None  # Gemma 3: layers with a sliding window have this base, and no rope_scaling
     layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
     query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
-    norm_placement: str = "before"  # of a block's norms: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
-    float32_norms: bool = False  # Gemma: the norms' weights are float32 in a model of any dtype
-    embedding_scale: float = 1.0  # the embeddings are multiplied by it (Gemma; this and the next three: Granite)
-    attention_scale: float | None = None  # so are the products of queries and keys; None means head_dim ** -0.5
-    residual_scale: float = 1.0  # and the outputs of attention and MLP
-    logits_scale: float = 1.0
+
+    norm_placement: str = "before"  # a block's norms are "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
+    # Gemma: the norms' weights are float32 in a model of any dtype. A family needs it if its authors compute the weight
+    # of a norm, such as 1 + w, in float32.
+    float32_norms: bool = False
+    embedding_scale: float = 1.0  # Gemma, Granite: the embeddings are multiplied by it
+    attention_scale: float | None = None  # Granite: factor of queries times keys; None means head_dim ** -0.5
+    residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
+    logits_scale: float = 1.0  # Granite: factor of the logits
+
     mlp: str = "swiglu"  # or "geglu": the same with tanh-GELU (Gemma); or "gelu": tanh-GELU without a gate (BLOOM)
-    norm: str = "rms"  # or "layer": LayerNorm, with weight and bias (this and the next three: BLOOM)
-    alibi: bool = False  # ALiBi's linear bias on the attention scores instead of RoPE
-    embedding_norm: bool = False
-    post_norm_residual: bool = False  # residuals start from the normalized input
+    norm: str = "rms"  # the kind of all norms but those of queries and keys; BLOOM: "layer", LayerNorm with a bias
+    alibi: bool = False  # BLOOM: ALiBi's linear bias on the attention scores instead of RoPE
+    embedding_norm: bool = False  # BLOOM: the embeddings are normalized
+    post_norm_residual: bool = False  # an option of BLOOM: residuals start from the normalized input
     n_token: int | None = None  # if the vocabulary is padded: how many ids are real; the others are never sampled
 
     def __post_init__(self):
         check_fields(self)
-        kinds = {"norm": ("rms", "layer"), "mlp": ("swiglu", "geglu", "gelu")}
-        for name, known in (kinds | {"norm_placement": ("before", "after", "both")}).items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        self._check_names()
+        self._check_rope()
+
         if self.n_token is not None and self.n_token > self.vocab_size:
             raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
-        for name in ("sliding_layers", "layers_without_rope"):
-            if not set(layers := getattr(self, name) or ()) <= set(range(self.n_layer)):
-                raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
-        scaling, rotated = self.rope_scaling, self.rotary_dim or self.head_dim
-        if scaling is not None and scaling.kind == "yarn" and self.rope_base <= 1:
-            raise ValueError(f"rope_base {self.rope_base} is too small: yarn divides by its logarithm")
-        if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
-            raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
-        if self.query_scale_beta is not None and not (scaling and scaling.original_max_seq_length):
-            raise ValueError("query_scale_beta needs a RoPE scaling with the original context, such as yarn")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.norm == "layer" and self.float32_norms:
+            raise ValueError("float32_norms needs norm 'rms': LayerNorm's weights have the dtype of the model")
+        for name in ("sliding_layers", "layers_without_rope"):
+            layers = getattr(self, name) or ()
+            if not set(layers) <= set(range(self.n_layer)):
+                raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
+
+    def _check_names(self):
+        """ValueError if a field that names one of several kinds has none of these names."""
+        kinds = {
+            "norm": ("rms", "layer"),
+            "mlp": ("swiglu", "geglu", "gelu"),
+            "norm_placement": ("before", "after", "both"),
+        }
+        for name, known in kinds.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+
+    def _check_rope(self):
+        """ValueError if the fields of positions do not fit each other."""
+        rotated = self.rotary_dim or self.head_dim
         if self.head_dim % 2 and not self.alibi:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
         if rotated > self.head_dim or (rotated % 2 and not self.alibi):
             raise ValueError(f"rotary_dim {rotated} is odd, or more than head_dim {self.head_dim}")
+
+        scaling = self.rope_scaling
+        if self.query_scale_beta is not None and not (scaling and scaling.original_max_seq_length):
+            raise ValueError("query_scale_beta needs a RoPE scaling with the original context, such as yarn")
+        if scaling is None:
+            return
+        if scaling.kind == "yarn" and self.rope_base <= 1:
+            raise ValueError(f"rope_base {self.rope_base} is too small: yarn divides by its logarithm")
+        if scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
+            raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -128,8 +162,7 @@ class Config:
         return self.rope_base, self.rope_scaling
 
     def different_ropes(self) -> list[tuple[float, RopeScaling | None]]:
-        """What `rope` returns for all layers, each value once: layers in which it is equal share a table of cos and
-        sin."""
+        """What `rope` returns for all layers, each value once: a table of cos and sin is made for each."""
         return list(dict.fromkeys(map(self.rope, range(self.n_layer))))
 
     @property
@@ -138,7 +171,7 @@ class Config:
 
     @property
     def short_context(self) -> int:
-        """The positions of the longest rows that have longrope's short factors; without longrope, the whole context."""
+        """Rows of up to this many positions have longrope's short factors. Without longrope, the whole context."""
         if not self.is_longrope:
             return self.max_seq_length
         return min(self.rope_scaling.original_max_seq_length, self.max_seq_length)
@@ -148,31 +181,42 @@ class Config:
         return self.is_longrope and max_seq_length > self.short_context
 
     def for_rows_of(self, max_seq_length: int) -> "Config":
-        """This config. For rows that have longrope's long factors, these take the place of the short ones."""
+        """This config, for rows of this many positions: with longrope, long factors may replace the short ones."""
         if not self.has_long_factors(max_seq_length):
             return self
         return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))
 
 
-def check_positive(numbers: dict, kinds: tuple = (int, float)):
-    """ValueError if a value (name -> value) is not a number above 0 and not absurdly large."""
-    for name, value in numbers.items():
-        limit = 1e4 if name == "n_layer" else 1e8 if kinds == (int,) else 1e30
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
-            kind = "integer" if kinds == (int,) else "number"
-            raise ValueError(f"{name} must be a positive {kind} of at most {limit:g}, not {value!r}")
+MAX_LAYERS = 10_000
+MAX_INT = 100_000_000
+MAX_NUMBER = 1e30
+
+
+def check_positive(name: str, value):
+    """ValueError if a field's value is not a number above 0, or absurdly large."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"{name} must be a positive number of at most {MAX_NUMBER:g}, not {value!r}")
+
+
+def check_positive_int(name: str, value):
+    """ValueError if a field's value is not an integer above 0, or absurdly large."""
+    limit = MAX_LAYERS if name == "n_layer" else MAX_INT
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not 0 < value <= limit:
+        raise ValueError(f"{name} must be a positive integer of at most {limit:g}, not {value!r}")
 
 
 def check_fields(config: Config):
     """ValueError if a field does not have the type that it is declared with, or is a number that is not positive."""
     for field in fields(config):
-        is_union = isinstance(field.type, types.UnionType)
-        kinds, value = get_args(field.type) if is_union else (field.type,), getattr(config, field.name)
+        value = getattr(config, field.name)
+        kinds = get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
         if value is None and type(None) in kinds:
             continue
         if bool in kinds and not isinstance(value, bool):
             raise ValueError(f"{field.name} must be true or false, not {value!r}")
         if int in kinds:
-            check_positive({field.name: value}, (int,))
+            check_positive_int(field.name, value)
         if float in kinds:
-            check_positive({field.name: value})
+            check_positive(field.name, value)

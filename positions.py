@@ -16,10 +16,13 @@ from config import Config, RopeScaling
 
 
 def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """RoPE's E/2 angular frequencies in float32, in radians per position, for what Config.rope returns. E is the number
-    of dimensions that are rotated."""
+    """RoPE's E/2 angular frequencies in float32, in radians per position.
+
+    E: the number of dimensions that are rotated. base, scaling: see Config.rope.
+    """
     if base == math.inf:  # a layer without RoPE: cos is 1 and sin is 0
         return torch.zeros(E // 2, device="cpu")
+
     freqs = 1.0 / float(base) ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
     if scaling is None:
         return freqs
@@ -27,25 +30,38 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
         return freqs / scaling.factor
     if scaling.kind in ("factors", "longrope"):
         return freqs / torch.tensor(scaling.factors)
-    context = scaling.original_max_seq_length
-    if scaling.kind == "llama3":
-        # Frequencies with more than high_freq_factor rotations in the training context are kept; those with fewer than
-        # low_freq_factor are divided by factor; those between are interpolated. `keep` is the weight of the original.
-        rotations = context * freqs / (2 * math.pi)
-        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:  # yarn
 
-        def dimension(rotations):  # the index of the frequency with this many rotations in the training context
-            return E * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-        low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, E - 1)
-        high += 0.001 * (low == high)  # avoids a division by zero
-        keep = 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
+    keep = kept_llama3(freqs, scaling) if scaling.kind == "llama3" else kept_yarn(E, base, scaling)
     keep = keep.clamp(0, 1)
     return freqs * keep + freqs / scaling.factor * (1 - keep)
+
+
+def kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
+    """The weight (E/2,) of each original frequency beside the scaled one; values beyond 0 and 1 stand for these.
+
+    Frequencies with more than high_freq_factor rotations in the training context are kept. Those with fewer than
+    low_freq_factor are divided by factor. Those between are interpolated.
+    """
+    rotations = scaling.original_max_seq_length * freqs / (2 * math.pi)
+    return (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+
+
+def kept_yarn(E: int, base: float, scaling: RopeScaling) -> Tensor:
+    """As kept_llama3: a linear ramp over the dimensions, from beta_fast to beta_slow rotations in the context."""
+
+    def dimension(rotations):  # the index of the frequency with this many rotations in the training context
+        return E * math.log(scaling.original_max_seq_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, E - 1)
+    if low == high:
+        high += 0.001  # avoids a division by zero
+    return 1 - (torch.arange(E // 2, device="cpu") - low) / (high - low)
 
 
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +69,12 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
     # In float64: in one of ten processes, the first float32 cosine that torch computed on two threads had other last
     # bits, and some tokens were others.
     angles = (input_pos[:, :, None, None].float() * freqs).double()  # (B,S,1,E/2)
-    cos, sin = angles.cos().float(), angles.sin().float()
+    cos = angles.cos().float()
+    sin = angles.sin().float()
     if scaling is not None and scaling.attention_factor != 1.0:
         factor = torch.where(freqs > 0, scaling.attention_factor, 1.0)  # 1 for dimensions that are not rotated
-        cos, sin = cos * factor, sin * factor
+        cos = cos * factor
+        sin = sin * factor
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
@@ -72,45 +90,55 @@ class Positions(nn.Module):
 
     rope_cos, rope_sin: (P,T,1,E) float32 for the P different results of Config.rope, in their order; None with ALiBi.
     They are tables, because a compiled cosine differs from the eager one in the last bit.
-    query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3).
-    slopes: (H,) float32, those of ALiBi.
-    Each is None if the model does not have it. heads: the query heads of this rank.
+    query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3), or None.
+    slopes: (H,) float32, those of ALiBi, or None.
+
+    The tables have T entries and not only one for each position, because padding (position -1) looks up the last.
+    heads: the query heads of this rank.
     """
 
     def __init__(self, config: Config, T: int, heads: range, device: torch.device):
         super().__init__()
         slots = torch.arange(T, device=device)[None]  # (1,T)
-        tables = {"query_scales": query_scales(config, slots), "rope_cos": None, "rope_sin": None, "slopes": None}
-        if config.alibi:
-            tables["slopes"] = alibi_slopes(config.n_head)[list(heads)].to(device)
-        else:
-            tables["rope_cos"], tables["rope_sin"] = rope_tables(config, slots)
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+        cos, sin = rope_tables(config, slots)
+        slopes = alibi_slopes(config.n_head)[list(heads)].to(device) if config.alibi else None
+        self.register_buffer("query_scales", query_scales(config, slots), persistent=False)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.register_buffer("slopes", slopes, persistent=False)
 
     def ropes(self, input_pos: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
-        A block takes those of its own table, ropes[block.rope_table]."""
+
+        A block takes those of its own table, ropes[block.rope_table].
+        """
         if self.rope_cos is None:
             return [None]
         return [(cos[input_pos], sin[input_pos]) for cos, sin in zip(self.rope_cos.unbind(), self.rope_sin.unbind())]
 
 
-def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """rope_cos and rope_sin of Positions. slots: 0 to T-1, (1,T)."""
-    E, rotated = config.head_dim, config.rotary_dim or config.head_dim
+def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """rope_cos and rope_sin of Positions, (P,T,1,E) each, or None with ALiBi. slots: 0 to T-1, (1,T)."""
+    if config.alibi:
+        return None, None
 
-    def table(base, scaling):  # pairs of dimensions from rotary_dim / 2 on are not rotated
-        freqs = F.pad(rope_frequencies(rotated, base, scaling), (0, (E - rotated) // 2))
-        return rope_table(freqs.to(slots.device), scaling, slots)
-
-    cos, sin = zip(*(table(*rope) for rope in config.different_ropes()))
-    return torch.cat(cos), torch.cat(sin)  # (P,T,1,E)
+    rotated = config.rotary_dim or config.head_dim
+    all_cos = []
+    all_sin = []
+    for base, scaling in config.different_ropes():
+        freqs = rope_frequencies(rotated, base, scaling)
+        freqs = F.pad(freqs, (0, (config.head_dim - rotated) // 2))  # the other dimensions are not rotated
+        cos, sin = rope_table(freqs.to(slots.device), scaling, slots)
+        all_cos.append(cos)
+        all_sin.append(sin)
+    return torch.cat(all_cos), torch.cat(all_sin)
 
 
 def query_scales(config: Config, slots: Tensor) -> Tensor | None:
-    """What Ministral 3 multiplies a query by, at all T slots (1,T): (T,1,1) float32, or None for other models. It is 1
-    within the original context, and grows with the logarithm of how many times the position is beyond it."""
+    """What Ministral 3 multiplies a query by, at all T slots (1,T): (T,1,1) float32. None for other models.
+
+    It is 1 within the original context, and grows with the logarithm of how many times the position is beyond it.
+    """
     if config.query_scale_beta is None:
         return None
     contexts = torch.floor(slots / config.rope_scaling.original_max_seq_length)
@@ -118,8 +146,11 @@ def query_scales(config: Config, slots: Tensor) -> Tensor | None:
 
 
 def alibi_slopes(H: int) -> Tensor:
-    """ALiBi's H slopes in float32 (arXiv:2108.12409). The first n heads, n being the largest power of two up to H, have
-    2^(-8/n), 2^(-16/n) ... As in the authors' code, the other heads have every second slope of the series for 2n."""
+    """ALiBi's H slopes in float32 (arXiv:2108.12409).
+
+    The first n heads have 2^(-8/n), 2^(-16/n) ..., where n is the largest power of two up to H. As in the authors'
+    code, the other heads have every second slope of the series for 2n.
+    """
     n = 2 ** int(math.log2(H))
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
     slopes += [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * (H - n), 2)]

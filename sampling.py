@@ -27,7 +27,9 @@ from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sorta
 class SamplingParams:
     """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
-    The settings apply in the order of the fields. The repetition penalty (arXiv:1909.05858) changes the logits of
+    The settings apply in the order of the fields. Every filter keeps the likeliest token, on which the kernels rely.
+
+    The repetition penalty (arXiv:1909.05858) changes the logits of
     tokens that occur in the prompt or the answer: it divides positive logits and multiplies negative ones. The
     frequency and presence penalties are those of OpenAI's API: the first is subtracted from a token's logit once for
     each occurrence in the answer, the second once if the token occurs in the answer at all.
@@ -46,11 +48,14 @@ class SamplingParams:
     def __post_init__(self):
         for name, value in self.numbers().items():
             low, high = RANGES[name]
-            kind, types = ("an integer", (int,)) if name in ("top_k", "seed") else ("a number", (int, float))
-            if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
-                raise ValueError(f"{name} must be {kind} from {low} to {high}: {value!r}")
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if name in ("top_k", "seed"):
+                if not is_int or not low <= value <= high:
+                    raise ValueError(f"{name} must be an integer from {low} to {high}: {value!r}")
+            elif not (is_int or isinstance(value, float)) or not low <= value <= high:
+                raise ValueError(f"{name} must be a number from {low} to {high}: {value!r}")
         if self.min_p == 1:
-            raise ValueError("min_p must be below 1")
+            raise ValueError("min_p must be below 1, which would drop tokens as likely as the likeliest")
         if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):
             raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
 
@@ -64,9 +69,9 @@ class SamplingParams:
 
 
 MAX_BIAS = 1000
-MASKED_POSITIONS = MAX_DECODE_TOKENS  # of each row: as many as a step samples with speculation
+MASKED_POSITIONS = MAX_DECODE_TOKENS  # positions of a row that have a mask: as many as a step with speculation samples
 
-# Larger penalties would overflow float32 with ordinary logits.
+# The smallest and largest value of each setting. Larger penalties would overflow float32 with ordinary logits.
 RANGES = {
     "repetition_penalty": (1e-3, 1e3),
     "frequency_penalty": (-1e3, 1e3),
@@ -105,8 +110,10 @@ class Sampling(NamedTuple):
     @classmethod
     def make(cls, R: int, V: int, device="cpu") -> "Sampling":
         """Settings of R greedy rows without penalties or filters."""
-        neutral, dtypes = SamplingParams(temperature=0.0).numbers(), {int: torch.int64, float: torch.float32}
-        settings = {n: torch.full((R,), x, dtype=dtypes[type(x)], device=device) for n, x in neutral.items()}
+        settings = {}
+        for name, value in SamplingParams(temperature=0.0).numbers().items():
+            dtype = torch.int64 if isinstance(value, int) else torch.float32
+            settings[name] = torch.full((R,), value, dtype=dtype, device=device)
         return cls(
             **settings,
             counts=torch.zeros(R, V, dtype=torch.int32, device=device),
@@ -125,7 +132,8 @@ class Sampling(NamedTuple):
         if params.penalizes:  # else the counts are not used
             self.counts[row] = 0
             self.counts[row, torch.tensor(prompt, dtype=torch.int64, device=self.counts.device)] = 1
-        self.mask_start[row], self.biased[row] = -1, bool(params.logit_bias)
+        self.mask_start[row] = -1
+        self.biased[row] = bool(params.logit_bias)
         if params.logit_bias:
             tokens, biases = zip(*params.logit_bias)
             self.logit_bias[row] = 0
@@ -134,11 +142,13 @@ class Sampling(NamedTuple):
     def set_masks(self, masked: list[tuple[int, int, object, list[int]]]):
         """Mask the tokens that grammars (as in engine.Request) forbid. masked has (row, position, grammar, drafted
         tokens): the grammar writes a mask for the position, and for those after each drafted token."""
-        on_cpu = self.masks if self.masks.device.type == "cpu" else torch.empty_like(self.masks, device="cpu")
+        is_cpu = self.masks.device.type == "cpu"
+        on_cpu = self.masks if is_cpu else torch.empty_like(self.masks, device="cpu")
         for row, _, grammar, drafted in masked:
             grammar.fill(on_cpu[row], drafted)
+
         rows, positions = torch.tensor([(row, position) for row, position, *_ in masked]).t()
-        if on_cpu is not self.masks:
+        if not is_cpu:
             n = 1 + max(len(drafted) for *_, drafted in masked)
             self.masks[rows, :n] = on_cpu[rows, :n].to(self.masks.device)
         self.mask_start[rows] = positions.to(self.mask_start.device)
@@ -148,8 +158,9 @@ class Sampling(NamedTuple):
         return self._replace(mask_start=torch.full_like(self.mask_start, -1))
 
     def count(self, new_tokens: list[tuple[int, list[int]]]):
-        """Add new tokens, given as (row, tokens), to the counts of their rows; -1 is no token."""
-        if pairs := [(row, token) for row, tokens in new_tokens for token in tokens if token >= 0]:
+        """Add new tokens, given as (row, tokens), to the counts of their rows. An id of -1 is not counted."""
+        pairs = [(row, token) for row, tokens in new_tokens for token in tokens if token >= 0]
+        if pairs:
             rows, tokens = torch.tensor(pairs, device=self.counts.device).unbind(1)
             self.counts.index_put_((rows, tokens), self.counts.new_full((1,), 2), accumulate=True)
 
@@ -174,23 +185,28 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor | Non
     logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: the row of
     `settings` that each batch row uses. position (B,) int64: the position of the first sampled token; 0 or less marks a
     padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1, or None if S = 1: with speculation,
-    the drafted tokens before the last position, so that the penalties count them; a negative id is no token.
+    the drafted tokens before the last position, so that the penalties count them; negative ids are not counted.
 
     Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask forbids is not finite (a
     logit is NaN or inf, or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32,
     NaN where the id is -1.
     """
-    drafted = rows.new_empty(len(rows), 0) if drafted is None else drafted
-    operation = torch.ops.fastpath.sample if has_kernel("sample", logits.device) else sample_reference
-    return operation(logits, rows, position, drafted, *settings)
+    if drafted is None:
+        drafted = rows.new_empty(len(rows), 0)
+    if has_kernel("sample", logits.device):
+        return torch.ops.fastpath.sample(logits, rows, position, drafted, *settings)
+    return sample_reference(logits, rows, position, drafted, *settings)
 
 
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
-    """The distribution (B,S,V) float32 that `sample` draws from with the same arguments. It is zero for tokens that the
-    filters drop, one-hot for a greedy row, all zero for padding, all NaN where the largest logit is not finite."""
-    has_own = has_kernel("probabilities", logits.device)
-    operation = torch.ops.fastpath.probabilities if has_own else probabilities_reference
-    return operation(logits, rows, position, drafted, *settings)
+    """The distribution (B,S,V) float32 that `sample` draws from with the same arguments.
+
+    It is zero for tokens that the filters drop, one-hot for a greedy row, all zero for padding, all NaN where the
+    largest logit is not finite.
+    """
+    if has_kernel("probabilities", logits.device):
+        return torch.ops.fastpath.probabilities(logits, rows, position, drafted, *settings)
+    return probabilities_reference(logits, rows, position, drafted, *settings)
 
 
 def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor, Tensor]:
@@ -200,11 +216,13 @@ def sample_reference(logits, rows, position, drafted, *settings) -> tuple[Tensor
     random = settings.temperature[rows] > 0  # (B,)
     if any_row(random):
         weights = filtered(x, rows, settings).exp()
-        offset, token = (torch.arange(n, device=logits.device) for n in logits.shape[1:])
+        offset = torch.arange(logits.shape[1], device=logits.device)
+        token = torch.arange(logits.shape[2], device=logits.device)
         positions = position[:, None, None] + offset[:, None]  # (B,S,1)
         noise = exponential_noise(settings.seed[rows, None, None], positions, token)  # (B,S,V)
         drawn = (weights / noise).argmax(-1)  # argmax(p / Exponential(1)) is a sample from p, normalized or not
         ids = torch.where(random[:, None], drawn, ids)
+
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     valid = largest.isfinite() & (position > 0)[:, None]
     return torch.where(valid, ids, -1), logprobs.masked_fill(~valid, float("nan"))
@@ -227,10 +245,15 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
     """
     if logprobs is not None and n == 0:
         return [(own, []) for own in logprobs[: len(ids)].tolist()]
+
+    V = logits.shape[1]
     all_logprobs = logits[: len(ids)].float().log_softmax(-1)  # (m,V)
-    own = [float(line[token]) if 0 <= token < len(line) else float("-inf") for line, token in zip(all_logprobs, ids)]
-    values, best = all_logprobs.topk(max(0, min(n, logits.shape[1])), dim=1)
-    return [(p, list(zip(*pair))) for p, *pair in zip(own, best.tolist(), values.tolist())]
+    values, best = all_logprobs.topk(max(0, min(n, V)), dim=1)
+    result = []
+    for line, token, likeliest, numbers in zip(all_logprobs, ids, best.tolist(), values.tolist()):
+        own = float(line[token]) if 0 <= token < V else float("-inf")
+        result.append((own, list(zip(likeliest, numbers))))
+    return result
 
 
 # ---------------------------------------------------------------- filters
@@ -245,12 +268,15 @@ def any_row(used: Tensor) -> bool:
 def adjusted(x: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """Logits x (B,S,V) float32 after penalties and biases; -inf for masked tokens."""
     x = penalized(x, rows, drafted, settings)
-    if any_row(biased := settings.biased[rows, None, None]):
+    biased = settings.biased[rows, None, None]
+    if any_row(biased):
         x = torch.where(biased, x + settings.logit_bias[rows, None, : x.shape[2]], x)
     start = settings.mask_start[rows, None]  # (B,1)
     if not any_row(start >= 0):
         return x
-    offset, token = (torch.arange(n, device=x.device) for n in x.shape[1:])
+
+    offset = torch.arange(x.shape[1], device=x.device)
+    token = torch.arange(x.shape[2], device=x.device)
     place = (position[:, None] + offset - start).clamp(0, MASKED_POSITIONS - 1)  # (B,S)
     words = settings.masks[rows[:, None], place][:, :, token // 32]  # (B,S,V)
     forbidden = (words >> (token % 32) & 1) == 0
@@ -264,10 +290,13 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
     presence = settings.presence_penalty[rows, None, None]
     if not any_row((repetition != 1) | (frequency != 0) | (presence != 0)):
         return x
-    counts = settings.counts[rows, None, : x.shape[2]].repeat(1, x.shape[1], 1)  # (B,S,V)
-    for i, ids in enumerate(drafted.unbind(1), x.shape[1] - drafted.shape[1]):  # counted from position max(0, i) on
-        ids = ids[:, None, None].expand(-1, x.shape[1] - max(0, i), 1)
-        counts[:, max(0, i) :].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
+
+    S, V = x.shape[1:]
+    counts = settings.counts[rows, None, :V].repeat(1, S, 1)  # (B,S,V)
+    for i, ids in enumerate(drafted.unbind(1), S - drafted.shape[1]):
+        start = max(0, i)  # the first position that this drafted token comes before
+        ids = ids[:, None, None].expand(-1, S - start, 1)
+        counts[:, start:].scatter_add_(2, ids.clamp(min=0), (2 * (ids >= 0)).int())
     x = torch.where(counts > 0, torch.where(x < 0, x * repetition, x / repetition), x)
     return x - (counts >> 1) * frequency - (counts > 1) * presence
 
@@ -279,13 +308,16 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
     top_p = settings.top_p[rows, None, None]
     min_p = settings.min_p[rows, None, None]
     order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
-    x = (x - x.amax(-1, keepdim=True)) * (1 / temperature).clamp(max=torch.finfo(x.dtype).max)  # no inf: 0 * inf is NaN
+
+    # The likeliest token gets 0, which times inf would be NaN.
+    inverse = (1 / temperature).clamp(max=torch.finfo(x.dtype).max)
+    x = (x - x.amax(-1, keepdim=True)) * inverse
     if any_row(top_k > 0):
         target = torch.where(top_k > 0, top_k, x.shape[2]).expand(*x.shape[:2], 1)
         x = x.masked_fill(~top_mass(order, torch.ones_like(order), target), float("-inf"))
     if any_row(top_p < 1):
         mass = (x.exp() * 2.0**40).long()  # fixed point, so that sums are exact
+        # This product is in float32 everywhere, so that all implementations round it alike.
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
-    x = x.masked_fill(x.exp() < min_p, float("-inf"))  # the likeliest token has x = 0
-    return x
+    return x.masked_fill(x.exp() < min_p, float("-inf"))  # x.exp() is 1 for the likeliest token

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from config import Config, check_positive
+from config import Config, check_positive, check_positive_int
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
@@ -107,7 +107,7 @@ class Family:
 def shared_fields(fields: Fields, **rope) -> dict:
     """The fields of Config that Llama and its relatives have in common. rope: arguments of hf_rope."""
     n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
-    check_positive({"n_layer": n_layer}, (int,))  # first, because lists of this many layers are made
+    check_positive_int("n_layer", n_layer)  # first, because lists of this many layers are made
     base, scaling, context = hf_rope(fields, **rope)
     return {
         "n_layer": n_layer,
@@ -183,7 +183,7 @@ def smollm3_fields(fields: Fields) -> dict:
     found, interval = shared_fields(fields) | biases(fields), fields.take("no_rope_layer_interval", 4)
     has_rope = fields.take("no_rope_layers", None)  # despite its name, 1 means that the layer has RoPE
     if has_rope is None:
-        check_positive({"no_rope_layer_interval": interval}, (int,))
+        check_positive_int("no_rope_layer_interval", interval)
         has_rope = [int((i + 1) % interval > 0) for i in range(found["n_layer"])]
     if not isinstance(has_rope, list) or len(has_rope) < found["n_layer"] or not set(has_rope) <= {0, 1}:
         fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {found['n_layer']} layers")
@@ -197,7 +197,7 @@ def gemma3_fields(fields: Fields) -> dict:
     if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
     pattern = fields.take("sliding_window_pattern", 6)
-    check_positive({"sliding_window_pattern": pattern}, (int,))
+    check_positive_int("sliding_window_pattern", pattern)
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
     return (
         found
@@ -243,7 +243,7 @@ def phi3_fields(fields: Fields) -> dict:
 
 def granite_fields(fields: Fields) -> dict:
     divisor = fields.take("logits_scaling", 1.0)
-    check_positive({"logits_scaling": divisor})
+    check_positive("logits_scaling", divisor)
     return (
         shared_fields(fields)
         | biases(fields)

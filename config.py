@@ -1,7 +1,9 @@
-"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it; the checks of their values.
+"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it; the checks of
+their values.
 
-Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E head width, D model
-width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a prompt and its answer.
+Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E
+head width, D model width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a
+prompt and its answer.
 """
 
 import math
@@ -14,11 +16,13 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn", "factors", "longrope")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields keep their default.
+    """How RoPE's frequencies are scaled for contexts beyond the training context. Unused fields
+    keep their default.
 
-    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies), "yarn" (a linear ramp
-    between frequencies that are kept and those that are divided), "factors" (divide each by a factor of its own),
-    "longrope" (the same, with other factors for rows that are longer than the training context: Config.for_rows_of).
+    kind: "linear" (divide all frequencies by factor), "llama3" (divide only the low frequencies),
+    "yarn" (a linear ramp between frequencies that are kept and those that are divided), "factors"
+    (divide each by a factor of its own), "longrope" (the same, with other factors for rows that are
+    longer than the training context: Config.for_rows_of).
     """
 
     kind: str
@@ -82,8 +86,8 @@ class Config:
     query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
 
     norm_placement: str = "before"  # a block's norms are "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
-    # Gemma: the norms' weights are float32 in a model of any dtype. A family needs it if its authors compute the weight
-    # of a norm, such as 1 + w, in float32.
+    # Gemma: the norms' weights are float32 in a model of any dtype. A family needs it if its
+    # authors compute the weight of a norm, such as 1 + w, in float32.
     float32_norms: bool = False
     embedding_scale: float = 1.0  # Gemma, Granite: the embeddings are multiplied by it
     attention_scale: float | None = None  # Granite: factor of queries times keys; None means head_dim ** -0.5
@@ -162,7 +166,8 @@ class Config:
         return self.rope_base, self.rope_scaling
 
     def different_ropes(self) -> list[tuple[float, RopeScaling | None]]:
-        """What `rope` returns for all layers, each value once: a table of cos and sin is made for each."""
+        """What `rope` returns for all layers, each value once: a table of cos and sin is made for
+        each."""
         return list(dict.fromkeys(map(self.rope, range(self.n_layer))))
 
     @property
@@ -171,7 +176,8 @@ class Config:
 
     @property
     def short_context(self) -> int:
-        """Rows of up to this many positions have longrope's short factors. Without longrope, the whole context."""
+        """Rows of up to this many positions have longrope's short factors. Without longrope, the
+        whole context."""
         if not self.is_longrope:
             return self.max_seq_length
         return min(self.rope_scaling.original_max_seq_length, self.max_seq_length)
@@ -181,7 +187,8 @@ class Config:
         return self.is_longrope and max_seq_length > self.short_context
 
     def for_rows_of(self, max_seq_length: int) -> "Config":
-        """This config, for rows of this many positions: with longrope, long factors may replace the short ones."""
+        """This config, for rows of this many positions: with longrope, long factors may replace the
+        short ones."""
         if not self.has_long_factors(max_seq_length):
             return self
         return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))
@@ -208,7 +215,8 @@ def check_positive_int(name: str, value):
 
 
 def check_fields(config: Config):
-    """ValueError if a field does not have the type that it is declared with, or is a number that is not positive."""
+    """ValueError if a field does not have the type that it is declared with, or is a number that is
+    not positive."""
     for field in fields(config):
         value = getattr(config, field.name)
         kinds = get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)

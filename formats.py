@@ -1,13 +1,16 @@
 """The quantized formats: how weights are stored in few bits, and the layers that hold such weights.
 
-Read down: what a format consists of; the encoders; the table FORMATS; Quantization, which says how each matrix of a
-checkpoint is stored; the layers; `swap`, which puts these layers into a model. Knows nothing of files.
+Read down: what a format consists of; the encoders; the table FORMATS; Quantization, which says how
+each matrix of a checkpoint is stored; the layers; `swap`, which puts these layers into a model.
+Knows nothing of files.
 
-A weight matrix (N,C) has N rows (outputs) and C columns (inputs). Each row is divided into G groups of `groupsize`
-columns; the last group may be shorter, and a groupsize of 0 means one group per row (per channel). A weight is
+A weight matrix (N,C) has N rows (outputs) and C columns (inputs). Each row is divided into G groups
+of `groupsize` columns; the last group may be shorter, and a groupsize of 0 means one group per row
+(per channel). A weight is
     level * scale + min,  or  table[level] * scale
-Each weight has its own level, an integer of few bits; its group shares the scale and, in some formats, the min. Each of
-these parts is a tensor, the same in files for every device: the kernels of a device pack them again at load.
+Each weight has its own level, an integer of few bits; its group shares the scale and, in some
+formats, the min. Each of these parts is a tensor, the same in files for every device: the kernels
+of a device pack them again at load.
 """
 
 import re
@@ -24,26 +27,28 @@ from config import Config
 from layers import Embedding, Linear, MatrixLayer
 from model import Transformer
 
-PACKED_AT_ONCE = 1 << 20  # weights packed at once, to bound memory: packing makes several float32 copies of them
-UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to be in the CPU's cache still when they are multiplied
+PACKED_AT_ONCE = 1 << 20  # weights packed at once: packing makes several float32 copies of them
+UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to stay in the CPU's cache until they are multiplied
 
 # ---------------------------------------------------------------- what a format consists of
 
 
 class Part(NamedTuple):
-    """A part of a packed matrix (N,C): a tensor of `count` elements for each `columns` columns of each row."""
+    """A part of a packed matrix (N,C): a tensor of `count` elements for each `columns` columns of
+    each row."""
 
     name: str
     dtype: torch.dtype
-    columns: int  # 0: those of a group
+    columns: int  # 0: the columns of a group
     count: int = 1
 
     def width(self, C: int, groupsize: int) -> int:
-        """The elements of a row."""
+        """The number of elements of a row."""
         return -(-C // (self.columns or groupsize)) * self.count
 
 
-SCALES, MINS = Part("scales", torch.float16, 0), Part("mins", torch.float16, 0)
+SCALES = Part("scales", torch.float16, 0)
+MINS = Part("mins", torch.float16, 0)
 
 
 class Decoded(NamedTuple):
@@ -56,22 +61,24 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A row of FORMATS. `decode` gets the parts (...,n) of some rows by name, and C.
+    """A row of FORMATS.
 
-    `quantize` makes the parts of a matrix w (N,C) for a groupsize, and raises ValueError if w is not finite. It is None
-    for formats that are only read.
+    decode: gets the parts (...,n) of some rows by name, and C.
+    quantize: makes the parts of a matrix w (N,C) for a groupsize, and raises ValueError if w is not
+    finite. It is None for formats that are only read.
     """
 
-    bits: int  # of a level
+    bits: int  # the bits of a level
     parts: tuple[Part, ...]
     decode: Callable[[dict[str, Tensor], int], Decoded]
     quantize: Callable[[Tensor, int], dict[str, Tensor]] | None = None
     groupsizes: tuple[int, ...] = (0, 32, 64, 128)
-    group: int = 0  # columns that share a scale after `decode`, if these are fewer than the groupsize (K-quants)
+    group: int = 0  # the columns that share a scale after `decode`, if fewer than the groupsize (K-quants)
     halves_at: tuple[int, ...] = ()  # the bytes of a block at which float16 numbers begin
 
     def unpack(self, parts: dict[str, Tensor], groupsize: int, C: int) -> Tensor:
-        """The weights (...,C) float32 of rows of the parts (...,n). This is the specification of the format.
+        """The weights (...,C) float32 of rows of the parts (...,n). This is the specification of
+        the format.
 
         groupsize: columns of a group, as in Part; C if a row is one group.
         """
@@ -84,12 +91,18 @@ class Format:
         """Whether all scales and mins are finite numbers."""
         if not self.halves_at:
             return all(torch.isfinite(part).all() for part in parts.values() if part.is_floating_point())
+
         blocks = parts["blocks"].unflatten(-1, (-1, self.parts[0].count))
-        return not any(((blocks[..., at + 1] & 0x7C) == 0x7C).any() for at in self.halves_at)  # the exponent's bits
+        for at in self.halves_at:
+            exponents = blocks[..., at + 1] & 0x7C
+            if (exponents == 0x7C).any():  # infinity or NaN
+                return False
+        return True
 
 
 def repeat_groups(x: Tensor, groupsize: int, C: int) -> Tensor:
-    """Repeats each group's value for its columns: (...,G) -> (...,C) float32. The last group may be shorter."""
+    """Repeats each group's value for its columns: (...,G) -> (...,C) float32. The last group may be
+    shorter."""
     if C % groupsize == 0:
         return x.float()[..., None].expand(*x.shape, groupsize).flatten(-2)
     # An index, because torch 2.13 compiles `expand` and a slice to reads beyond the end.
@@ -102,7 +115,9 @@ def repeat_groups(x: Tensor, groupsize: int, C: int) -> Tensor:
 def unpack_nibbles(packed: Tensor, C: int) -> Tensor:
     """uint8 (...,ceil(C/2)) -> uint8 (...,C) in 0..15; the low nibble holds the even column."""
     q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return q if q.shape[-1] == C else q[..., :C]
+    if C % 2:
+        q = q[..., :C]
+    return q
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
@@ -121,10 +136,10 @@ def decode_int4(parts: dict[str, Tensor], C: int) -> Decoded:
 
 # ---------------------------------------------------------------- the formats of GGUF files
 #
-# They have one part, the blocks of the file as they are: uint8 (N, C / columns * bytes). Each block begins or ends with
-# float16 numbers. These functions get blocks (...,bytes) and return levels, scales and mins of each block. The layouts
-# are those of ggml-common.h of llama.cpp. The products are exact in float32, so the weights are those of the gguf
-# package, to the bit.
+# Such a format has one part, the blocks of the file: uint8 (N, C / columns * bytes). Each block
+# begins or ends with float16 numbers. These functions get blocks (...,bytes) and return levels,
+# scales and mins of each block. The layouts are those of ggml-common.h of llama.cpp. The products
+# are exact in float32, so the weights equal those of the gguf package, to the bit.
 
 
 def block_format(
@@ -135,14 +150,19 @@ def block_format(
     halves_at=(0,),
     quantize: Callable | None = None,
 ) -> Format:
-    """block: how many columns it has, and how many bytes. decode: from blocks (...,bytes) to levels (...,columns),
-    scales and mins, or None. The other arguments are fields of Format."""
+    """The Format of blocks of a GGUF file.
+
+    block: how many columns a block has, and how many bytes. decode: from blocks (...,bytes) to
+    levels (...,columns), scales, and mins or None. The other arguments are fields of Format.
+    """
     columns, nbytes = block
 
     def decode_rows(parts: dict[str, Tensor], C: int) -> Decoded:
-        levels, *groups = decode(parts["blocks"].unflatten(-1, (-1, nbytes)))
-        scales, mins = (x if x is None else x.flatten(-2)[..., : -(-C // group)] for x in groups)
-        return Decoded(levels.flatten(-2)[..., :C], scales, mins)
+        levels, scales, mins = decode(parts["blocks"].unflatten(-1, (-1, nbytes)))
+        G = -(-C // group)
+        if mins is not None:
+            mins = mins.flatten(-2)[..., :G]
+        return Decoded(levels.flatten(-2)[..., :C], scales.flatten(-2)[..., :G], mins)
 
     part = Part("blocks", torch.uint8, columns, nbytes)
     return Format(bits, (part,), decode_rows, quantize, (columns,), group, halves_at)
@@ -159,7 +179,8 @@ def nibbles(x: Tensor) -> Tensor:
 
 
 def bits(x: Tensor, count: int, width: int) -> Tensor:
-    """Numbers of `width` bits from bytes (...,n), `count` from each, beginning with the lowest bits: (...,count,n)."""
+    """Numbers of `width` bits from bytes (...,n), `count` from each, beginning with the lowest
+    bits: (...,count,n)."""
     shifts = torch.arange(0, count * width, width, dtype=torch.uint8, device=x.device)
     return x[..., None, :] >> shifts[:, None] & (1 << width) - 1
 
@@ -173,7 +194,8 @@ def decode_q4_1(blocks: Tensor):
 
 
 def five_bits(fifth: Tensor, low: Tensor) -> Tensor:
-    """The fifth bits of 32 columns, as the bits of 4 bytes (...,4), and the nibbles (...,16) -> levels (...,32)."""
+    """The fifth bits of 32 columns, as the bits of 4 bytes (...,4), and the nibbles (...,16) ->
+    levels (...,32)."""
     return nibbles(low) | bits(fifth, 8, 1).transpose(-1, -2).flatten(-2) << 4
 
 
@@ -190,7 +212,8 @@ def decode_q8_0(blocks: Tensor):
 
 
 def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins (...,8) of Q4_K and Q5_K: numbers of 6 bits in bytes 4 to 15, in units of two float16 numbers."""
+    """Scales and mins (...,8) of Q4_K and Q5_K: numbers of 6 bits in bytes 4 to 15, in units of two
+    float16 numbers."""
     a, b, c = blocks[..., 4:16].split(4, -1)
     scales = torch.cat([a & 63, c & 15 | a >> 6 << 4], -1)
     mins = torch.cat([b & 63, c >> 4 | b >> 6 << 4], -1)
@@ -236,7 +259,8 @@ def decode_iq4_xs(blocks: Tensor):
 
 
 def split_groups(w: Tensor, groupsize: int) -> Tensor:
-    """Reshape w (N,C) to (N,G,groupsize) float32; a shorter last group is padded with copies of its last column."""
+    """Reshape w (N,C) to (N,G,groupsize) float32; a shorter last group is padded with copies of its
+    last column."""
     N, C = w.shape
     size = groupsize or C
     w = F.pad(w.float(), (0, -C % size), mode="replicate")
@@ -244,13 +268,15 @@ def split_groups(w: Tensor, groupsize: int) -> Tensor:
 
 
 def round_up_to_half(x: Tensor) -> Tensor:
-    """Round x (float32, >= 0) up to float16. A scale that was rounded down could not reach a group's largest weight."""
+    """Round x (float32, >= 0) up to float16. A scale that was rounded down could not reach a
+    group's largest weight."""
     half = x.to(torch.float16)
     return torch.where(half.float() < x, torch.nextafter(half, torch.full_like(half, float("inf"))), half)
 
 
 def check_finite(w: Tensor, *stored: Tensor):
-    """Raise ValueError if the weights w, or the float16 tensors that are stored for them, are not finite."""
+    """Raise ValueError if the weights w, or the float16 tensors that are stored for them, are not
+    finite."""
     if not torch.isfinite(w).all():
         raise ValueError("holds NaN or infinity")
     if not all(torch.isfinite(tensor).all() for tensor in stored):
@@ -258,7 +284,8 @@ def check_finite(w: Tensor, *stored: Tensor):
 
 
 def nearest_levels(distance: Tensor, scales: Tensor, low: int, high: int, C: int) -> Tensor:
-    """The levels (N,C) in low..high nearest to `distance` (N,G,groupsize), in steps of scales (N,G)."""
+    """The levels (N,C) in low..high nearest to `distance` (N,G,groupsize), in steps of scales
+    (N,G)."""
     steps = scales.float()[:, :, None]
     return torch.where(steps > 0, distance / steps, 0).round_().clamp_(low, high).flatten(1)[:, :C]
 
@@ -268,11 +295,13 @@ def quantize_int8(w: Tensor, groupsize: int) -> dict[str, Tensor]:
     g = split_groups(w, groupsize)
     scales = round_up_to_half(g.abs().amax(2) / 127)
     check_finite(w, scales)
-    return {"weight": nearest_levels(g, scales, -127, 127, w.shape[1]).to(torch.int8).contiguous(), "scales": scales}
+    levels = nearest_levels(g, scales, -127, 127, w.shape[1])
+    return {"weight": levels.to(torch.int8).contiguous(), "scales": scales}
 
 
 def int4_grid(w: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
-    """Returns scales and mins, float16 (N,G): 16 levels span the smallest to the largest weight of each group of w."""
+    """Scales and mins, float16 (N,G): 16 levels span the smallest to the largest weight of each
+    group of w."""
     g = split_groups(w, groupsize)
     mins = g.amin(2).to(torch.float16)
     scales = round_up_to_half(((g.amax(2) - mins.float()) / 15).clamp(min=0))
@@ -289,25 +318,31 @@ def quantize_int4(w: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 def quantize_iq4_nl(w: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Non-linear: a group's levels are the nearest in a table, for the scale that fits its weights best.
+    """Non-linear: a group's levels are the nearest in a table, for the scale that fits its weights
+    best.
 
-    For each of some scales that map the largest weight to one end of the table or near it, the levels are chosen, and
-    then the scale with the least squared error for these levels, in which large weights count more.
+    Some scales are tried, which map the largest weight to one end of the table or near it. For
+    each, the nearest levels are chosen, and then the scale with the least squared error for these
+    levels, in which large weights count more.
     """
     g = split_groups(w, groupsize)  # (N,G,32)
     table = torch.tensor(IQ4_NL_TABLE, dtype=torch.float32)
     middles = (table[1:] + table[:-1]) / 2
     largest = g.gather(2, g.abs().argmax(2, keepdim=True))
     x = torch.where(largest == 0, 0, g / largest)  # -1..1, so that no product overflows
-    scales, best = torch.zeros_like(largest), torch.zeros_like(largest)
+
+    scales = torch.zeros_like(largest)
+    best = torch.zeros_like(largest)
     for end in (*range(-134, -119), 113, 127):
         values = table[torch.bucketize(x * end, middles)]
         weighted = x * x * values
-        products, squares = (weighted * x).sum(2, keepdim=True), (weighted * values).sum(2, keepdim=True)
-        gain = torch.where(squares > 0, products * products / squares, 0)  # by which the squared error is smaller
-        scales, best = torch.where(gain > best, products / squares, scales), torch.maximum(gain, best)
-    scales = scales * largest
-    scales = scales[..., 0].to(torch.float16)
+        products = (weighted * x).sum(2, keepdim=True)
+        squares = (weighted * values).sum(2, keepdim=True)
+        gain = torch.where(squares > 0, products * products / squares, 0)  # how much smaller the squared error is
+        scales = torch.where(gain > best, products / squares, scales)
+        best = torch.maximum(gain, best)
+
+    scales = (scales * largest)[..., 0].to(torch.float16)
     check_finite(w, scales)
     steps = scales.float()[:, :, None]
     levels = torch.bucketize(torch.where(steps != 0, g / steps, 0), middles)
@@ -334,16 +369,19 @@ FORMATS = {
 }
 
 GPTQ = "int4-gptq"  # a mode of Quantization, in the format int4
+SCHEME = re.compile(rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?")  # what Quantization may say of a matrix
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
     """Quantize w (N,C) to the parts of a format, in blocks of rows to need little memory besides w."""
-    parts = [FORMATS[format].quantize(rows, groupsize) for rows in w.split(max(1, PACKED_AT_ONCE // w.shape[1]))]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    blocks = w.split(max(1, PACKED_AT_ONCE // w.shape[1]))
+    packed = [FORMATS[format].quantize(rows, groupsize) for rows in blocks]
+    return {name: torch.cat([parts[name] for parts in packed]) for name in packed[0]}
 
 
 class Scheme(NamedTuple):
-    """How one matrix is stored: the name of its format, and the columns that share a scale (0: a whole row)."""
+    """How one matrix is stored: the name of its format, and the columns that share a scale (0: a
+    whole row)."""
 
     format: str
     groupsize: int
@@ -351,18 +389,23 @@ class Scheme(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the matrices of a checkpoint are stored: as `mode` and `groupsize` say in the blocks, as `head` says in the
-    embedding and the output head, and otherwise for the modules of `exceptions`.
+    """How the matrices of a checkpoint are stored.
 
-    mode is a format, or "int4-gptq": int4, made with GPTQ. head and exceptions are formats with the same groupsize, or
-    with one of their own ("int4-g64"), or "none" for matrices that are not quantized. If q, k and v, or gate and up,
-    have different formats, the exception for the module that holds them names them all ("q4_k+q4_k+q6_k").
+    mode: the format of the matrices in the blocks, or "int4-gptq": int4, made with GPTQ.
+    groupsize: the columns that share a scale in this format; 0: a whole row.
+    head: the format of the embedding and the output head.
+    exceptions: module name -> format, for all modules that have another one. If q, k and v, or gate
+    and up, have different formats, the exception for the module that holds them names them all
+    ("q4_k+q4_k+q6_k").
+
+    head and exceptions are formats with the same groupsize, or with one of their own ("int4-g64"),
+    or "none" for matrices that are not quantized.
     """
 
     mode: str
     groupsize: int
     head: str
-    exceptions: dict[str, str] = field(default_factory=dict)  # module name -> format
+    exceptions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         modes = (*FORMATS, GPTQ)
@@ -370,47 +413,57 @@ class Quantization:
             raise ValueError(f"quantization mode must be one of {modes}, not {self.mode!r}")
         if not isinstance(self.exceptions, dict):
             raise ValueError(f"quantization exceptions must name formats of modules, not {self.exceptions!r}")
-        known = re.compile(rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?")
-        texts = [("mode", self.format), ("head", self.head)]
-        for name, text in self.exceptions.items():  # which may name the formats of several matrices
-            texts += [(name, piece) for piece in text.split("+")] if isinstance(text, str) else [(name, text)]
-        for name, piece in texts:
-            if not isinstance(piece, str) or not known.fullmatch(piece):
-                raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {piece!r}")
-            scheme = self._parse(piece)
-            sizes = FORMATS[scheme.format].groupsizes if scheme else (self.groupsize,)
-            if scheme and (type(scheme.groupsize) is not int or scheme.groupsize not in sizes):
-                raise ValueError(
-                    f"quantization groupsize of {name} ({scheme.format}) must be one of {sizes}, "
-                    f"not {scheme.groupsize!r}"
-                )
+
+        self._check("mode", self.format)
+        self._check("head", self.head)
+        for name, text in self.exceptions.items():
+            pieces = text.split("+") if isinstance(text, str) else [text]
+            for piece in pieces:
+                self._check(name, piece)
+
+    def _check(self, name: str, text):
+        """ValueError if a text does not name a format, with a groupsize that this format has."""
+        if not isinstance(text, str) or not SCHEME.fullmatch(text):
+            raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {text!r}")
+        scheme = self._parse(text)
+        if scheme is None:
+            return
+        sizes = FORMATS[scheme.format].groupsizes
+        if type(scheme.groupsize) is not int or scheme.groupsize not in sizes:
+            raise ValueError(
+                f"quantization groupsize of {name} ({scheme.format}) must be one of {sizes}, not {scheme.groupsize!r}"
+            )
 
     def _parse(self, text: str) -> Scheme | None:
         name, _, size = text.partition("-g")
         if name == "none":
             return None
+        if size:
+            return Scheme(name, int(size))
         sizes = FORMATS[name].groupsizes
-        # A format with one groupsize only has that one, also beside a mode with another; but the mode's is checked.
-        usual = sizes[0] if len(sizes) == 1 and name != self.mode else self.groupsize
-        return Scheme(name, int(size) if size else usual)
+        if len(sizes) == 1 and name != self.mode:  # GGUF's formats have one groupsize, whatever that of the mode is
+            return Scheme(name, sizes[0])
+        return Scheme(name, self.groupsize)
 
     @property
     def format(self) -> str:
-        """That of the matrices in the blocks."""
+        """The format of the matrices in the blocks."""
         return "int4" if self.mode == GPTQ else self.mode
 
     @property
     def bits(self) -> int:
-        """Of a level in the blocks."""
+        """The bits of a level in the blocks."""
         return FORMATS[self.format].bits
 
     def usual(self, name: str) -> str:
-        """The format of the module with this name, if it is no exception."""
+        """The format of the module with this name, unless it is one of the exceptions."""
         return self.head if name in ("embedding", "output") else self.format
 
     def scheme(self, name: str) -> Scheme | list[Scheme | None] | None:
-        """How the module with this name is stored; None if it is not quantized, a list if its pieces differ."""
-        pieces = [self._parse(text) for text in self.exceptions.get(name, self.usual(name)).split("+")]
+        """How the module with this name is stored; None if it is not quantized, a list if its
+        pieces differ."""
+        text = self.exceptions.get(name, self.usual(name))
+        pieces = [self._parse(piece) for piece in text.split("+")]
         return pieces if len(pieces) > 1 else pieces[0]
 
 
@@ -422,7 +475,8 @@ class QuantizedLinear(MatrixLayer):
 
     def __init__(self, C: int, N: int, bias: bool, scheme: Scheme):
         super().__init__(C, N)
-        self.scheme, self.format = scheme, FORMATS[scheme.format]
+        self.scheme = scheme
+        self.format = FORMATS[scheme.format]
         self.groupsize = scheme.groupsize or C
         self.stored_as = scheme.format
         for part in self.format.parts:
@@ -430,7 +484,7 @@ class QuantizedLinear(MatrixLayer):
         self.register_buffer("bias", torch.empty(N) if bias else None)
 
     def parts(self, rows=slice(None)) -> dict[str, Tensor]:
-        """The parts by name, of these rows."""
+        """The parts of these rows, by name."""
         return {part.name: getattr(self, part.name)[rows] for part in self.format.parts}
 
     def weights(self, rows=slice(None)) -> Tensor:
@@ -438,17 +492,25 @@ class QuantizedLinear(MatrixLayer):
         return self.format.unpack(self.parts(rows), self.groupsize, self.in_features)
 
     def forward(self, x: Tensor):
-        """The reference: unpacks W in blocks of rows, so that W is never in memory whole. A compiled graph fuses the
-        unpacking with the product, without blocks."""
-        N = self.out_features
-        step = N if torch.compiler.is_compiling() else max(1, UNPACK_BLOCK // self.in_features)
-        starts = range(0, N, step)
-        y = torch.cat([F.linear(x, self.weights(slice(i, i + step)).to(x.dtype)) for i in starts], dim=-1)
+        """The reference: unpacks W in blocks of rows, so that W is never in memory whole.
+
+        A compiled graph fuses the unpacking with the product, without blocks.
+        """
+        step = max(1, UNPACK_BLOCK // self.in_features)
+        if torch.compiler.is_compiling():
+            step = self.out_features
+
+        pieces = []
+        for start in range(0, self.out_features, step):
+            weights = self.weights(slice(start, start + step))
+            pieces.append(F.linear(x, weights.to(x.dtype)))
+        y = torch.cat(pieces, dim=-1)
         return y if self.bias is None else y + self.bias
 
 
 class QuantizedEmbedding(QuantizedLinear):
-    """An embedding; if the output head is tied to it, `logits` computes the head with the same weights."""
+    """The embedding table. If the output head is tied to it, `logits` computes the head with the
+    same weights."""
 
     logits = QuantizedLinear.forward
 
@@ -457,12 +519,13 @@ class QuantizedEmbedding(QuantizedLinear):
 
 
 class StackedLinear(nn.ModuleList):
-    """A linear layer whose outputs are those of several layers without bias, one after the other: q, k and v, or gate
-    and up, in different formats."""
+    """A linear layer whose outputs are those of several layers without bias, one after the other:
+    q, k and v, or gate and up, in different formats."""
 
     def __init__(self, pieces: Iterable[MatrixLayer], bias: Tensor | None):
         super().__init__(pieces)
-        self.in_features, self.out_features = self[0].in_features, sum(piece.out_features for piece in self)
+        self.in_features = self[0].in_features
+        self.out_features = sum(piece.out_features for piece in self)
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor):
@@ -481,11 +544,13 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
     """An empty StackedLinear in the place of a Linear, with pieces of these numbers of rows."""
     if len(schemes) != len(rows):
         raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
+
     C = plain.in_features
-    pieces = [
-        QuantizedLinear(C, N, False, scheme) if scheme else Linear(C, N, False) for N, scheme in zip(rows, schemes)
-    ]
-    return StackedLinear(pieces, None if plain.bias is None else torch.empty(plain.bias.shape))
+    pieces = []
+    for N, scheme in zip(rows, schemes):
+        pieces.append(Linear(C, N, False) if scheme is None else QuantizedLinear(C, N, False, scheme))
+    bias = None if plain.bias is None else torch.empty(plain.bias.shape)
+    return StackedLinear(pieces, bias)
 
 
 def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLinear:
@@ -494,63 +559,84 @@ def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLine
     return kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
 
 
-# Formats of which int4 or int8 can hold the same values, with the level that stands for 0.
-TWINS = {"q4_0": ("int4", -8), "q4_1": ("int4", 0), "q8_0": ("int8", 0)}
+# Formats whose values int4 or int8 can hold exactly: format -> (int4 or int8, the level that stands
+# for 0).
+SAME_VALUES = {"q4_0": ("int4", -8), "q4_1": ("int4", 0), "q8_0": ("int8", 0)}
 
 
-def repack_layers(model: nn.Module, known: Iterable[str], why: str = "no kernels"):
-    """Replace the quantized layers whose formats are not `known` to a device: by int4 or int8 where these are known and
-    can hold the same values, else by layers in bfloat16, or in the model's dtype. Says what that costs."""
-    extra, names = 0, set()
+def repack_layers(model: nn.Module, supported: Iterable[str], why: str = "no kernels"):
+    """Replace the layers whose formats a device does not support, and print what that costs.
+
+    A layer becomes int4 or int8, where that is supported and can hold the same values. Otherwise it
+    is unpacked to
+    bfloat16, or to the model's dtype. why: what the printed line begins with.
+    """
+    extra = 0
+    unpacked = set()
     dtype = model.dtype if isinstance(model, Transformer) else torch.bfloat16
     kinds = (QuantizedLinear, StackedLinear)
     for name in [name for name, module in model.named_modules() if isinstance(module, kinds)]:
         if isinstance(model.get_submodule(name.rpartition(".")[0]), (StackedLinear, Linear)):
             continue  # a piece of a stack, which is replaced as a whole
         layer = model.get_submodule(name)  # one at a time, so that each is freed when it is replaced
-        pieces = list(layer) if isinstance(layer, StackedLinear) else [layer]
-        foreign = [p for p in pieces if isinstance(p, QuantizedLinear) and p.scheme.format not in known]
-        if not foreign:
+        unsupported = layer_formats(layer) - set(supported)
+        if not unsupported:
             continue
-        if len(pieces) == 1 and TWINS.get(layer.scheme.format, "none")[0] in known:
-            model.set_submodule(name, twin(layer))
-            continue
+        if isinstance(layer, QuantizedLinear):
+            format, _ = SAME_VALUES.get(layer.scheme.format, (None, 0))
+            if format in supported:
+                model.set_submodule(name, convert_layer(layer))
+                continue
         dense = dense_layer(layer, dtype)
         extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
-        names |= {piece.scheme.format for piece in foreign}
+        unpacked |= unsupported
         model.set_submodule(name, dense)
-    if names:
-        print_status(f"{why} for {', '.join(sorted(names))}: unpacked, which takes {extra / 1e6:.1f} MB more")
+    if unpacked:
+        print_status(f"{why} for {', '.join(sorted(unpacked))}: unpacked, which takes {extra / 1e6:.1f} MB more")
 
 
-def twin(layer: QuantizedLinear) -> QuantizedLinear:
-    """The same weights in int4 or int8."""
-    format, zero = TWINS[layer.scheme.format]
-    made = make_layer(layer, Scheme(format, layer.groupsize))
+def layer_formats(layer: QuantizedLinear | StackedLinear) -> set[str]:
+    """The formats of the matrices of a layer."""
+    pieces = layer if isinstance(layer, StackedLinear) else [layer]
+    return {piece.scheme.format for piece in pieces if isinstance(piece, QuantizedLinear)}
+
+
+def convert_layer(layer: QuantizedLinear) -> QuantizedLinear:
+    """The same weights in int4 or int8, for a format of SAME_VALUES."""
+    format, zero = SAME_VALUES[layer.scheme.format]
+    converted = make_layer(layer, Scheme(format, layer.groupsize))
     levels, scales, mins = layer.format.decode(layer.parts(), layer.in_features)
+    converted.scales = scales
     if format == "int8":
-        made.weight, made.scales = levels, scales
+        converted.weight = levels
     else:
-        made.packed = pack_nibbles((levels - zero).to(torch.uint8))
-        made.scales, made.mins = scales, scales * zero if mins is None else mins
-    made.bias = layer.bias
-    return made
+        converted.packed = pack_nibbles((levels - zero).to(torch.uint8))
+        converted.mins = scales * zero if mins is None else mins
+    converted.bias = layer.bias
+    return converted
 
 
 def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> Linear:
-    """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks of rows."""
-    pieces = layer if isinstance(layer, StackedLinear) else [layer]
-    N, C = layer.out_features, layer.in_features
+    """The Linear or Embedding with the weights of a quantized layer, in dtype, unpacked in blocks
+    of rows."""
+    N = layer.out_features
+    C = layer.in_features
     step = max(1, UNPACK_BLOCK // C)
     weight = torch.empty(N, C, dtype=dtype, device=next(layer.buffers()).device)
+    pieces = layer if isinstance(layer, StackedLinear) else [layer]
     for piece, target in zip(pieces, weight.split([piece.out_features for piece in pieces])):
         for start in range(0, piece.out_features, step):
             rows = slice(start, start + step)
             target[rows] = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
-    is_table = isinstance(layer, QuantizedEmbedding)
+
+    state = {"weight": weight}
+    if layer.bias is not None:
+        state["bias"] = layer.bias
     with torch.device("meta"):
-        dense = Embedding(N, C) if is_table else Linear(C, N, layer.bias is not None)
-    state = {"weight": weight} | ({} if layer.bias is None else {"bias": layer.bias})
+        if isinstance(layer, QuantizedEmbedding):
+            dense = Embedding(N, C)
+        else:
+            dense = Linear(C, N, layer.bias is not None)
     dense.load_state_dict(state, assign=True)
     return dense
 
@@ -561,7 +647,8 @@ def matrices(model: Transformer) -> list[tuple[str, Linear]]:
 
 
 def swap(model: Transformer, scheme_of: Callable[[str], Scheme | None]) -> Transformer:
-    """Replace the model's layers by quantized ones on the meta device, which have no weights yet; returns the model.
+    """Replace the model's layers by quantized ones on the meta device, which have no weights yet;
+    returns the model.
 
     scheme_of: how the module with a name is stored, such as Quantization.scheme.
     """
@@ -576,19 +663,22 @@ def swap(model: Transformer, scheme_of: Callable[[str], Scheme | None]) -> Trans
 
 
 def quantize_model(model: Transformer, quantization: Quantization) -> Transformer:
-    """Quantize a loaded model layer by layer. Quantized layers with more bits are quantized again. Returns the model.
+    """Quantize a loaded model layer by layer, also layers that are quantized with more bits.
+    Returns the model.
 
     Call it before kernels are installed: layers that they have packed are skipped.
     """
     for name, module in list(model.named_modules()):
-        scheme, is_quantized = quantization.scheme(name), isinstance(module, QuantizedLinear)
+        is_quantized = isinstance(module, QuantizedLinear)
+        scheme = quantization.scheme(name)
         if scheme is None or not (is_quantized or isinstance(module, Linear)):
             continue
         if is_quantized and module.format.bits <= FORMATS[scheme.format].bits:
             continue
+
+        weights = module.weights() if is_quantized else module.weight
         layer = make_layer(module, scheme)
-        parts = pack(module.weights() if is_quantized else module.weight, *scheme)
-        layer.load_state_dict(parts, assign=True, strict=False)
+        layer.load_state_dict(pack(weights, scheme.format, scheme.groupsize), assign=True, strict=False)
         layer.bias = module.bias
         model.set_submodule(name, layer)
     return model

@@ -1,14 +1,19 @@
-"""The operations that have hand-written kernels. Each has a reference in plain PyTorch, which is its specification,
-and a schema, under which the C++ of cpu/ and kernels_triton.py (GPUs) register their implementations. PyTorch's
-dispatcher picks one by the device of the tensors. An operation without a kernel on a device runs its reference. (The
-operations of one kind of device have none: where their kernels are missing, they are not called.)
+"""The operations that have hand-written kernels.
 
-Read down: which implementation runs, attention, linear layers and norms, the operations that only one kind of device
-has, top-k and top-p, noise, the AMX guard. Knows nothing of models or files. Shapes are named as in
-model.py: B rows, S new tokens, T cache slots, H query heads, K key/value heads, E head width; N rows (outputs), C
-columns (inputs) and G groups of a weight matrix.
+Each has a reference in plain PyTorch, which is its specification, and a schema, under which the C++
+of cpu/ and kernels_triton.py (GPUs) register their implementations. PyTorch's dispatcher picks one
+by the device of the tensors. Where a device has no kernel for an operation, the reference runs.
+(Operations that only one kind of device has need no reference: without their kernels, they are not
+called.)
 
-Importing this file runs one check, `guard_amx`: it must come before the first matmul of the process.
+Read down: which implementation runs, attention, linear layers and norms, the operations that only
+one kind of device has, top-k and top-p, noise, the AMX guard. Knows nothing of models or files.
+
+Shapes are named as in model.py: B batch rows, S new tokens, T slots of a cache row, H query heads,
+K key/value heads, E head width; N rows (outputs), C columns (inputs) and G groups of a matrix.
+
+Importing this file runs one check, `guard_amx`: it must come before the first matmul of the
+process.
 """
 
 import os
@@ -27,15 +32,18 @@ import torch.nn.functional as F
 LIBRARY = torch.library.Library("fastpath", "DEF")
 OPERATIONS = []  # the names of all operations
 KERNELS = {}  # type of a device -> the names of the operations that have kernels there: see find_kernels
-# With more new tokens per row, a pass is a prefill, for which a device may have other products: on CPUs those of torch,
-# if weights are not packed. (Which product multiplies packed weights depends on all rows of x: see cpu/matmul.cpp.)
+# With more new tokens per row, a pass is a prefill (it reads a prompt), for which a device may have
+# other products: on CPUs those of torch, if weights are not packed. (Which product multiplies
+# packed weights depends on all rows of x: see cpu/matmul.cpp.)
 MAX_DECODE_TOKENS = 16
 
 
 def define(schema, fake=None):
-    """Declare an operation torch.ops.fastpath.NAME(...), which the C++ of cpu/ and kernels_triton.py implement.
+    """Declare an operation torch.ops.fastpath.NAME(...), which the C++ of cpu/ and
+    kernels_triton.py implement.
 
-    fake: a function with the same arguments that returns empty tensors of the right shapes, for torch.compile.
+    fake: a function with the same arguments that returns empty tensors of the right shapes, for
+    torch.compile.
     """
     LIBRARY.define(schema)
     OPERATIONS.append(schema.partition("(")[0])
@@ -44,19 +52,22 @@ def define(schema, fake=None):
 
 
 def find_kernels(device_type):
-    """Record which operations have kernels on a type of device ("cpu" or "cuda"). Call it after they are registered."""
+    """Record which operations have kernels on a type of device ("cpu" or "cuda"). Call it after
+    they are registered."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     KERNELS[device_type] = {name for name in OPERATIONS if has_kernel(f"fastpath::{name}", device_type.upper())}
 
 
 def has_kernel(name, device):
-    """Whether an operation has a kernel on this device. Otherwise its reference runs, which torch.compile can fuse."""
+    """Whether an operation has a kernel on this device. Otherwise its reference runs, which
+    torch.compile can fuse."""
     return name in KERNELS.get(device.type, ())
 
 
 @contextmanager
 def without_kernels():
-    """A context in which all operations run their references, which have gradients, as kernels do not."""
+    """A context in which all operations run their references, which have gradients, as kernels do
+    not."""
     found = dict(KERNELS)
     KERNELS.clear()
     try:
@@ -65,7 +76,8 @@ def without_kernels():
         KERNELS.update(found)
 
 
-# The fields of config.Config that the fused operations (all blocks of a model in one call) take into account.
+# The fields of config.Config that the fused operations (all blocks of a model in one call) take
+# into account.
 FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
@@ -106,38 +118,49 @@ class Backend:
     """
 
     name: str = "torch"  # which kernels run
-    run_blocks: Callable | None = None  # all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
+    # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
+    run_blocks: Callable | None = None
     max_fused_tokens: int = 0  # run_blocks takes up to this many new tokens per row
-    # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of threads.
+    # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of
+    # threads.
     thread_invariant: bool = False
-    # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If False, the K/V of a
-    # prompt may differ in the last bits when it is read in other chunks.
+    # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If
+    # False, the K/V of a prompt may differ in the last bits when it is read in other chunks.
     chunk_invariant: bool = False
-    zeros: Callable = zeros_on  # zeros(nbytes, device): a function like torch.zeros, for KV caches of nbytes bytes
-    make_threads: Callable = FixedThreads  # make_threads(fixed): what sets the number of threads of an engine's steps
+    # zeros(nbytes, device) returns a function like torch.zeros, for KV caches of nbytes bytes.
+    zeros: Callable = zeros_on
+    # make_threads(fixed) returns what sets the number of threads of an engine's steps.
+    make_threads: Callable = FixedThreads
 
 
 class Installer:
-    """Puts the kernels of a device into a model, layer by layer while the model is read: each tensor goes through
-    `place`, each layer that has all its tensors through `pack`, and at the end `finish` says what the model can rely
-    on. A model that is in memory already needs `finish` only.
+    """Puts the kernels of a device into a model, layer by layer while the model is read.
 
-    These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have others.
+    Each tensor goes through `place`, each layer that has all its tensors through `pack`, and at the
+    end `finish` says what the model can rely on. A model that is in memory already needs `finish`
+    only.
+
+    These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have
+    others.
     """
 
     def __init__(self, model, kernels="auto", exact_activations=False):
-        """model: may still be empty, on the meta device. The others are options: see load.ModelOptions."""
-        self.model, self.exact_activations = model, exact_activations
+        """model: may still be empty, on the meta device. The others are options: see
+        load.ModelOptions."""
+        self.model = model
+        self.exact_activations = exact_activations
 
     @staticmethod
     def prepare_process(threads):
-        """Settings of the whole process, for example the number of CPU threads (None: as many as are useful)."""
+        """Settings of the whole process, for example the number of CPU threads (None: as many as
+        are useful)."""
 
     def reserve(self, nbytes):
         """Make memory for this many bytes of copies, for weights that stay as they are."""
 
     def place(self, tensor, device, dtype, is_mapped):
-        """A tensor on this device. is_mapped: it is in a mapped file, or a part of a larger one, so it is copied."""
+        """A tensor on this device. is_mapped: it is in a mapped file, or a part of a larger one, so
+        it is copied."""
         return tensor.to(device=device, dtype=dtype, copy=is_mapped)
 
     def pack(self, name):
@@ -149,8 +172,10 @@ class Installer:
 
 
 def uses_only(config, known):
-    """Whether all fields of a config other than `known` have their default values. With known=FUSED_FIELDS this says
-    whether a model needs a feature that the fused operations do not implement."""
+    """Whether all fields of a config other than `known` have their default values.
+
+    With known=FUSED_FIELDS: whether the fused operations implement all that a model needs.
+    """
     others = [field for field in fields(config) if field.name not in known]
     return all(getattr(config, field.name) == field.default for field in others)
 
@@ -166,21 +191,26 @@ define(
     "float scale) -> Tensor",
     empty_like_first,
 )
-# Queries at a time on CPUs: few enough for scores (B,H,128,T) to fit in memory, enough for fast products.
+# Queries at a time on CPUs: few enough for scores (B,H,128,T) to fit in memory, enough for fast
+# products.
 QUERY_BLOCK = 128
 
 
 def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
-    """Causal attention of new tokens over a static KV cache (arXiv:1706.03762), with a position for each token.
+    """Causal attention of new tokens over a static KV cache (arXiv:1706.03762), with a position for
+    each token.
 
-    q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is a multiple of K.
+    q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is
+    a multiple of K.
     input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
-    slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score of slot t.
+    slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score
+    of slot t.
     window: int or None. A token sees only the last `window` positions, its own included.
     scale: float, by which the products of queries and keys are multiplied, usually E**-0.5.
 
-    Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold anything, even NaN.
+    Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold
+    anything, even NaN.
     """
     if has_kernel("attention", q.device):
         return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
@@ -190,7 +220,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
 
 
 def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
-    """The specification of `attention`: short, slow, and in float32. Tests compare all other versions with it."""
+    """The specification of `attention`: short, slow, and in float32. Tests compare all other
+    versions with it."""
     B, S, H, E = q.shape
     rows = torch.arange(B, device=q.device) if rows is None else rows
     slot = torch.arange(k_cache.shape[2], device=q.device)
@@ -208,8 +239,9 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0).to(q.dtype)
 
 
-# The same without kernels, faster: for compiled graphs and other devices, and for CPUs in eager mode. Query heads of a
-# group share keys and values without copies, and ALiBi's bias has no dimension S.
+# The same without kernels, faster: for compiled graphs and other devices, and for CPUs in eager
+# mode. Query heads of a group share keys and values without copies, and ALiBi's bias has no
+# dimension S.
 
 
 def attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
@@ -229,15 +261,16 @@ def attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
 
 
 def attention_eager_cpu(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
-    """`attention` for CPUs in eager mode: blocks of queries, each of which reads only the slots up to its last
-    position. It is twice as fast as torch's attention at S = 512 in bfloat16."""
+    """`attention` for CPUs in eager mode: blocks of queries, each of which reads only the slots up
+    to its last position. It is twice as fast as torch's attention at S = 512 in bfloat16."""
     B, S = input_pos.shape
     if S > QUERY_BLOCK:
         parts = []
         for start in range(0, S, QUERY_BLOCK):
-            block = slice(start, start + QUERY_BLOCK)
-            queries, positions = q[:, block], input_pos[:, block]
-            parts.append(attention_eager_cpu(queries, k_cache, v_cache, positions, rows, slopes, window, scale))
+            queries = q[:, start : start + QUERY_BLOCK]
+            positions = input_pos[:, start : start + QUERY_BLOCK]
+            part = attention_eager_cpu(queries, k_cache, v_cache, positions, rows, slopes, window, scale)
+            parts.append(part)
         return torch.cat(parts, dim=1)
 
     # Reading the values of tensors costs nothing here.
@@ -280,15 +313,17 @@ def visible_slots(input_pos, window, T):
 
 
 def zero_unseen(k, v, visible):
-    """k and v (B,K,T,E) with zeros in the slots that no token of a row sees. NaN in such a slot would reach the output
+    """k and v (B,K,T,E) with zeros in the slots that no token of a row sees. NaN in such a slot
+    would reach the output
     even with weight zero: NaN - inf and 0 * NaN are NaN."""
     seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
     return torch.where(seen, k, 0), torch.where(seen, v, 0)
 
 
 def alibi_bias(slopes, input_pos, T):
-    """ALiBi's bias (B,H,T) float32, or None without slopes. Softmax does not change if the same number is added to all
-    scores of a query, so distances may be counted from the newest position of the row, for all its queries."""
+    """ALiBi's bias (B,H,T) float32, or None without slopes. Softmax does not change if the same
+    number is added to all scores of a query, so distances may be counted from the newest position
+    of the row, for all its queries."""
     if slopes is None:
         return None
     slot = torch.arange(T, device=input_pos.device)
@@ -299,9 +334,10 @@ def alibi_bias(slopes, input_pos, T):
 def softmax_attention(q, k, v, scale, visible=None, bias=None):
     """softmax(q k^T * scale + bias) v over the visible slots, with scores in float32: (B,S,H,E).
 
-    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the last n slots, n <= T (all
-    slots before them are visible), or None if all are. Every token must see a slot, also padding: otherwise its softmax
-    would be NaN, which torch's bfloat16 product spreads to the row before if the number of slots is odd.
+    q (B,S,H,E); k, v (B,K,T,E); bias (B,H,T) float32 or None. visible: bool, (B,S,n) for the last n
+    slots, n <= T (all slots before them are visible), or None if all are. Every token must see a
+    slot, also padding: otherwise its softmax would be NaN, which torch's bfloat16 product spreads
+    to the row before if the number of slots is odd.
     """
     B, S, H, E = q.shape
     K, T = k.shape[1:3]
@@ -327,8 +363,11 @@ define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, b
 
 
 def linear(x, weight, bias=None):
-    """x (...,C) @ weight (N,C)^T + bias (N,): (...,N) in x's dtype. With S > MAX_DECODE_TOKENS, the
-    kernels call F.linear too, but for bfloat16 on a CPU that cannot multiply it."""
+    """x (...,C) @ weight (N,C)^T + bias (N,): (...,N) in x's dtype.
+
+    With S > MAX_DECODE_TOKENS, the kernels call F.linear too, except for bfloat16 on a CPU that
+    cannot multiply it.
+    """
     if has_kernel("linear", x.device):
         return torch.ops.fastpath.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -338,7 +377,8 @@ define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", empty_like_firs
 
 
 def rms_norm(x, weight, eps):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467). The weight may be float32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467). The weight may
+    be float32."""
     if has_kernel("rms_norm", x.device):
         return torch.ops.fastpath.rms_norm.default(x, weight, eps)
     if weight.dtype != x.dtype:
@@ -350,7 +390,8 @@ define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", 
 
 
 def layer_norm(x, weight, bias, eps):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (arXiv:1607.06450)."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension
+    (arXiv:1607.06450)."""
     if has_kernel("layer_norm", x.device):
         return torch.ops.fastpath.layer_norm.default(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -358,15 +399,19 @@ def layer_norm(x, weight, bias, eps):
 
 # ---------------------------------------------------------------- operations of one kind of device
 #
-# Only cpu/layers.py, cpu/install.py, drafts/heads.py and kernels_triton.py call these operations. Each device has its
-# own layout of packed weights, which its file describes.
+# Only cpu/layers.py, cpu/install.py, drafts/heads.py and kernels_triton.py call these operations.
+# Each device has its own layout of packed weights, which its file describes.
 
-# CPU. pack_layer packs the parts of a matrix (N,C) in a format of formats.FORMATS into `to`, uint8 (packed_bytes,). A
-# layer is prepared once: prepare_layer returns a handle to a linear layer or a table of N outputs and C inputs. Its
-# format is one of FORMATS, and the weight is packed; or "dense", a weight (N,C) as it is; or "tiles", packed for AMX.
-# exact: activations are not quantized to 8 bits. stack_layers makes one layer of several, whose outputs follow each
-# other. prepare_block makes a block of four layers, and `blocks` runs several blocks. medusa draws the greedy tokens of
-# Medusa heads.
+# CPU:
+#   pack_layer packs the parts of a matrix (N,C) in a format of formats.FORMATS into `to`, uint8
+#     (packed_bytes,).
+#   prepare_layer returns a handle to a linear layer or a table of N outputs and C inputs, which is
+#     prepared once. Its format is one of FORMATS, for a packed weight; or "dense", for a plain
+#     weight (N,C); or "tiles", for one that is packed for AMX. With `exact`, activations are not
+#     quantized to 8 bits.
+#   stack_layers makes one layer of several, whose outputs follow each other.
+#   prepare_block makes a block of four layers, and `blocks` runs several blocks.
+#   medusa draws the greedy tokens of Medusa heads.
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
 define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int C, int groupsize, bool exact) -> int")
@@ -390,8 +435,9 @@ define(
 )
 define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")
 
-# GPU. fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it. rotary applies
-# RoPE and writes the KV cache.
+# GPU:
+#   fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it.
+#   rotary applies RoPE and writes the KV cache.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int groupsize, bool gated, float eps) -> Tensor",
@@ -407,23 +453,27 @@ define(
 
 
 def top_mass(order, mass, target):
-    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`; of equal entries, those with
-    lower indices are kept first.
+    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`. Of equal
+    entries, those with lower indices are kept first.
 
-    order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1) int64 >= 1. If every
-    mass is 1, this is top-k; if masses are probabilities, it is top-p. Integer sums do not depend on their order, so
-    all implementations agree exactly. There is no sort: a radix select finds the smallest entry that is kept, 8 bits
-    at a time, with a histogram of the mass.
+    order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1)
+    int64 >= 1. If every mass is 1, this is top-k; if masses are probabilities, it is top-p. Equal
+    entries may have different masses here, but not in the kernels. Integer sums do not depend on
+    their order, so all implementations agree exactly. Nothing is sorted: a radix select finds the
+    smallest entry that is kept, 8 bits at a time, with a histogram of the mass.
     """
-    # `inside`: entries that share the bits chosen so far; `above`: the mass of all larger entries.
-    inside, above = torch.ones_like(order, dtype=torch.bool), torch.zeros_like(target)
+    inside = torch.ones_like(order, dtype=torch.bool)  # entries that share the bits chosen so far
+    above = torch.zeros_like(target)  # the mass of all larger entries
     for bits in (24, 16, 8, 0):
         bucket = (order >> bits) & 0xFF
         histogram = mass.new_zeros(*order.shape[:-1], 256).scatter_add(-1, bucket, mass * inside)
-        higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram  # (...,256), the mass above each bucket
-        chosen = 256 - (higher < target).sum(-1, keepdim=True)  # the bucket in which the sum reaches the target
+        # The mass above each bucket (...,256), which falls as the bucket rises. The chosen bucket
+        # is the one in which the sum reaches the target.
+        higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram
+        chosen = 256 - (higher < target).sum(-1, keepdim=True)
         above = higher.gather(-1, chosen)
         inside = inside & (bucket == chosen)
+
     lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all entries inside are equal by now
     ties = mass * inside
     return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
@@ -439,11 +489,13 @@ def float_to_sortable_int(x):
 
 
 def exponential_noise(seed, position, ids, stream=0):
-    """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64 tensors that broadcast.
+    """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64
+    tensors that broadcast.
 
     Different values of `stream` (int) give independent noise for the same position.
     """
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    low = seed & 0xFFFFFFFF
+    high = (seed >> 32) & 0xFFFFFFFF
     keys = []
     for start in (0x3C6EF372, 0x1B873593):  # two keys of 32 bits each
         key = low ^ start
@@ -456,9 +508,11 @@ def exponential_noise(seed, position, ids, stream=0):
 
 
 def scramble(x):
-    """A hash of 32-bit integers, held in int64: a bijection where each input bit flips every output bit half the time.
+    """A hash of 32-bit integers, held in int64: a bijection where each input bit flips every output
+    bit half the time.
 
-    The constants, from the project hash-prospector (lowbias32), are below 2^31, so that no product overflows int64.
+    The constants, from the project hash-prospector (lowbias32), are below 2^31, so that no product
+    overflows int64.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
@@ -469,20 +523,23 @@ def scramble(x):
 
 
 def survives(work, timeout_s=20.0):
-    """Run work() in a forked child; True if the child ends by itself, False if a signal or the timeout ended it."""
+    """Run work() in a forked child. True if the child ends by itself, False if a signal or the
+    timeout ended it."""
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGILL, signal.SIG_DFL)  # end without a message, even if the parent has a signal handler
+        signal.signal(signal.SIGILL, signal.SIG_DFL)  # no message, even if the parent has a handler
         try:
             work()
         finally:
             os._exit(0)  # no atexit, no flush of the parent's buffers
+
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.WIFEXITED(status)
         time.sleep(0.002)
+
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
@@ -495,12 +552,12 @@ def _small_bf16_matmul():
 
 
 def guard_amx():
-    """Forbid oneDNN to use AMX on machines that advertise AMX but kill a process that uses it (SIGILL), as some virtual
-    machines do.
+    """Forbid oneDNN to use AMX on machines that advertise AMX but kill a process that uses it
+    (SIGILL), as some virtual machines do.
 
-    torch.cpu._init_amx() succeeds even on these, so a child process tries a matmul. The check must run before the first
-    matmul of this process, because oneDNN then reads the environment. Without AMX, or if the user has set
-    ONEDNN_MAX_CPU_ISA, nothing changes.
+    torch.cpu._init_amx() succeeds even on these, so a child process tries a matmul. The check must
+    run before the first matmul of this process, because oneDNN then reads the environment. Without
+    AMX, or if the user has set ONEDNN_MAX_CPU_ISA, nothing changes.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
         return

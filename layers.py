@@ -1,7 +1,8 @@
 """The layers that a model is made of: Linear, Embedding, RMSNorm, LayerNorm.
 
-Those of torch.nn are not used, because they initialize their weights. That takes time, and on the meta device it
-imports torch's compiler (1.2 s). These are built on the meta device, and a checkpoint's tensors are assigned to them.
+Those of torch.nn are not used, because they initialize their weights. That takes time, and on the
+meta device it imports torch's compiler (1.2 s). These are built on the meta device, and a
+checkpoint's tensors are assigned to them.
 
 Sources: RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450).
 """
@@ -23,8 +24,8 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 class MatrixLayer(nn.Module):
     """A layer with a weight matrix of out_features rows and in_features columns.
 
-    Its subclasses store the matrix in different ways: plain (Linear, Embedding), quantized (formats.py), or packed for
-    the kernels of a device. They add its tensors and `bias`.
+    Its subclasses store the matrix in different ways: plain (Linear, Embedding), quantized
+    (formats.py), or packed for the kernels of a device. They add its tensors and `bias`.
     """
 
     stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
@@ -48,7 +49,8 @@ class Linear(MatrixLayer):
 
 
 class Embedding(Linear):
-    """The embedding table. If the output head is tied to it, `logits` computes the head with the same weights."""
+    """The embedding table. If the output head is tied to it, `logits` computes the head with the
+    same weights."""
 
     logits = Linear.forward
 
@@ -62,8 +64,8 @@ class Embedding(Linear):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight.
 
-    normalize: computes it, as kernels.rms_norm does. In a split model, where each rank has a part of the dimension, it
-    is the method rms_norm of tp.Shard, which takes the mean over all ranks.
+    normalize: computes it, as kernels.rms_norm does. In a split model, where each rank has a part
+    of the dimension, it is the method rms_norm of tp.Shard, which takes the mean over all ranks.
     """
 
     bias = None  # so that code for both norms, such as cpu/install.py, need not tell them apart

@@ -1,7 +1,8 @@
 """A decoder-only transformer in one file.
 
-Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are in config.py, the
-operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py. Knows nothing of text, sampling,
+Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
+in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
+Knows nothing of text, sampling,
 files or devices: kernels.py dispatches each operation to the kernel of the device.
 
 Shapes, here and in every file:
@@ -9,8 +10,8 @@ Shapes, here and in every file:
   H query heads  K key/value heads           E head width   F hidden width
   N rows (outputs), C columns (inputs), G groups of columns that share a scale: of a weight matrix
 
-Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), sliding window (Mistral,
-arXiv:2310.06825), QK norm (Qwen3, arXiv:2505.09388), BLOOM (arXiv:2211.05100).
+Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), sliding window
+(Mistral, arXiv:2310.06825), QK norm (Qwen3, arXiv:2505.09388), BLOOM (arXiv:2211.05100).
 """
 
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from positions import Positions, rotate
 
 
 class WholeModel:
-    """What a Transformer asks of its shard, for a model that is not split over ranks. tp.Shard has the same interface.
+    """What a Transformer asks of its shard, for a model that is not split over ranks. tp.Shard has
+    the same interface.
 
     The only rank has everything, so its collectives return what they get.
     """
@@ -74,16 +76,18 @@ SCRATCH_SLOTS = 8  # extra slots at the end of each cache row: see setup_caches
 
 
 class Transformer(nn.Module):
-    """Tokens at positions in, logits out. Build it on the meta device, fill it by assignment, then set up the caches.
+    """Tokens at positions in, logits out. Build it on the meta device, fill it by assignment, then
+    set up the caches.
 
-    Each token has its position in its own cache row, so rows may have different lengths (ragged prompts, speculation,
-    continuous batching). Padding is on the right and has position -1.
+    Each token has its position in its own cache row, so rows may have different lengths (ragged
+    prompts, speculation, continuous batching). Padding is on the right and has position -1.
 
-    shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part, config those of the
-    whole.
+    shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part,
+    config those of the whole.
     """
 
-    # The dtype of the activations. None: that of the norms' weights. (In some families these are always float32.)
+    # The dtype of the activations. None: that of the norms' weights. (In some families these are
+    # always float32.)
     activation_dtype: torch.dtype | None = None
 
     def __init__(self, config: Config, shard=WHOLE_MODEL):
@@ -105,14 +109,17 @@ class Transformer(nn.Module):
         self.backend = Backend()  # what an Installer returns replaces it
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
-        """Allocate the KV caches for this many rows and positions, on the weights' device and in their dtype.
+        """Allocate the KV caches for this many rows and positions, on the weights' device and in
+        their dtype.
 
-        Each row gets T = max_seq_length + 8 slots. The last one is scratch: padding (position -1) is written there,
-        and no real token attends to it. With eight extra slots T is a multiple of 8, as vector code likes it, whenever
-        max_seq_length is. If a model has longrope, max_seq_length decides between its two sets of factors.
+        Each row gets T = max_seq_length + 8 slots. The last one is scratch: padding (position -1)
+        is written there, and no real token attends to it. With eight extra slots T is a multiple of
+        8, as vector code likes it, whenever max_seq_length is. If a model has longrope,
+        max_seq_length decides between its two sets of factors.
         """
         T = max_seq_length + SCRATCH_SLOTS
-        # The tables of positions are not made in __init__, where they would be meta tensors that no checkpoint fills.
+        # The tables of positions are not made in __init__, where they would be meta tensors that no
+        # checkpoint fills.
         heads = self.shard.own(self.config.n_head)
         self.positions = Positions(self.config.for_rows_of(max_seq_length), T, heads, self.device)
 
@@ -139,12 +146,14 @@ class Transformer(nn.Module):
         return self.activation_dtype or self.norm.weight.dtype
 
     def copy_cache(self, source_row: int, target_row: int, n: int):
-        """Copy the keys and values of the first n positions of one cache row to another, in all layers."""
+        """Copy the keys and values of the first n positions of one cache row to another, in all
+        layers."""
         for block in self.blocks:
             block.attention.cache.copy(source_row, target_row, n)
 
     def kv_bytes(self, lengths: list[int]) -> int:
-        """Bytes of keys and values that a decode step reads. lengths: the filled positions of each row."""
+        """Bytes of keys and values that a decode step reads. lengths: the filled positions of each
+        row."""
         positions = 0
         for layer in range(self.config.n_layer):
             window = self.config.window(layer)
@@ -157,12 +166,14 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False
     ) -> Tensor:
-        """tokens (B,S) int64; input_pos (B,S) int64, the position of each token in its cache row; rows (B,) int64, the
-        cache row of each batch row, or None (rows 0..B-1).
+        """tokens (B,S) int64; input_pos (B,S) int64, the position of each token in its cache row;
+        rows (B,) int64, the cache row of each batch row, or None (rows 0..B-1).
 
-        In a batch row positions are contiguous and padding (-1) is on the right. Several batch rows may name the same
-        cache row: every layer writes all new keys and values before it reads any. Returns the logits of each batch
-        row's last real token, (B,V), or with all_logits those of every token, (B,S,V). Those of padding are undefined.
+        In a batch row positions are contiguous and padding (-1) is on the right. Several batch rows
+        may name the same
+        cache row: every layer writes all new keys and values before it reads any. Returns the
+        logits of each batch row's last real token, (B,V), or with all_logits those of every token,
+        (B,S,V). Those of padding are undefined.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
         if not all_logits:  # a long prompt then never needs an (S,V) tensor
@@ -171,7 +182,8 @@ class Transformer(nn.Module):
         return self.head(x)
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as in forward."""
+        """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as
+        in forward."""
         x = self.block_inputs(tokens)  # (B,S,D)
         ropes = self.positions.ropes(input_pos)
 
@@ -185,8 +197,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def block_inputs(self, tokens: Tensor) -> Tensor:
-        """The inputs (B,S,D) of the first block for tokens (B,S): their embeddings, which some families scale or
-        normalize."""
+        """The inputs (B,S,D) of the first block for tokens (B,S): their embeddings, which some
+        families scale or normalize."""
         x = self.embed(tokens).to(self.dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded to x's dtype, as the authors of Gemma do.
@@ -196,11 +208,13 @@ class Transformer(nn.Module):
         return x
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of all tokens."""
+        """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of
+        all tokens."""
         return self.shard.embed(self.embedding, self.own_config.vocab_size, tokens)
 
     def head(self, x: Tensor) -> Tensor:
-        """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V logits."""
+        """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V
+        logits."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
         if self.config.logits_scale != 1.0:
             logits = logits * self.config.logits_scale
@@ -208,7 +222,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a residual connection and with norms before it, after it, or both."""
+    """Attention, then an MLP, each with a residual connection and with norms before it, after it,
+    or both."""
 
     def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
@@ -236,7 +251,8 @@ class Block(nn.Module):
         return self.add(x, h, y, self.mlp_post_norm)
 
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
-        """The residual connection: x, or in some families its norm h, plus the output y of attention or MLP."""
+        """The residual connection: x, or in some families its norm h, plus the output y of
+        attention or MLP."""
         y = self.shard.all_reduce(y)  # each rank has computed a part of a sum
         if post_norm is not None:
             y = post_norm(y)
@@ -303,13 +319,14 @@ class Attention(nn.Module):
 class KVCache(nn.Module):
     """The keys and values of one layer: R rows of T slots. k and v are (R,K,T,E) each.
 
-    Slot t of a row holds the key and value of the token at position t. (The extra slots at the end hold no position.)
-    A token sees only slots up to its own position. So what lies behind a row's tokens, such as rejected drafts or an
-    earlier request, does no harm until it is overwritten: nothing is ever erased, and there is no rollback. Layers with
-    a sliding window keep all slots, too, so that a row's prefix can be reused at any length.
+    Slot t of a row holds the key and value of the token at position t. (The extra slots at the end
+    hold no position.) A token sees only slots up to its own position. So what lies behind a row's
+    tokens, such as rejected drafts or an earlier request, does no harm until it is overwritten:
+    nothing is ever erased, and there is no rollback. Layers with a sliding window keep all slots,
+    too, so that a row's prefix can be reused at any length.
 
-    The layout is known here, and to the operations that read and write the caches: attention, `blocks` of cpu/ and
-    `rotary` of kernels_triton.py.
+    The layout is known here, and to the operations that read and write the caches: attention,
+    `blocks` of cpu/ and `rotary` of kernels_triton.py.
     """
 
     def __init__(self, config: Config):
@@ -324,7 +341,8 @@ class KVCache(nn.Module):
         self.register_buffer("v", zeros(shape), persistent=False)
 
     def write(self, k: Tensor, v: Tensor, input_pos: Tensor, rows: Tensor | None):
-        """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,); None means rows 0..B-1."""
+        """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,); None means rows
+        0..B-1."""
         if rows is None:
             rows = torch.arange(len(k), device=k.device)
         slots = (rows[:, None], slice(None), input_pos)  # selects (B,S,K,E); -1 is the scratch slot
@@ -368,7 +386,8 @@ class MLP(nn.Module):
 
 
 def pad_rows(parts: list[list[int]], starts: list[int], width: int = 0) -> tuple[Tensor, Tensor]:
-    """tokens and input_pos (B,S) for `forward`: row b has parts[b] from position starts[b] on. S >= width."""
+    """tokens and input_pos (B,S) for `forward`: row b has parts[b] from position starts[b] on. S >=
+    width."""
     S = max(width, *map(len, parts))
     tokens = torch.zeros(len(parts), S, dtype=torch.int64)
     input_pos = torch.full((len(parts), S), -1)

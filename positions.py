@@ -1,7 +1,7 @@
 """Where a token stands in its row: rotary position embedding (RoPE), its scalings, and ALiBi.
 
-Read down: RoPE's frequencies, its cos and sin, `rotate`; Positions, which has the tables of a model; what is in them.
-Shapes are explained in model.py.
+Read down: RoPE's frequencies, its cos and sin, `rotate`; Positions, which has the tables of a
+model; what is in them. Shapes are explained in model.py.
 
 Sources: RoPE (arXiv:2104.09864), YaRN (arXiv:2309.00071), ALiBi (arXiv:2108.12409).
 """
@@ -37,17 +37,19 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
 
 
 def kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """The weight (E/2,) of each original frequency beside the scaled one; values beyond 0 and 1 stand for these.
+    """The weight (E/2,) of each original frequency beside the scaled one; values beyond 0 and 1
+    stand for these.
 
-    Frequencies with more than high_freq_factor rotations in the training context are kept. Those with fewer than
-    low_freq_factor are divided by factor. Those between are interpolated.
+    Frequencies with more than high_freq_factor rotations in the training context are kept. Those
+    with fewer than low_freq_factor are divided by factor. Those between are interpolated.
     """
     rotations = scaling.original_max_seq_length * freqs / (2 * math.pi)
     return (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
 
 
 def kept_yarn(E: int, base: float, scaling: RopeScaling) -> Tensor:
-    """As kept_llama3: a linear ramp over the dimensions, from beta_fast to beta_slow rotations in the context."""
+    """As kept_llama3: a linear ramp over the dimensions, from beta_fast to beta_slow rotations in
+    the context."""
 
     def dimension(rotations):  # the index of the frequency with this many rotations in the training context
         return E * math.log(scaling.original_max_seq_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -65,9 +67,10 @@ def kept_yarn(E: int, base: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate` needs."""
-    # In float64: in one of ten processes, the first float32 cosine that torch computed on two threads had other last
-    # bits, and some tokens were others.
+    """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate`
+    needs."""
+    # In float64: in one of ten processes, the first float32 cosine that torch computed on two
+    # threads had other last bits, and some tokens were others.
     angles = (input_pos[:, :, None, None].float() * freqs).double()  # (B,S,1,E/2)
     cos = angles.cos().float()
     sin = angles.sin().float()
@@ -79,7 +82,8 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32; returns x's dtype."""
+    """Rotate the pairs (i, i + E/2) of x (B,S,heads,E) by the angles of `rope_table`, in float32;
+    returns x's dtype."""
     cos, sin = rope
     y = x.float()  # first, because torch multiplies tensors of different dtypes ten times slower
     return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
@@ -88,12 +92,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class Positions(nn.Module):
     """The tables that all layers of a model look up positions in, for cache rows of T slots.
 
-    rope_cos, rope_sin: (P,T,1,E) float32 for the P different results of Config.rope, in their order; None with ALiBi.
-    They are tables, because a compiled cosine differs from the eager one in the last bit.
+    rope_cos, rope_sin: (P,T,1,E) float32 for the P different results of Config.rope, in their
+    order; None with ALiBi. They are tables, because a compiled cosine differs from the eager one in
+    the last bit.
     query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3), or None.
     slopes: (H,) float32, those of ALiBi, or None.
 
-    The tables have T entries and not only one for each position, because padding (position -1) looks up the last.
+    The tables have T entries and not only one for each position, because padding (position -1)
+    looks up the last.
     heads: the query heads of this rank.
     """
 
@@ -108,7 +114,8 @@ class Positions(nn.Module):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def ropes(self, input_pos: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E) float32. None with ALiBi.
+        """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E)
+        float32. None with ALiBi.
 
         A block takes those of its own table, ropes[block.rope_table].
         """
@@ -118,7 +125,8 @@ class Positions(nn.Module):
 
 
 def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """rope_cos and rope_sin of Positions, (P,T,1,E) each, or None with ALiBi. slots: 0 to T-1, (1,T)."""
+    """rope_cos and rope_sin of Positions, (P,T,1,E) each, or None with ALiBi. slots: 0 to T-1,
+    (1,T)."""
     if config.alibi:
         return None, None
 
@@ -135,9 +143,11 @@ def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 def query_scales(config: Config, slots: Tensor) -> Tensor | None:
-    """What Ministral 3 multiplies a query by, at all T slots (1,T): (T,1,1) float32. None for other models.
+    """What Ministral 3 multiplies a query by, at all T slots (1,T): (T,1,1) float32. None for other
+    models.
 
-    It is 1 within the original context, and grows with the logarithm of how many times the position is beyond it.
+    It is 1 within the original context, and grows with the logarithm of how many times the position
+    is beyond it.
     """
     if config.query_scale_beta is None:
         return None
@@ -148,8 +158,8 @@ def query_scales(config: Config, slots: Tensor) -> Tensor | None:
 def alibi_slopes(H: int) -> Tensor:
     """ALiBi's H slopes in float32 (arXiv:2108.12409).
 
-    The first n heads have 2^(-8/n), 2^(-16/n) ..., where n is the largest power of two up to H. As in the authors'
-    code, the other heads have every second slope of the series for 2n.
+    The first n heads have 2^(-8/n), 2^(-16/n) ..., where n is the largest power of two up to H. As
+    in the authors' code, the other heads have every second slope of the series for 2n.
     """
     n = 2 ** int(math.log2(H))
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]

@@ -1,15 +1,17 @@
 """From logits to probabilities to token ids. Each row has its own settings.
 
-Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors), sample, the
-penalties, masks and filters. Knows nothing of models or text.
+Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors),
+sample, the penalties, masks and filters. Knows nothing of models or text.
 
-The token that a row samples depends only on its logits, settings, seed and position: not on the other rows, nor on
-whether the code is compiled. Therefore the noise is a hash of (seed, position, token id) instead of the output of a
-random generator with state, and the sums that decide which tokens are kept are integer sums, which are exact in any
+The token that a row samples depends only on its logits, settings, seed and position: not on the
+other rows, nor on whether the code is compiled. Therefore the noise is a hash of (seed, position,
+token id) instead of the output of a random generator with state, and the sums that decide which
+tokens are kept are integer sums, which are exact in any
 order. Nothing is sorted: the top-k and top-p thresholds are found with histograms.
 
-All settings are always present, as tensors, so that one compiled step serves any mix of requests. The fast kernels skip
-the settings that a row does not use; the functions here are the reference that they must match.
+All settings are always present, as tensors, so that one compiled step serves any mix of requests.
+The fast kernels skip the settings that a row does not use; the functions here are the reference
+that they must match.
 """
 
 from dataclasses import dataclass
@@ -27,12 +29,13 @@ from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sorta
 class SamplingParams:
     """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
-    The settings apply in the order of the fields. Every filter keeps the likeliest token, on which the kernels rely.
+    The settings apply in the order of the fields. Every filter keeps the likeliest token, on which
+    the kernels rely.
 
-    The repetition penalty (arXiv:1909.05858) changes the logits of
-    tokens that occur in the prompt or the answer: it divides positive logits and multiplies negative ones. The
-    frequency and presence penalties are those of OpenAI's API: the first is subtracted from a token's logit once for
-    each occurrence in the answer, the second once if the token occurs in the answer at all.
+    The repetition penalty (arXiv:1909.05858) changes the logits of tokens that occur in the prompt
+    or the answer: it divides positive logits and multiplies negative ones. The frequency and
+    presence penalties are those of OpenAI's API: the first is subtracted from a token's logit once
+    for each occurrence in the answer, the second once if the token occurs in the answer at all.
     """
 
     repetition_penalty: float = 1.0
@@ -71,7 +74,8 @@ class SamplingParams:
 MAX_BIAS = 1000
 MASKED_POSITIONS = MAX_DECODE_TOKENS  # positions of a row that have a mask: as many as a step with speculation samples
 
-# The smallest and largest value of each setting. Larger penalties would overflow float32 with ordinary logits.
+# The smallest and largest value of each setting. Larger penalties would overflow float32 with
+# ordinary logits.
 RANGES = {
     "repetition_penalty": (1e-3, 1e3),
     "frequency_penalty": (-1e3, 1e3),
@@ -85,11 +89,11 @@ RANGES = {
 
 
 class Sampling(NamedTuple):
-    """The settings of R cache rows: (R,) tensors by the names of SamplingParams, the counts and biases of tokens, and
-    the masks of rows whose request has a grammar.
+    """The settings of R cache rows: (R,) tensors by the names of SamplingParams, the counts and
+    biases of tokens, and the masks of rows whose request has a grammar.
 
-    This is also the order of the arguments of the operations `sample` and `probabilities`. Kernels that do not take
-    exactly these arguments are not used.
+    This is also the order of the arguments of the operations `sample` and `probabilities`. Kernels
+    that do not take exactly these arguments are not used.
     """
 
     seed: Tensor  # int64
@@ -103,7 +107,8 @@ class Sampling(NamedTuple):
     counts: Tensor  # (R,V) int32: twice the occurrences of a token in the answer, plus 1 if it is in the prompt
     biased: Tensor  # bool: whether logit_bias is used
     logit_bias: Tensor  # (R,V)
-    # (R,n,W) int32: row r may sample token i at position mask_start[r] + s if bit i % 32 of masks[r, s, i // 32] is set
+    # (R,n,W) int32: row r may sample token i at position mask_start[r] + s if bit i % 32 of
+    # masks[r, s, i // 32] is set
     masks: Tensor
     mask_start: Tensor  # int64; -1 if the row has no masks
 
@@ -140,8 +145,10 @@ class Sampling(NamedTuple):
             self.logit_bias[row, list(tokens)] = self.logit_bias.new_tensor(biases)
 
     def set_masks(self, masked: list[tuple[int, int, object, list[int]]]):
-        """Mask the tokens that grammars (as in engine.Request) forbid. masked has (row, position, grammar, drafted
-        tokens): the grammar writes a mask for the position, and for those after each drafted token."""
+        """Mask the tokens that grammars (as in engine.Request) forbid. masked has (row, position,
+        grammar, drafted
+        tokens): the grammar writes a mask for the position, and for those after each drafted
+        token."""
         is_cpu = self.masks.device.type == "cpu"
         on_cpu = self.masks if is_cpu else torch.empty_like(self.masks, device="cpu")
         for row, _, grammar, drafted in masked:
@@ -158,7 +165,8 @@ class Sampling(NamedTuple):
         return self._replace(mask_start=torch.full_like(self.mask_start, -1))
 
     def count(self, new_tokens: list[tuple[int, list[int]]]):
-        """Add new tokens, given as (row, tokens), to the counts of their rows. An id of -1 is not counted."""
+        """Add new tokens, given as (row, tokens), to the counts of their rows. An id of -1 is not
+        counted."""
         pairs = [(row, token) for row, tokens in new_tokens for token in tokens if token >= 0]
         if pairs:
             rows, tokens = torch.tensor(pairs, device=self.counts.device).unbind(1)
@@ -182,14 +190,15 @@ define(f"probabilities({SCHEMA}) -> Tensor", lambda x, *rest: x.new_empty(x.shap
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor | None, settings: Sampling) -> tuple:
     """Sample a token for each of S consecutive positions of B rows.
 
-    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,) int64: the row of
-    `settings` that each batch row uses. position (B,) int64: the position of the first sampled token; 0 or less marks a
-    padding row, whose logits may be anything. drafted (B,n) int64 with n >= S - 1, or None if S = 1: with speculation,
-    the drafted tokens before the last position, so that the penalties count them; negative ids are not counted.
+    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,)
+    int64: the row of `settings` that each batch row uses. position (B,) int64: the position of the
+    first sampled token; 0 or less marks a padding row, whose logits may be anything. drafted (B,n)
+    int64 with n >= S - 1, or None if S = 1: with speculation, the drafted tokens before the last
+    position, so that the penalties count them; negative ids are not counted.
 
-    Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask forbids is not finite (a
-    logit is NaN or inf, or all are -inf); and the log-probability of each id in the unmodified logits, (B,S) float32,
-    NaN where the id is -1.
+    Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask
+    forbids is not finite (a logit is NaN or inf, or all are -inf); and the log-probability of each
+    id in the unmodified logits, (B,S) float32, NaN where the id is -1.
     """
     if drafted is None:
         drafted = rows.new_empty(len(rows), 0)
@@ -201,8 +210,8 @@ def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor | Non
 def probabilities(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor, settings: Sampling) -> Tensor:
     """The distribution (B,S,V) float32 that `sample` draws from with the same arguments.
 
-    It is zero for tokens that the filters drop, one-hot for a greedy row, all zero for padding, all NaN where the
-    largest logit is not finite.
+    It is zero for tokens that the filters drop, one-hot for a greedy row, all zero for padding, all
+    NaN where the largest logit is not finite.
     """
     if has_kernel("probabilities", logits.device):
         return torch.ops.fastpath.probabilities(logits, rows, position, drafted, *settings)
@@ -239,7 +248,8 @@ def probabilities_reference(logits, rows, position, drafted, *settings) -> Tenso
 
 
 def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None = None) -> list:
-    """For each of m ids and its logits (m,V): (log-probability, [(id, log-probability), ...] of the n likeliest ids).
+    """For each of m ids and its logits (m,V): (log-probability, [(id, log-probability), ...] of the
+    n likeliest ids).
 
     logprobs (m,): the log-probabilities of the m ids, if the caller has them already.
     """
@@ -260,8 +270,8 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
 
 
 def any_row(used: Tensor) -> bool:
-    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where reading the tensor would
-    wait for the device."""
+    """Whether any row uses a setting. Always True in a compiled graph and on a GPU, where reading
+    the tensor would wait for the device."""
     return torch.compiler.is_compiling() or used.device.type != "cpu" or bool(used.any())
 
 
@@ -302,7 +312,8 @@ def penalized(x: Tensor, rows: Tensor, drafted: Tensor, settings: Sampling) -> T
 
 
 def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
-    """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf for dropped tokens."""
+    """Logits x (B,S,V) float32 minus their maximum, divided by temperature; -inf for dropped
+    tokens."""
     temperature = settings.temperature[rows, None, None]  # (B,1,1)
     top_k = settings.top_k[rows, None, None]
     top_p = settings.top_p[rows, None, None]

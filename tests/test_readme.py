@@ -228,12 +228,14 @@ def results(name: str, page: str) -> dict:
     return result
 
 
-def decode_numbers():
-    page, shown = "README.md", []
+def decode_numbers(page="docs/how-it-gets-fast.md"):
+    shown = []
     result = results("decode", page)
     rows = {(row["model"], row["name"]): row for row in result["rows"]}
     best = {(pair["model"], pair["ours"]): pair for pair in result["ratios"] if pair["peer"] == "the best peer"}
-    for name, decode, prefill, *ratios in table(page, "| | decode, tokens/s"):
+    for name, decode, prefill, *ratios in table(
+        page, "| | decode, tokens/s | prefill of 512 tokens, tokens/s | decode"
+    ):
         if decode == "":
             model = name.strip("*")  # of the rows below
             continue
@@ -243,7 +245,11 @@ def decode_numbers():
         if name.startswith("fastpath"):
             yield ratios[0], best[model, name]["decode"]
             yield ratios[1], best[model, name]["prefill"]
-    assert sorted(shown) == sorted(rows)
+    assert page == "README.md" or sorted(shown) == sorted(rows)
+
+
+def readme_numbers():
+    yield from decode_numbers("README.md")
 
 
 def question_numbers():
@@ -332,7 +338,7 @@ def bloom_numbers():
 
 
 TABLES = [decode_numbers, ladder_numbers, product_numbers, step_numbers, quantization_numbers, speculation_numbers]
-TABLES += [bloom_numbers, question_numbers]
+TABLES += [bloom_numbers, question_numbers, readme_numbers]
 
 
 @pytest.mark.parametrize("numbers", TABLES)

@@ -1,7 +1,8 @@
 """Connections: sockets, the heads and the bodies of requests, and their limits.
 
-Read down: HttpServer, uvicorn's server as it is set up here; RequestParser; HttpConnection, one client's connection;
-reading a body. Knows nothing of what the paths do, of the engine, and of who may use the server.
+Read down: HttpServer, uvicorn's server with this project's settings; RequestParser; HttpConnection,
+one client's connection; reading a body. Knows nothing of what the paths do, of the engine, and of
+who may use the server.
 """
 
 import asyncio
@@ -22,10 +23,15 @@ BODY_TIMEOUT_S = 30  # for a request's body to arrive
 MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
 MAX_PIPELINED_BYTES = 1 << 16  # of later requests that are read while one is running
-READ_BYTES = 1 << 13  # per read: 8 KiB of tiny chunks take h11 40 ms, and a head that is too long is noticed early
-LINGER_S = 2  # input is dropped after a refusal until none has come for this long, so that the client gets the response
+# One read is small, because 8 KiB of tiny chunks take h11 40 ms, and so that a head that is too
+# long is noticed early.
+READ_BYTES = 1 << 13
+# After a refusal, input is dropped until none has come for this long. If the connection were closed
+# while the client sends, the client might lose the response.
+LINGER_S = 2
 RESERVED_FILES = 40  # file descriptors that are not for connections
-ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)  # without a user name before the host
+# A target that begins with a scheme and a host, without a user name.
+ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
@@ -55,72 +61,91 @@ class HttpServer(uvicorn.Server):
 
 
 class RequestParser(h11.Connection):
-    """h11's parser, which also refuses ambiguous lengths and what is too long, and accepts the absolute targets that
-    proxies send."""
+    """h11's parser, which here also refuses ambiguous lengths, and heads and bodies that are too
+    long, and accepts the absolute targets that proxies send."""
 
     request: h11.Request | None = None  # the current one, once its head is complete
 
     def next_event(self):
-        before = len(self.trailing_data[0])
+        bytes_before = len(self.trailing_data[0])
         if self.their_state is h11.IDLE:
             self.request = None
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
         self.request = event
-        if before - len(self.trailing_data[0]) > MAX_HEAD_BYTES:  # h11 refuses only heads that are not complete
+
+        # h11 itself refuses a long head only while it is not complete.
+        if bytes_before - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
             raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
         fields = dict(event.headers)
-        if b"content-length" in fields and b"transfer-encoding" in fields:  # a way to smuggle requests past a proxy
+        # A proxy may believe one of the two and this server the other: then the body of one request
+        # can hold another one (request smuggling).
+        if b"content-length" in fields and b"transfer-encoding" in fields:
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
         if int(fields.get(b"content-length", 0)) > MAX_BODY_BYTES:  # refused before it is sent
             raise h11.RemoteProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+
         absolute = ABSOLUTE_TARGET.fullmatch(event.target)
         if absolute is None:
             return event
-        # The host of the target replaces Host (RFC 9112, section 3.2.2), so SameSite checks the right one.
-        headers = [(b"host", absolute[1]), *((name, value) for name, value in event.headers if name != b"host")]
-        target = b"/" + absolute[2].removeprefix(b"/")
-        return h11.Request(method=event.method, target=target, headers=headers, http_version=event.http_version)
+        # The host of the target replaces Host (RFC 9112, section 3.2.2), so SameSite checks the
+        # right one.
+        headers = [(name, value) for name, value in event.headers if name != b"host"]
+        return h11.Request(
+            method=event.method,
+            target=b"/" + absolute[2].removeprefix(b"/"),
+            headers=[(b"host", absolute[1]), *headers],
+            http_version=event.http_version,
+        )
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection of a client, with a timeout for a request's head, and errors as error objects."""
+    """uvicorn's connection of a client, with a timeout for a request's head. Its refusals are error
+    objects."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
-        self.is_invalid = False  # a request could not be parsed, so the rest of the input means nothing
-        self.closing: asyncio.TimerHandle | None = None  # closes the connection after a request that was refused
+        # Whether a request could not be parsed, so that the rest of the input means nothing.
+        self.is_invalid = False
+        # Closes the connection some time after a request was refused.
+        self.closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES:
+        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self.connections) > most_files - RESERVED_FILES:
             return transport.abort()
         transport.max_size = READ_BYTES
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # otherwise its timer would keep the connection in memory
+        self._unset_keepalive_if_required()  # its timer would keep the connection in memory
 
     def data_received(self, data: bytes):
         if not self.is_invalid:
             self.conn.receive_data(data)
-            self.handle_events()  # which stops the timer when the head of a request is complete
+            self.handle_events()  # stops the timer when the head of a request is complete
+
+            # A client that has sent its next request is read on, so that it is seen to disconnect.
             if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
-                self.flow.resume_reading()  # so that a client that has sent its next request is seen to disconnect, too
+                self.flow.resume_reading()
         if self.closing is not None:
             self._linger()
 
     def send_400_response(self, msg: str):
-        """Respond to a request that was refused. The next one is read if only the body was too long, and it is sent."""
+        """Respond to a request that was refused. If only its body was too long, the next request is
+        read after this body."""
         self.is_invalid = True
+        events = self._refusal(sys.exc_info()[1])
         try:
-            self.transport.write(b"".join(map(self.conn.send, self._refusal(sys.exc_info()[1]))))
+            self.transport.write(b"".join(map(self.conn.send, events)))
         except h11.LocalProtocolError:  # a response has begun already
             return self.transport.close()
-        if self.cycle is not None:  # the request with the invalid body must not send a second response
+
+        if self.cycle is not None:  # the running request must not send a second response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state is h11.DONE:
@@ -132,13 +157,19 @@ class HttpConnection(H11Protocol):
         self._linger()
 
     def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:
-        status, request = failure.error_status_hint, self.conn.request  # the status is 431 if a head is too long
+        """The response to a request that was refused, as h11's events."""
+        request = self.conn.request
+        status = failure.error_status_hint  # h11's own is 431 if a head is too long
         code = "request_too_large" if status == 413 else None
         error = ApiError(f"invalid HTTP request: {failure}", status, code=code)
-        body = encode_json(error_body(error, request.target.decode("ascii") if request else ""))
+        path = request.target.decode("ascii") if request is not None else ""
+        body = encode_json(error_body(error, path))
 
-        headers = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(body))]
-        headers += self.config.app.headers(new_request_id())
+        headers = [
+            (b"Content-Type", b"application/json"),
+            (b"Content-Length", b"%d" % len(body)),
+            *self.config.app.headers(new_request_id()),
+        ]
         if status != 413:
             headers.append((b"Connection", b"close"))
         if request is not None and request.method == b"HEAD":
@@ -146,8 +177,8 @@ class HttpConnection(H11Protocol):
         return [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
 
     def _linger(self):
-        """Close the connection when nothing more has come for a moment, unless the next request is awaited. If it were
-        closed while the client sends, the client might lose the response."""
+        """Close the connection when nothing more has come for LINGER_S, unless the next request is
+        awaited."""
         now = self.loop.time()
         if self.closing is None:
             self.latest_close = now + BODY_TIMEOUT_S
@@ -155,10 +186,12 @@ class HttpConnection(H11Protocol):
             self.closing.cancel()
             self.closing = None
         if self.is_invalid or self.conn.our_state is h11.DONE:
-            self.closing = self.loop.call_at(min(now + LINGER_S, self.latest_close), self.transport.close)
+            when = min(now + LINGER_S, self.latest_close)
+            self.closing = self.loop.call_at(when, self.transport.close)
 
 
 async def read_body(request: HttpRequest) -> bytes:
+    """The body of a request; ApiError if it is too long or too late."""
     try:
         return await asyncio.wait_for(collect_body(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
@@ -168,11 +201,14 @@ async def read_body(request: HttpRequest) -> bytes:
 
 
 async def collect_body(request: HttpRequest) -> bytes:
-    data, size = bytearray(), 0
+    data = bytearray()
+    size = 0
     async for part in request.stream():
         size += len(part)
-        data += part if size <= MAX_BODY_BYTES else b""
-        if size > 10 * MAX_BODY_BYTES:  # not sooner: many clients read the response only when all is sent
+        if size <= MAX_BODY_BYTES:
+            data += part
+        # Many clients read the response only when they have sent all, so some more is read.
+        if size > 10 * MAX_BODY_BYTES:
             break
     if size > MAX_BODY_BYTES:
         raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")

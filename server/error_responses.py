@@ -1,7 +1,8 @@
 """Errors: the response to each exception, and what the log says of it.
 
-Read down: an error as its client expects it; OutermostApp, which gives each request an id and catches what nothing else
-has caught; internal errors; the handler of all exceptions in endpoints. Knows nothing of what the paths do.
+Read down: an error as its client expects it; OutermostApp, which gives each request an id and
+catches what nothing else has caught; internal errors; the handler of all exceptions in endpoints.
+Knows nothing of what the paths do.
 """
 
 import asyncio
@@ -39,8 +40,9 @@ def error_response(error: ApiError, path: str, headers: dict | None = None) -> R
 
 
 class OutermostApp:
-    """The ASGI application that contains all others. Its headers are in every response: the request's id, by the names
-    that clients of OpenAI and Anthropic know, and those that it is made with."""
+    """The ASGI application that contains all others. It adds headers to every response: those that
+    it is made with, and the request's id, by the names that OpenAI's and Anthropic's clients know.
+    """
 
     def __init__(self, app, headers: dict[str, str]):
         self.app = app
@@ -58,16 +60,17 @@ class OutermostApp:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                message = message | {"headers": [*message["headers"], *self.headers(scope["request_id"])]}
+                headers = [*message["headers"], *self.headers(scope["request_id"])]
+                message = message | {"headers": headers}
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_headers)
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as failure:  # not only Exception: that of a library in Rust that panics is none
+        except BaseException as failure:  # a panic of a library in Rust is not an Exception
             error = internal_error(scope, failure)
-            if not has_started:  # Starlette also raises exceptions to which handle_error has responded
+            if not has_started:  # Starlette raises again what handle_error has responded to
                 await error_response(error, scope["path"])(scope, receive, send_with_headers)
 
 
@@ -76,35 +79,49 @@ def new_request_id() -> str:
 
 
 def internal_error(scope, failure: BaseException) -> ApiError:
-    """What the client sees of an internal error: the request's id, with which the error is in the log."""
+    """Log an internal error once. Returns what the client sees of it: the request's id, by which
+    the error can be found in the log."""
+    is_engine_failure = isinstance(failure, EngineFailure)
     request_id = scope["request_id"]
+
     if scope.get("failure") is not failure:
-        scope["failure"] = failure  # logged once
-        if isinstance(failure, EngineFailure):
+        scope["failure"] = failure
+        if is_engine_failure:
             details = failure.details or ""
         else:
             details = "".join(traceback.format_exception(failure))
         print_status(f"a request failed: {first_line(failure)} ({request_id})\n{details}".rstrip())
-    what = "generation failed for this request" if isinstance(failure, EngineFailure) else "internal server error"
+
+    what = "generation failed for this request" if is_engine_failure else "internal server error"
     return ApiError(f"{what} ({request_id})", 500)
 
 
 async def handle_error(request: HttpRequest, error: Exception) -> Response:
-    """The response to any exception. Internal errors are logged; clients do not see their messages."""
-    headers, is_counted = None, isinstance(error, RequestAborted | EngineFailure)
+    """The response to any exception. Internal errors are logged; clients do not see the message."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # the client has gone, so this is not sent
+
+    is_counted = isinstance(error, RequestAborted | EngineFailure)
+    headers = None
     if isinstance(error, HTTPException):  # an unknown path, or a method that it does not have
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = error.headers
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code, None, code)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(message, error.status_code, None, code)
     elif not isinstance(error, ApiError):
         error = internal_error(request.scope, error)
     if error.retry_after is not None:
         headers = {"Retry-After": str(error.retry_after), "x-should-retry": "true"}
     elif error.status == 408:
         headers = {"Connection": "close"}
+
     if not is_counted:
-        outcome = "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
-        request.app.state.metrics.requests.labels(outcome).inc()
+        request.app.state.metrics.requests.labels(outcome(error.status)).inc()
     return error_response(error, request.url.path, headers)
+
+
+def outcome(status: int) -> str:
+    """The label of a request with this status in the metrics."""
+    if status == 429:
+        return "overloaded"
+    return "refused" if status < 500 else "error"

@@ -1,8 +1,8 @@
 """The messages between the HTTP process (http_server.py) and the engine's process (serve.py).
 
-Read down: Settings, which the engine's process sends first; TextRequest and Cancel, which it sends to the engine;
-Update and EngineStatus, which the engine sends back. They are pickled and go through a pipe. No web library is imported
-here, so the engine's process needs none.
+Read down: Settings, the first message to the HTTP process; TextRequest and Cancel, its messages to
+the engine; Update and EngineStatus, the engine's answers. They are pickled and go through a pipe.
+This file imports no web library, so the engine's process needs none.
 """
 
 from dataclasses import dataclass, field
@@ -29,17 +29,19 @@ class Settings:
 
 @dataclass
 class TextRequest:
-    """Asks the engine to continue a prompt: the engine's own Request, which knows token ids only, and what else is
-    needed to turn the new tokens into text. An HTTP request for several answers sends one message for each."""
+    """Asks the engine to continue a prompt. An HTTP request for several answers sends one message
+    for each of them."""
 
     request_id: int
-    request: Request  # without on_token and grammar, which the engine's process adds
-    stop: tuple[str, ...] = ()  # stop strings, which end the text, or the content of a chat's answer
-    continues_prompt: bool = True  # the text goes on where the prompt ends; in a chat, each answer is a text of its own
+    # The engine's own request, which has token ids only. The engine's process sets its on_token and
+    # its grammar.
+    request: Request
+    stop: tuple[str, ...] = ()  # stop strings end the text, or the content of a chat's answer
+    continues_prompt: bool = True  # False in a chat, where an answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
-    shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, such as the marks of tool calls
-    # Whether it fails if it waits too long for a row. Only the first message of an HTTP request does: while that one
-    # runs, the others may wait.
+    shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, as tool calls need
+    # Whether the request fails if it waits too long for a row. Only the first message of an HTTP
+    # request does: while that one runs, the others may wait.
     can_time_out: bool = True
     syntax: AnswerSyntax | None = None  # of a chat's answer; None: all text is content
 
@@ -56,14 +58,17 @@ class Update:
     """What a step of the engine has added to a request."""
 
     request_id: int
-    text: str  # up to the stop string; in a chat it is not cut, because the HTTP process parses it, too
-    completion_tokens: int  # all that were generated so far
+    # The new text, up to the stop string. The text of a chat is not cut, because the HTTP process
+    # parses it again.
+    text: str
+    completion_tokens: int  # all tokens that were generated so far
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
-    # (id, log-probability, [(id, log-probability), ...] of the likeliest ids, offset in the text) for each new token
-    # that is not part of a stop string, as soon as this is known
+    # For each new token: (id, log-probability, [(id, log-probability), ...] of the likeliest ids,
+    # offset in the text). It is sent once the token is known not to be part of a stop string.
     logprobs: list[tuple] = field(default_factory=list)
-    prompt_logprobs: list[tuple] = field(default_factory=list)  # without offsets; in the first update only
-    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None if more will follow
+    # The same without offsets for the tokens of the prompt, in the first update only.
+    prompt_logprobs: list[tuple] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"; None: more follows
     stop_string: str | None = None  # the one that ended the text
     error: str | None = None  # a message, if finish_reason is "error"
     traceback: str | None = None  # of the exception behind the error, if there was one
@@ -73,10 +78,11 @@ class Update:
 class EngineStatus:
     """The engine's message after each step, and four times a second while it is idle."""
 
-    state: str  # "ready"; after SIGTERM "draining", which accepts no new requests; "ended" when that time is over
+    state: str  # "ready"; "draining" after SIGTERM: no new requests; "ended" after the drain time
     updates: list[Update]
-    step_s: float  # seconds that the step took; 0 if there was nothing to do. In the first message: of the warm-up
+    # The seconds that the step took, 0 if it had no requests. In the first message: of the warm-up.
+    step_s: float
     waiting: int = 0  # requests without a row
     active_rows: int = 0  # rows with a request
     prefill_tokens: int = 0  # prompt tokens read since the start
-    drafts: dict[str, dict[str, float]] = field(default_factory=dict)  # speculative.Report.drafts, since the start
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)  # as in speculative.Report

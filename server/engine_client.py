@@ -1,7 +1,9 @@
-"""The engine, as the HTTP process sees it: the pipe, the requests in flight, their updates, and the engine's status.
+"""The engine, as the HTTP process sees it: the pipe, the unfinished requests, their updates, and
+the engine's status.
 
-Read down: EngineClient, the HTTP process's end of the pipe; what it raises if a request fails; UpdateStream, what the
-engine sends for one HTTP request. Knows nothing of paths, sockets and what responses look like.
+Read down: EngineClient, the HTTP process's end of the pipe; the exceptions of requests that fail;
+UpdateStream, what the engine sends for one HTTP request. Knows nothing of paths, sockets and what
+responses look like.
 """
 
 import asyncio
@@ -25,25 +27,31 @@ MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read
 
 
 class EngineClient:
-    """Sends requests to the engine's process, and gives the updates that come back to the right UpdateStream."""
+    """Sends requests to the engine's process, and gives its updates to the right UpdateStream."""
 
     def __init__(self, connection, rows: int, max_queue: int):
         """connection: our end of the pipe; rows: requests that the engine runs at the same time."""
         self.connection = connection
-        self.rows, self.capacity = rows, rows + max_queue
-        self.writer = ThreadPoolExecutor(1)  # sends: a full pipe must not block the event loop, which reads updates
-        self.open_streams: set[UpdateStream] = set()  # of HTTP requests whose responses are not complete
-        self.receivers: dict[int, UpdateStream] = {}  # request_id -> where its updates go, until the last one
+        self.rows = rows
+        self.capacity = rows + max_queue
+        # A thread sends, because a full pipe must not block the event loop, which reads updates.
+        self.writer = ThreadPoolExecutor(1)
+        self.open_streams: set[UpdateStream] = set()  # of responses that are not complete
+        # request_id -> the stream that gets its updates, until the last one
+        self.receivers: dict[int, UpdateStream] = {}
         self.parsing = 0  # HTTP requests that are being tokenized
         self.metrics = Metrics()
-        self.metrics.add_gauge("requests_unfinished", "Requests that wait or run", lambda: len(self.receivers))
-        self.state = "starting"  # then that of EngineStatus, or "broken"
-        self.last_heard = self.slowest_step_s = 0.0
+        unfinished = self.metrics.add_gauge("requests_unfinished", "Requests that wait or run")
+        unfinished.set_function(lambda: len(self.receivers))
+        self.state = "starting"  # then the state of the latest EngineStatus, or "broken"
+        self.last_heard = 0.0
+        self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
 
     def start(self, on_end: Callable[[], None]):
         """Begin to read updates. on_end() is called when the server must exit."""
-        self.loop, self.on_end = asyncio.get_running_loop(), on_end
+        self.on_end = on_end
+        self.loop = asyncio.get_running_loop()
         self.loop.add_reader(self.connection.fileno(), self._read_status)
         self.watcher = self.loop.create_task(self._watch_engine())
 
@@ -53,8 +61,9 @@ class EngineClient:
         return len(self.receivers) + self.parsing
 
     def health(self) -> str:
-        silent = time.monotonic() - self.last_heard > max(ENGINE_TIMEOUT_S, 3 * self.slowest_step_s)
-        if silent and self.state != "starting":
+        silent_s = time.monotonic() - self.last_heard
+        timeout_s = max(ENGINE_TIMEOUT_S, 3 * self.slowest_step_s)
+        if self.state != "starting" and silent_s > timeout_s:
             return "broken"
         if self.state == "ready" and self.in_use >= self.capacity:
             return "overloaded"
@@ -71,15 +80,16 @@ class EngineClient:
             raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
 
     def retry_after(self) -> int:
-        """Seconds until half of the requests that are waiting will have a row, at the recent completion rate."""
+        """Seconds until half of the waiting requests have a row, at the recent completion rate."""
         if len(self.finish_times) < 2:
             return 1
         interval = (self.finish_times[-1] - self.finish_times[0]) / (len(self.finish_times) - 1)
-        return min(30, max(1, math.ceil(interval * max(1, self.in_use - self.rows) / 2)))
+        waiting = max(1, self.in_use - self.rows)
+        return min(30, max(1, math.ceil(interval * waiting / 2)))
 
     @contextmanager
     def reserve(self):
-        """A place for a request while it is parsed."""
+        """Keep a place for a request while it is parsed."""
         self.check_room()
         self.parsing += 1
         try:
@@ -88,7 +98,9 @@ class EngineClient:
             self.parsing -= 1
 
     def generate(self, completion: CompletionRequest, receive: Callable) -> "UpdateStream":
-        """Send the prompts of a parsed request to the engine. receive: of ASGI, tells when the client disconnects."""
+        """Send the prompts of a parsed request to the engine.
+
+        receive: that of ASGI, which tells when the client disconnects."""
         stream = UpdateStream(self, completion, receive)
         self.open_streams.add(stream)
         for choice in completion.choices:
@@ -106,12 +118,13 @@ class EngineClient:
         self.writer.submit(self.connection.send, message)
 
     def _read_status(self):
-        """Called by the event loop when the engine has sent something, or when its process has ended."""
+        """The event loop calls this when the engine has sent a status, or its process has ended."""
         try:
             status: EngineStatus = self.connection.recv()
         except (EOFError, OSError):
             return self._engine_has_ended()
-        self.last_heard, self.slowest_step_s = time.monotonic(), max(self.slowest_step_s, status.step_s)
+        self.last_heard = time.monotonic()
+        self.slowest_step_s = max(self.slowest_step_s, status.step_s)
         if self.state != "starting":
             self.metrics.record_step(status)
         self.state = status.state
@@ -137,13 +150,15 @@ class EngineClient:
             if update.finish_reason is not None:
                 self.finish_times.append(self.last_heard)
                 del self.receivers[update.request_id]
-        for stream, some in by_stream.items():
-            stream.put(some)
+
+        for stream, its_updates in by_stream.items():
+            stream.put(its_updates)
         if not self.receivers:  # idle time must not count in retry_after
             self.finish_times.clear()
 
     def _may_exit(self) -> bool:
-        """While draining, when all responses are sent; after that time, as soon as the engine has no requests."""
+        """Whether the server may exit: while it drains, when all responses are sent; after the
+        drain time, as soon as the engine has no requests."""
         if self.state == "draining":
             return not self.open_streams and not self.parsing
         return self.state == "ended" and not self.in_use
@@ -160,11 +175,12 @@ class EngineClient:
 
 
 class RequestAborted(ApiError):
-    """The engine ended a request before its answer was complete. The metrics have counted it already."""
+    """The engine ended a request before its answer was complete. The metrics have counted it."""
 
 
 class EngineFailure(Exception):
-    """An internal error of the engine's process. It ended one request, which the metrics have counted already."""
+    """An internal error of the engine's process. It ended one request, which the metrics have
+    counted."""
 
     def __init__(self, message: str, details: str | None):
         super().__init__(message)
@@ -172,17 +188,19 @@ class EngineFailure(Exception):
 
 
 class UpdateStream:
-    """What the engine sends for an HTTP request: an asynchronous iterator over its updates, as (choice, update).
+    """What the engine sends for an HTTP request: an asynchronous iterator of (choice, update).
 
-    It ends when all choices are finished. If the client disconnects, the engine's work is cancelled at once, and the
-    iterator raises ClientDisconnect.
+    It ends when all choices are finished. If the client disconnects, the engine's work is cancelled
+    at once, and the iterator raises ClientDisconnect.
     """
 
     def __init__(self, engine: EngineClient, completion: CompletionRequest, receive: Callable):
-        self.engine, self.queue = engine, asyncio.Queue()  # of updates, and of errors that end the response
-        self.unfinished = {choice.text_request.request_id: choice for choice in completion.choices}
-        self.is_streamed, self.disconnected = completion.stream, False
+        self.engine = engine
+        self.queue = asyncio.Queue()  # of updates, and of errors that end the response
         self.unsent_bytes = 0  # of the updates in the queue
+        self.unfinished = {choice.text_request.request_id: choice for choice in completion.choices}
+        self.is_streamed = completion.stream
+        self.disconnected = False
         self.watcher = asyncio.create_task(self._watch_client(receive))
 
     async def _watch_client(self, receive: Callable):
@@ -190,7 +208,7 @@ class UpdateStream:
             pass
         self.disconnected = True
         self._cancel()
-        self.queue.put_nowait(None)
+        self.queue.put_nowait(None)  # wakes __anext__
 
     def _cancel(self):
         for request_id in self.unfinished:
@@ -203,8 +221,8 @@ class UpdateStream:
         self.engine.open_streams.discard(self)
 
     def put(self, updates: list[Update]):
-        """Queue the updates of one status of the engine for the response. If too much waits already, because the client
-        reads a streamed response too slowly, the request fails instead."""
+        """Queue the updates of one status of the engine for the response. If a client reads its
+        streamed response so slowly that too much is queued already, the request fails instead."""
         if self.is_streamed and self.unsent_bytes > MAX_UNSENT_BYTES:
             self._cancel()
             while not self.queue.empty():
@@ -228,6 +246,7 @@ class UpdateStream:
             raise ClientDisconnect
         if isinstance(update, ApiError):
             raise update
+
         self.unsent_bytes -= estimate_bytes(update)
         if update.finish_reason in ("error", "cancelled"):
             raise self._aborted(update)
@@ -237,17 +256,21 @@ class UpdateStream:
         return choice, update
 
     def _aborted(self, update: Update) -> Exception:
-        if update.finish_reason == "error" and (update.error or "").startswith(TOO_COMPLEX):
-            return RequestAborted(update.error, 400)
+        """The exception for a request that the engine ended."""
+        message = update.error or ""
+        if update.finish_reason == "error" and message.startswith(TOO_COMPLEX):
+            return RequestAborted(message, 400)
         if update.finish_reason == "error":
             return EngineFailure(update.error, update.traceback)
         if self.engine.state != "ready":
-            return RequestAborted("the server shut down before the response was complete", 503, None, "draining", 1)
-        retry_after = self.engine.retry_after()
-        return RequestAborted("the request waited too long in the queue", 503, None, "queue_timeout", retry_after)
+            message = "the server shut down before the response was complete"
+            return RequestAborted(message, 503, None, "draining", 1)
+        message = "the request waited too long in the queue"
+        return RequestAborted(message, 503, None, "queue_timeout", self.engine.retry_after())
 
 
 def estimate_bytes(update: Update) -> int:
     """The size of an update in a response, roughly."""
-    likeliest = [best for _, _, best, *_ in update.logprobs] + [best for _, best in update.prompt_logprobs]
+    likeliest = [best for _, _, best, *_ in update.logprobs]
+    likeliest += [best for _, best in update.prompt_logprobs]
     return 200 + len(update.text) + sum(100 * (1 + len(best)) for best in likeliest)

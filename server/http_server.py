@@ -1,12 +1,13 @@
-"""The HTTP process: what serve.py starts, the paths, and the responses to requests that generate text.
+"""The HTTP process: its start, the paths, and the responses to requests that generate text.
 
-Read down: `run_http`, which serve.py calls in a new process; the paths; responses. Knows nothing of sockets and their
-limits (connections.py), of who may use the server (access.py), of the pipe (engine_client.py), and of what requests and
-responses look like (api.py, responses.py). The libraries are Starlette and uvicorn.
+Read down: `run_http`, which serve.py calls in a new process; the paths; responses. Knows nothing of
+sockets and their limits (connections.py), of who may use the server (access.py), of the pipe
+(engine_client.py), and of what requests and responses look like (api.py, responses.py). The
+libraries are Starlette and uvicorn.
 
-The shapes of a request on its way: the body's JSON object; a CompletionRequest, with a Choice for each answer (api.py);
-a TextRequest for each Choice, which goes through the pipe (pipe_messages.py); in it, the engine's own Request
-(engine.py).
+A request is on its way first the body's JSON object, then a CompletionRequest with a Choice for
+each answer (api.py). A TextRequest for each Choice goes through the pipe (pipe_messages.py), and
+contains the engine's own Request (engine.py).
 """
 
 import asyncio
@@ -57,14 +58,15 @@ def run_http(listener: socket.socket, connection):
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # with them, a fork prints a warning
     with suppress(OSError, ValueError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     asyncio.run(serve_http(settings, listener, connection))
 
 
 async def serve_http(settings: Settings, listener: socket.socket, connection):
     engine = EngineClient(connection, settings.max_batch_size, settings.max_queue)
-    # Python's default is a few threads, which hostile schemas could keep busy, so that other requests would wait.
+    # Python's default is a few threads, which hostile schemas could keep busy, so that other
+    # requests would wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARSER_THREADS))
     server = HttpServer(make_app(settings, engine, listener.getsockname()[0]))
 
@@ -72,7 +74,9 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
         server.should_exit = True
 
     engine.start(stop)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # from here on, the end of the pipe is noticed (serve.http_process)
+    # From here on, this process notices the end of the pipe, so serve.end_http_process need not
+    # end it with this signal.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     await server.serve(sockets=[listener])
 
 
@@ -91,14 +95,17 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
 
     async def health(request: HttpRequest):
         state = engine.health()
-        return json_response({"status": state}, 200 if state in ("ready", "overloaded") else 503)
+        status = 200 if state in ("ready", "overloaded") else 503
+        return json_response({"status": state}, status)
 
     async def metrics(request: HttpRequest):
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    complete = completion_endpoint(engine, model, model.parse_completion)
+    chat = completion_endpoint(engine, model, model.parse_chat)
     routes = [
-        Route("/v1/completions", completion_endpoint(engine, model, model.parse_completion), methods=["POST"]),
-        Route("/v1/chat/completions", completion_endpoint(engine, model, model.parse_chat), methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/tokenize", post_endpoint(model.tokenize), methods=["POST"]),
         Route("/detokenize", post_endpoint(model.detokenize), methods=["POST"]),
         Route("/tokenizer_info", get_endpoint(model.tokenizer_info)),
@@ -111,24 +118,32 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
         *responses_routes(engine, model),
         *page_routes(),
     ]
+    if settings.api_key:
+        access = Middleware(ApiKey, key=settings.api_key)
+        headers = CORS_HEADERS
+    else:
+        access = Middleware(SameSite, local=is_loopback(address))
+        headers = {}
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error)
-    key = settings.api_key
-    middleware = [Middleware(ApiKey, key=key) if key else Middleware(SameSite, local=is_loopback(address))]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[access])
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
-    return OutermostApp(app, CORS_HEADERS if key else {})
+    return OutermostApp(app, headers)
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):
-    """An endpoint that generates text. `parse` makes a CompletionRequest of the body's JSON object. builder: makes
-    what builds its response, a ResponseBuilder or another object with its methods."""
+    """An endpoint that generates text.
+
+    parse: makes a CompletionRequest of the body's JSON object. builder(model, completion): makes an
+    object with the methods of ResponseBuilder, which builds the response.
+    """
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
         body = await read_body(request)
         with engine.reserve():
-            completion = await asyncio.to_thread(lambda: parse(parse_object(body)))  # tokenizing may take long
+            # In a thread, because tokenizing may take long.
+            completion = await asyncio.to_thread(lambda: parse(parse_object(body)))
         updates = engine.generate(completion, request.receive)
         try:
             return await respond(updates, builder(model, completion))
@@ -165,9 +180,10 @@ def anthropic_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
     from server.anthropic import MessageBuilder, count_tokens, parse_message
 
     messages = completion_endpoint(engine, model, partial(parse_message, model), MessageBuilder)
+    count = post_endpoint(partial(count_tokens, model))
     return [
         Route(ANTHROPIC_PATH, messages, methods=["POST"]),
-        Route(f"{ANTHROPIC_PATH}/count_tokens", post_endpoint(partial(count_tokens, model)), methods=["POST"]),
+        Route(f"{ANTHROPIC_PATH}/count_tokens", count, methods=["POST"]),
     ]
 
 
@@ -178,7 +194,8 @@ def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
     from server.openai_responses import ItemBuilder, KeptResponses, parse_response
 
     kept = KeptResponses()
-    create = completion_endpoint(engine, model, partial(parse_response, model, kept), partial(ItemBuilder, kept))
+    parse = partial(parse_response, model, kept)
+    create = completion_endpoint(engine, model, parse, partial(ItemBuilder, kept))
 
     async def kept_response(request: HttpRequest):
         name = request.path_params["name"]
@@ -197,19 +214,25 @@ def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
 
 
 def page_routes() -> list[Route]:
-    """The page at /, with a Content-Security-Policy that allows only the page's own script and style, and requests to
-    this server. No route if page.html is missing."""
+    """The page at /. Its Content-Security-Policy allows only the page's own script and style, and
+    requests to this server. No route if page.html is missing."""
     try:
         html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    policy += "frame-ancestors 'none'"
+
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    policy += "form-action 'none'; frame-ancestors 'none'"
     for tag in ("script", "style"):
-        texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.S)
-        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-        policy += "".join([f"; {tag}-src", *(f" 'sha256-{digest}'" for digest in hashes)])
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+        policy += f"; {tag}-src"
+        for text in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.S):
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            policy += f" 'sha256-{digest}'"
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
 
     async def page(request: HttpRequest):
         return Response(html, headers=headers, media_type="text/html")
@@ -221,23 +244,29 @@ def page_routes() -> list[Route]:
 
 
 async def respond(updates: UpdateStream, builder: ResponseBuilder):
-    """The response to a request, as an ASGI application. A stream begins after its first update, so that earlier errors
-    have a status code of their own."""
+    """The response to a request, as an ASGI application. A stream begins after its first update, so
+    that earlier errors have a status code of their own."""
     if builder.completion.stream:
         return EventStream(updates, builder, await anext(updates))
+
     async for choice, update in updates:
         choice.updates.append(update)
     updates.close()
-    return await asyncio.to_thread(lambda: json_response(builder.whole()))  # many log-probabilities take a second
+    # In a thread, because many log-probabilities take a second.
+    return await asyncio.to_thread(lambda: json_response(builder.whole()))
 
 
 class EventStream:
     """Server-sent events, as an ASGI application."""
 
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+    ]
 
     def __init__(self, updates: UpdateStream, builder: ResponseBuilder, first: tuple[Choice, Update]):
-        self.updates, self.builder = updates, builder
+        self.updates = updates
+        self.builder = builder
         self.first = first
 
     async def __call__(self, scope, receive, send):
@@ -247,15 +276,15 @@ class EventStream:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except (ClientDisconnect, asyncio.CancelledError):  # the latter if uvicorn shuts down meanwhile
+        except (ClientDisconnect, asyncio.CancelledError):  # uvicorn cancels this if it shuts down
             pass
         finally:
             self.updates.close()
 
     async def _parts(self, scope) -> AsyncIterator[bytes]:
         try:
-            # In a thread, like `whole` above: the first update may have the log-probabilities of a whole prompt. Later
-            # updates have those of a few tokens, which take 0.3 ms each.
+            # In a thread, like `whole` above: the first update may have the log-probabilities of a
+            # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
             yield await asyncio.to_thread(self.builder.stream_update, *self.first)
             async for choice, update in self.updates:
                 yield self.builder.stream_update(choice, update)

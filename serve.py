@@ -1,21 +1,23 @@
 """The server: `python serve.py NAME`, then OpenAI's API at http://127.0.0.1:8000.
 
-Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated; EngineServer, the loop
-around the engine's steps. Generation itself is in engine.py.
+Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated;
+EngineServer, the loop around the engine's steps. Generation itself is in engine.py.
 
-There are two processes, because in one process, HTTP and the engine would wait for each other: only one thread at a
-time can hold Python's global interpreter lock. The process that was started (with torchrun, rank 0) runs the engine and
-turns new tokens into text. It starts a second one, which has the sockets, knows JSON and tokenizes prompts
-(server/http_server.py). They exchange the messages of server/pipe_messages.py through a pipe. The engine's process
-imports no web library.
+There are two processes, because in one process, HTTP and the engine would wait for each other: only
+one thread at a time can hold Python's global interpreter lock. The process that was started (with
+torchrun, rank 0) runs the engine and turns new tokens into text. It starts a second one, which has
+the sockets, knows JSON and tokenizes prompts (server/http_server.py). They exchange the messages of
+server/pipe_messages.py through a pipe. The engine's process imports no web library.
 """
 
 import os
 import signal
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads spin for 0.3 ms, then sleep
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported; run_command takes over from there
+    # Idle OpenMP threads spin for 0.3 ms, then sleep.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Ctrl-C prints no traceback while torch is imported. Later, run_command handles it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import json
 import multiprocessing
@@ -47,14 +49,16 @@ from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Up
 from tokenizer import TextStream, Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
-STALLED_TIMEOUT_S = 30  # a client that has read nothing of its response for this long is disconnected
+STALLED_TIMEOUT_S = 30  # a client that has read nothing for this long is disconnected
 SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its client
-DEFAULT_CONTEXT = 4096  # positions of a cache row, unless --max_seq_length is given or the model has fewer
+DEFAULT_CONTEXT = 4096  # positions of a cache row without --max_seq_length, if the model has them
 RANK_TIMEOUT_S = 8.0  # the server ends if a rank has sent no heartbeat for this long
-PIPE_CLOSED = (EOFError, BrokenPipeError, ConnectionResetError)  # exceptions if the other process has ended
+PIPE_CLOSED = (EOFError, BrokenPipeError, ConnectionResetError)  # the other process has ended
 HTTP_EXIT_TIMEOUT_S = 10.0  # for the HTTP process to exit after the drain time
 COMPILING_S = 0.002  # how often an idle engine checks whether a grammar has been compiled
-IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks and the HTTP process that it is alive
+# How often an idle engine does a step, which tells the other ranks and the HTTP process that it is
+# alive.
+IDLE_S = 0.25
 
 # ---------------------------------------------------------------- options and main
 
@@ -62,25 +66,29 @@ IDLE_S = 0.25  # between the steps of an idle engine, which tell the other ranks
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the model, as --checkpoint_path names it")
-    add = parser.add_argument_group("the server").add_argument
-    add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0: all interfaces")
-    add("--port", type=number(int, "0 to 65535", lambda n: 0 <= n < 65536), default=8000, help="0: any free port")
-    add("--api_key", help="clients must send it (Authorization: Bearer KEY) for every path but / and /health")
-    add("--strict_model", action="store_true", help="refuse requests that name another model (status 404)")
-    seconds = number(float, "more than 0", lambda s: s > 0)
-    add("--max_batch_size", type=positive, default=8, help="requests that run at the same time; others wait")
+    port = number(int, "0 to 65535", lambda n: 0 <= n < 65536)
     natural = number(int, "at least 0", lambda n: n >= 0)
+    seconds = number(float, "more than 0", lambda s: s > 0)
+    add = parser.add_argument_group("the server").add_argument
+    add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0 is all interfaces")
+    add("--port", type=port, default=8000, help="0 is any free port")
+    add("--api_key", help="clients must send it (Authorization: Bearer KEY), except for / and /health")
+    add("--strict_model", action="store_true", help="refuse requests that name another model (status 404)")
+    add("--max_batch_size", type=positive, default=8, help="requests that run at the same time; others wait")
     add("--max_queue", type=natural, help="waiting requests; more get status 429 (default: 4 times --max_batch_size)")
     add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited this long gets status 503")
     add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after SIGTERM")
     add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser, f"{DEFAULT_CONTEXT}, or the model's context if that is less")
+
     args = parser.parse_args(argv)
     if args.name is not None and args.checkpoint_path is not None:
         raise UserError(f"{args.name!r} and --checkpoint_path {args.checkpoint_path!r} both name a model; name one")
     if args.name is not None:
         args.checkpoint_path = args.name
     args.model = ModelOptions.from_arguments(args, converses=True)
+    if args.max_queue is None:
+        args.max_queue = 4 * args.max_batch_size
     if args.api_key == "":
         raise UserError("--api_key is empty; give a key, or leave the option out to need none")
     if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):
@@ -89,12 +97,17 @@ def parse_arguments(argv=None):
 
 
 def main(ranks=None):
-    """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 serves; the others follow its steps."""
+    """Serve until SIGTERM or Ctrl-C.
+
+    ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 serves; the others follow
+    its steps.
+    """
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
     if ranks.rank == 0:
         check_web_libraries()
         listener = bind(args.host, args.port)
+
     compiles_later = may_compile_later(args.model, ranks)
     options = replace(args.model, compile=args.model.compile and not compiles_later)
     checkpoint = open_checkpoint(options.checkpoint_path, ranks)
@@ -103,58 +116,75 @@ def main(ranks=None):
     how = EngineOptions(args.prefill_chunk, always_chunk=True, ranks=ranks)
     if ranks.rank:
         engine = load_engine(checkpoint, options, args.max_batch_size, length, how)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends this process when its requests have finished
+        # Rank 0 ends this process when its requests have finished.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ranks.timeout_s = RANK_TIMEOUT_S
         return engine.follow()
-    max_queue = 4 * args.max_batch_size if args.max_queue is None else args.max_queue
+
     settings = Settings(
         config=config,
         tokenizer_files=checkpoint.tokenizer_files,
         model_name=checkpoint.name,
         context_length=length,
         max_batch_size=args.max_batch_size,
-        max_queue=max_queue,
+        max_queue=args.max_queue,
         api_key=args.api_key,
         strict_model=args.strict_model,
     )
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer
-        grammars = GrammarThread(tokenizer, config.vocab_size, answer_end_ids(checkpoint.tokenizer_files, tokenizer))
+        end_ids = answer_end_ids(checkpoint.tokenizer_files, tokenizer)
+        grammars = GrammarThread(tokenizer, config.vocab_size, end_ids)
         engine = load_engine(checkpoint, options, args.max_batch_size, length, how)
-        before = time.perf_counter()
+        warm_up_s = 0.0
         for n in (40, 8):  # prefill has a graph for long inputs and one for short ones
-            warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
-        warm_up_s = time.perf_counter() - before  # 0 if nothing is compiled; a recompilation takes no longer
+            warm_up_s += warm_up(engine, [[0] * min(n, length)] * args.max_batch_size, random=True)
         if compiles_later:
             threading.Thread(target=compile_while_serving, args=(engine,), daemon=True).start()
-        host, port = listener.getsockname()[:2]
-        ranks.timeout_s, shutdown = RANK_TIMEOUT_S, Shutdown(args.drain_seconds)
+
+        ranks.timeout_s = RANK_TIMEOUT_S
+        shutdown = Shutdown(args.drain_seconds)
+        # A step with a recompilation takes no longer than the warm-up, so that is sent as a step.
         connection.send(EngineStatus("ready", [], warm_up_s))
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        address = url(listener)
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {address}"
         print_status(status + examples(address, checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
-        # From here on the pipe tells if the HTTP process ends. A signal could come while the broken pipe is handled.
+        # From here on, the pipe tells if the HTTP process ends. Its signal could come while the
+        # broken pipe is handled.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.run(shutdown, args.queue_seconds)
     engine.close()
+
+
+def url(listener: socket.socket) -> str:
+    """The URL of the server whose socket this is."""
+    host, port = listener.getsockname()[:2]
+    if ":" in host:  # IPv6
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
 
 
 def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
     """Lines that say how to ask a server with curl and from Python. They do not contain the key."""
     if checkpoint.tokenizer.vocabulary is None:
         return ""
-    if checkpoint.tokenizer_files.template is not None:
-        path, answer = "chat/completions", "message.content"
-        name, prompt = "messages", [{"role": "user", "content": "Why is the sky blue?"}]
-    else:
-        path, answer = "completions", "text"
-        name, prompt = "prompt", "Once upon a time"
 
+    if checkpoint.tokenizer_files.template is not None:
+        path = "chat/completions"
+        name = "messages"
+        prompt = [{"role": "user", "content": "Why is the sky blue?"}]
+        answer = "message.content"
+    else:
+        path = "completions"
+        name = "prompt"
+        prompt = "Once upon a time"
+        answer = "text"
     body = json.dumps({name: prompt, "max_tokens": 200})
     call = path.replace("/", ".")
     header = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
     key = "the key" if api_key else "unused"
+
     return f"""
 
 A page to use it is at this address. With curl:
@@ -170,15 +200,18 @@ print(answer.choices[0].{answer})
 
 
 def check_web_libraries():
-    """UserError if a library of the HTTP process is missing."""
+    """Raise UserError if a library of the HTTP process is missing."""
     missing = [name for name in WEB_LIBRARIES if find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed: pip install -r requirements-serve.txt")
 
 
 def may_compile_later(options: ModelOptions, ranks) -> bool:
-    """Whether --compile runs in a thread while eager steps serve. Not on GPUs, where a CUDA graph belongs to the thread
-    that captured it, and not with a draft or several ranks, whose steps are more than one function."""
+    """Whether --compile runs in a thread while eager steps serve.
+
+    It does not on GPUs, where a CUDA graph belongs to the thread that captured it, and not with a
+    draft or several ranks, whose steps are more than one function.
+    """
     if not options.compile or options.speculates or ranks.size > 1:
         return False
     return choose_device(options.device).type == "cpu"
@@ -188,17 +221,19 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to an address. It refuses connections until `http_process` listens on it."""
     if not host:  # the system would take it for all addresses
         raise UserError("--host is empty; give an address, or 0.0.0.0 for all interfaces")
+
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Not socket.create_server, which leaves the protocol at 0: only for a socket with IPPROTO_TCP does asyncio turn off
-    # Nagle's algorithm, which delays responses by 40 ms.
+    # socket.create_server would leave the protocol at 0. Only for a socket with IPPROTO_TCP does
+    # asyncio turn off Nagle's algorithm, which delays responses by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_TIMEOUT_S * 1000)
+
     try:
         listener.bind((host, port))
-    except (OSError, TypeError, ValueError) as error:  # the latter two for an impossible host name
+    except (OSError, TypeError, ValueError) as error:  # the last two: an impossible host name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--host {host} --port {port} cannot be listened on: {reason}") from None
     return listener
@@ -215,41 +250,50 @@ def run_http_process(listener: socket.socket, connection):
 def http_process(settings: Settings, listener: socket.socket):
     """Run the HTTP process, and yield our end of the pipe to it.
 
-    It exits when the pipe is closed, or by itself if the server is shutting down and all requests have been answered.
+    It exits when the pipe is closed, or by itself if the server is shutting down and all requests
+    have been answered.
     """
     listener.listen(1024)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_http_process, args=(listener, theirs), daemon=True)
+
     try:
         with failing_with(process):
             with deferred_signals():
                 process.start()
             theirs.close()
-            # Not as an argument of the process: start() would wait forever for a process that has died to read it.
+            # They are not an argument of the process, because start() would wait forever for a
+            # process that has died to read them.
             ours.send(settings)
             yield ours
+
             ours.close()
             process.join(5)
             if process.exitcode:
                 raise HttpProcessEnded
     except (HttpProcessEnded, *PIPE_CLOSED):
         process.join(5)
-        ended = "does not answer" if process.exitcode is None else f"has ended (exit code {process.exitcode})"
-        raise UserError(f"the HTTP process {ended}") from None
+        if process.exitcode is None:
+            raise UserError("the HTTP process does not answer") from None
+        raise UserError(f"the HTTP process has ended (exit code {process.exitcode})") from None
     finally:
         ours.close()
         end_http_process(process)
 
 
 class HttpProcessEnded(BaseException):
-    """The HTTP process has failed. This is not an Exception, which other code might take for a failure of its own: the
-    build of the kernels, for instance, goes on without them if the compiler fails."""
+    """The HTTP process has failed.
+
+    This is not an Exception, because other code might take that for a failure of its own: the build
+    of the kernels, for instance, goes on without them if the compiler fails.
+    """
 
 
 @contextmanager
 def failing_with(process: multiprocessing.Process):
-    """Raise HttpProcessEnded if the process fails meanwhile. Nobody reads from its pipe while a model is loaded."""
+    """Raise HttpProcessEnded if the process fails meanwhile. Nobody reads from its pipe while a
+    model is loaded."""
 
     def check(*_):
         if process.exitcode:
@@ -264,13 +308,20 @@ def failing_with(process: multiprocessing.Process):
 
 @contextmanager
 def deferred_signals():
-    """Handle Ctrl-C and SIGTERM only when this block ends. A process that is started in it never gets them: Ctrl-C in a
-    terminal sends SIGINT to both processes, and only this one should handle it."""
-    kinds, arrived = (signal.SIGINT, signal.SIGTERM), []
-    resource_tracker.ensure_running()  # multiprocessing would start it in this block, and unblock the signals
-    # A new process inherits which signals are blocked. Here, another thread may get them, so they are noted, too.
+    """Handle Ctrl-C and SIGTERM only when this block ends.
+
+    A process that is started in it never gets them: Ctrl-C in a terminal sends SIGINT to both
+    processes, and only this one should handle it.
+    """
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    arrived = []
+    # multiprocessing would start the tracker in this block, and unblock the signals.
+    resource_tracker.ensure_running()
+    # A new process inherits that the signals are blocked. In this process another thread may get
+    # them, so they are noted, too.
     handlers = {kind: signal.signal(kind, lambda number, _: arrived.append(number)) for kind in kinds}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+
     try:
         yield
     finally:
@@ -282,11 +333,13 @@ def deferred_signals():
 
 
 def end_http_process(process: multiprocessing.Process):
-    """Wait for the end of the HTTP process, which notices that the pipe is closed, and first answers its clients."""
+    """Wait for the end of the HTTP process, which notices that the pipe is closed, and first
+    answers its clients."""
     if not process.is_alive():
         return
     try:
-        os.kill(process.pid, signal.SIGUSR1)  # ends a process that is not ready to notice; later, it is ignored
+        # This ends a process that does not yet watch the pipe. Later, it is ignored.
+        os.kill(process.pid, signal.SIGUSR1)
         process.join(5)
     finally:
         process.kill()
@@ -296,29 +349,39 @@ def end_http_process(process: multiprocessing.Process):
 
 
 class AnswerText:
-    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the updates.
+    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the
+    updates.
 
-    A chat's stop strings end the content of its answer, so its text is parsed to find them. The HTTP process gets the
-    whole text, and parses it again to show it.
+    A chat's stop strings end the content of its answer, so its text is parsed to find them. The
+    HTTP process gets the whole text, and parses it again to show it.
     """
 
     def __init__(self, tokenizer: Tokenizer, text_request: TextRequest):
-        self.request_id, self.can_time_out = text_request.request_id, text_request.can_time_out
+        self.request_id = text_request.request_id
+        self.can_time_out = text_request.can_time_out
         self.request = text_request.request  # the engine's
         self.request.on_token = self.add_token
+
         context = self.request.prompt if text_request.continues_prompt else ()
-        stop, self.parser = text_request.stop, None
+        stop = text_request.stop
+        self.parser = None
         if stop and text_request.syntax is not None:
-            self.parser, stop = AnswerParser(text_request.syntax, stop), ()
+            self.parser = AnswerParser(text_request.syntax, stop)
+            stop = ()
         self.stream = TextStream(tokenizer, context, stop, text_request.shown_ids)
         self.stops = self.stream.stops if self.parser is None else self.parser.stops
-        self.offsets: list[int] = []  # in the text, where each token begins
-        self.unsent_text, self.sent_chars = "", 0
-        self.sent_tokens, self.sent_logprobs = 0, 0
+
+        self.offsets: list[int] = []  # where each token begins in the text
+        self.unsent_text = ""
+        self.sent_chars = 0
+        self.sent_tokens = 0
+        self.sent_logprobs = 0
 
     def add_token(self, token: int) -> bool:
+        """Add a token of the engine. Returns whether a stop string has come."""
         self.offsets.append(self.sent_chars + len(self.unsent_text) + len(self.stream.stops.held))
-        self.add_text(self.stream.add(() if token in self.request.stop_ids else (token,)))
+        ids = () if token in self.request.stop_ids else (token,)  # a stop token has no text
+        self.add_text(self.stream.add(ids))
         return self.stops.stopped
 
     def add_text(self, text: str):
@@ -337,20 +400,27 @@ class AnswerText:
 
     def update(self) -> Update:
         """What is new since the last update."""
-        request, reason = self.request, self.request.finish_reason
+        request = self.request
+        reason = request.finish_reason
         if reason is not None:
             self.add_text(self.stream.add((), last=True))
             if self.parser is not None:
                 self.parser.end(is_cut=reason == "length")
-            reason = "stop" if self.stops.stopped and reason == "length" else reason
-        text, self.unsent_text = self.unsent_text, ""
+            if self.stops.stopped and reason == "length":
+                reason = "stop"
+        text = self.unsent_text
+        self.unsent_text = ""
         self.sent_chars += len(text)
-        # Log-probabilities are sent with the text of their tokens: a stop string may yet cut off what is held back.
-        start, end = self.sent_logprobs, len(self.offsets)
+
+        # Log-probabilities are sent with the text of their tokens, because a stop string may yet
+        # cut off what is held back.
+        start = self.sent_logprobs
+        end = len(self.offsets)
         if reason is None or self.stops.stopped:
             decided = self.sent_chars if self.parser is None else self.parser.decided
             end = max(start, bisect_left(self.offsets, decided))
         scored = zip(request.new_tokens[start:end], request.token_logprobs[start:end], self.offsets[start:end])
+
         update = Update(
             self.request_id,
             text,
@@ -363,19 +433,23 @@ class AnswerText:
             error=request.error,
             traceback=traceback_text(request.failure),
         )
-        self.sent_tokens, self.sent_logprobs = len(request.new_tokens), end
+        self.sent_tokens = len(request.new_tokens)
+        self.sent_logprobs = end
         return update
 
 
 def traceback_text(failure: BaseException | None) -> str | None:
-    return None if failure is None else "".join(traceback.format_exception(failure))
+    if failure is None:
+        return None
+    return "".join(traceback.format_exception(failure))
 
 
 class Shutdown:
-    """SIGTERM gives running requests some seconds to finish. A second SIGTERM ends the process at once."""
+    """SIGTERM gives running requests some seconds to finish. A second one ends the process."""
 
     def __init__(self, drain_seconds: float):
-        self.drain_seconds, self.deadline = drain_seconds, None
+        self.drain_seconds = drain_seconds
+        self.deadline: float | None = None  # set by SIGTERM
         signal.signal(signal.SIGTERM, self._begin)
 
     def _begin(self, *_):
@@ -383,23 +457,28 @@ class Shutdown:
         self.deadline = time.perf_counter() + self.drain_seconds
 
     def state(self, now: float) -> str:
-        """As in EngineStatus."""
+        """The state of EngineStatus."""
         if self.deadline is None:
             return "ready"
-        return "draining" if now <= self.deadline else "ended"
+        if now <= self.deadline:
+            return "draining"
+        return "ended"
 
 
 class EngineServer:
-    """The loop of the engine's process: runs the requests that come through the pipe, and sends back what is new."""
+    """The loop of the engine's process: runs the requests that come through the pipe, and sends
+    back what is new."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection, grammars: GrammarThread):
-        self.engine, self.tokenizer = engine, tokenizer
-        self.connection, self.grammars = connection, grammars
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.connection = connection
+        self.grammars = grammars
         self.answers: dict[int, AnswerText] = {}  # by request_id
 
     def run(self, shutdown: Shutdown, queue_seconds: float):
-        """Run until the HTTP process has exited, which it does when the server is shutting down and all requests have
-        been answered."""
+        """Run until the HTTP process has exited, which it does when the server is shutting down and
+        all requests have been answered."""
         try:
             self._run(shutdown, queue_seconds)
         except PIPE_CLOSED:
@@ -420,12 +499,19 @@ class EngineServer:
                     self.engine.cancel(answer.request)
 
     def _receive(self):
-        """Handle what has come through the pipe. An idle engine waits for messages, but not for long."""
-        timeout = 0.0 if self.engine.has_requests else COMPILING_S if self.grammars.pending else IDLE_S
+        """Handle the messages that have come. An idle engine waits for them, but not for long."""
+        timeout = IDLE_S
+        if self.engine.has_requests:
+            timeout = 0.0
+        elif self.grammars.pending:
+            timeout = COMPILING_S
+
         while self.connection.poll(timeout):
-            message, timeout = self.connection.recv(), 0.0
+            timeout = 0.0
+            message = self.connection.recv()
             if isinstance(message, TextRequest):
-                answer = self.answers[message.request_id] = AnswerText(self.tokenizer, message)
+                answer = AnswerText(self.tokenizer, message)
+                self.answers[message.request_id] = answer
                 if message.grammar is None:
                     self.engine.add(answer.request)
                 else:
@@ -440,8 +526,10 @@ class EngineServer:
     def _add_compiled(self):
         """Pass requests whose grammars have been compiled on to the engine."""
         for request, grammar in self.grammars.finished():
-            if isinstance(grammar, BaseException):  # not expected: the HTTP process has compiled it before
-                request.finish_reason, request.error = "error", first_line(grammar)
+            # This is not expected, because the HTTP process has compiled the grammar before.
+            if isinstance(grammar, BaseException):
+                request.finish_reason = "error"
+                request.error = first_line(grammar)
                 request.failure = grammar
             else:
                 request.grammar = grammar
@@ -449,13 +537,16 @@ class EngineServer:
 
     def _step(self, state: str):
         """Do a step of the engine, and send a status with the updates of all requests."""
-        start, had_requests = time.perf_counter(), self.engine.has_requests
+        had_requests = self.engine.has_requests
+        start = time.perf_counter()
         self.engine.step()
         step_s = time.perf_counter() - start
+
         updates = [answer.update() for answer in self.answers.values() if answer.has_update()]
         for update in updates:
             if update.finish_reason is not None:
                 del self.answers[update.request_id]
+
         active_rows = sum(row.request is not None for row in self.engine.rows)
         status = EngineStatus(
             state,

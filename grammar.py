@@ -1,11 +1,14 @@
-"""Grammars: the tokens that may come next, so that an answer fits a JSON schema, a regular expression or any grammar.
+"""Grammars: the tokens that may come next, so that an answer fits a JSON schema or a grammar.
 
-Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars; GrammarThread, which does so
-while the engine goes on; the sources of grammars; SchemaLoosener, for schemas that the library does not support as they
-are. A grammar is written in the Lark dialect of llguidance, the library that does the work (in requirements-serve.txt).
-It knows the bytes of every token, so the masks are exact: a token is allowed only if the text with it can still be
-completed. (Where just one text can follow, only the tokens into which the tokenizer would split it are allowed.) A
-request without a grammar does not need this file.
+Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars;
+GrammarThread, which compiles them while the engine goes on; the sources of grammars;
+SchemaLoosener, which changes schemas that the library does not support.
+
+A grammar is written in the Lark dialect of llguidance, the library that does the work (in
+requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
+allowed only if the text with it can still be completed. (Where just one text can follow, only the
+tokens into which the tokenizer would split it are allowed.) A request without a grammar does not
+need this file.
 
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """
@@ -26,15 +29,17 @@ from config import Config
 from tokenizer import Tokenizer
 
 NO_TEXT = "no text fits it"
-TOO_COMPLEX = "the grammar became too complex"  # the beginning of the error of a request whose grammar failed
-MAX_SOURCE_BYTES = 1 << 18  # a longer grammar is refused before it is compiled, which takes up to 1 s for 256 KiB
-# White space between the tokens of JSON: none, a space, or a line break and its indentation. Without a bound, a small
-# model may write white space until its answer is cut off.
+TOO_COMPLEX = "the grammar became too complex"  # an error that begins so is not an internal one
+# A longer grammar is refused before it is compiled. Compiling 256 KiB takes up to 1 s.
+MAX_SOURCE_BYTES = 1 << 18
+# White space between the tokens of JSON: none, a space, or a line break and its indentation.
+# Without a bound, a small model may write white space until its answer is cut off.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,40})?"}
 
 
 class Grammar:
-    """Follows one answer token by token, and says which tokens may come next. The engine calls `fill` and `accept`."""
+    """Follows one answer token by token, and says which tokens may come next. The engine calls
+    `fill` and `accept`."""
 
     def __init__(self, matcher):
         self.matcher = matcher
@@ -42,38 +47,44 @@ class Grammar:
     def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
         """Write the masks of the next token and of those after each of the drafted tokens.
 
-        masks (n,W) int32 on the CPU, n > len(drafted): bit i % 32 of masks[m, i // 32] says whether token i may follow
-        drafted[:m]. After a drafted token that is not allowed, all tokens are allowed, as the draft is rejected there.
+        masks (n,W) int32 on the CPU, n > len(drafted): bit i % 32 of masks[m, i // 32] says whether
+        token i may follow drafted[:m]. After a drafted token that is not allowed, all tokens are
+        allowed, because the draft is rejected there.
         """
-        pointer, nbytes = masks.data_ptr(), 4 * masks.shape[1]
+        pointer = masks.data_ptr()
+        nbytes = 4 * masks.shape[1]
         advanced = 0
         for token in (*drafted, None):
             self.matcher.unsafe_compute_mask_ptr(pointer + advanced * nbytes, nbytes)
             if token is None or not self.matcher.try_consume_tokens([token]):
                 break
             advanced += 1
+
         if advanced < len(drafted):
             masks[advanced + 1 : len(drafted) + 1] = -1
         if advanced:
             self.matcher.rollback(advanced)
 
     def accept(self, token: int) -> bool:
-        """Add a token to the answer. Returns whether the answer is complete, so that no token may follow. Raises
-        UserError if the grammar has become too complex for the library's limits."""
+        """Add a token to the answer. Returns whether the answer is complete, so that no token may
+        follow. Raises UserError if the grammar has become too complex for the library's limits."""
         if not self.matcher.consume_token(token):
             raise UserError(f"{TOO_COMPLEX}: {printable(self.matcher.get_error())}")
         return self.matcher.is_stopped()
 
 
 class GrammarTokenizer:
-    """Compiles grammars for the tokens of a model. Building it takes about a second for 150,000 tokens."""
+    """Compiles grammars for the tokens of a model. It takes about a second to build for 150,000
+    tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
-        """vocab_size: that of the model's logits, which may be padded. end_ids: they may end a complete answer."""
+        """vocab_size: the number of the model's logits, which may be padded. end_ids: the tokens
+        that may end a complete answer."""
         try:
             import llguidance
         except ImportError:
             raise UserError("JSON schemas and grammars need llguidance: pip install llguidance") from None
+
         if tokenizer.vocabulary is None:
             raise UserError(f"{tokenizer.path} has no tokenizer, which JSON schemas and grammars need")
         tokens = TokenBytes(tokenizer, vocab_size, end_ids)
@@ -81,22 +92,29 @@ class GrammarTokenizer:
             named = ", ".join(map(str, sorted(end_ids))) or "none is named"
             missing = f"no end-of-text token among its {vocab_size} tokens ({named})"
             raise UserError(f"{tokenizer.path} has {missing}, which JSON schemas and grammars need")
+
         self.llguidance = llguidance
         wrapper = llguidance.TokenizerWrapper(tokens)
         self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=tokens.end_ids)
-        self.limits = llguidance.LLParserLimits(verbose_errors=False)  # messages without the whole grammar
+        # Its messages do not quote the whole grammar.
+        self.limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def compile(self, source: str) -> Grammar:
-        """The grammar of a new answer; UserError if its source is invalid or too large. The library compiles without
-        Python's lock, so this may run in a thread. Its bounds on time do not hold for all sources: a server first tries
-        those of its clients in another process (server/constraints.py)."""
+        """The grammar of a new answer; UserError if its source is invalid or too large.
+
+        The library compiles without Python's lock, so this may run in a thread. Its bounds on time
+        do not hold for all sources: a server first tries those of its clients in another process
+        (server/constraints.py).
+        """
         check_size(source)
         matcher = self.llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some errors are found only now
         if matcher.is_error():
             error = printable(matcher.get_error())
-            raise UserError(NO_TEXT if error.startswith("NoExtension") else error)
+            if error.startswith("NoExtension"):
+                error = NO_TEXT
+            raise UserError(error)
         return Grammar(matcher)
 
 
@@ -106,7 +124,7 @@ def check_size(source: str):
 
 
 class GrammarThread:
-    """Compiles the grammars of requests in a thread, one after the other, while the engine goes on."""
+    """Compiles grammars of requests in a thread, one after the other, while the engine goes on."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
         """Arguments as for GrammarTokenizer, which the thread begins to build at once."""
@@ -123,45 +141,58 @@ class GrammarThread:
         return self.pending.pop(request, None) is not None
 
     def finished(self) -> list[tuple]:
-        """(request, its grammar or a UserError) of those that were waiting and no longer are."""
-        done = {request: future for request, future in self.pending.items() if future.done()}
-        self.pending = {request: future for request, future in self.pending.items() if request not in done}
-        return [(request, future.exception() or future.result()) for request, future in done.items()]
+        """(request, its grammar or an exception) for those whose compilation has ended since the
+        last call."""
+        done = [request for request, future in self.pending.items() if future.done()]
+        futures = {request: self.pending.pop(request) for request in done}
+        return [(request, future.exception() or future.result()) for request, future in futures.items()]
 
 
 class TokenBytes:
-    """A tokenizer as llguidance expects it. The bytes of special tokens, and of those that end an answer, begin with
-    0xFF, so that only their names in <angle brackets> match them, and no text does."""
+    """A tokenizer as llguidance expects it.
+
+    The bytes of special tokens, and of those that end an answer, begin with 0xFF, so that no text
+    matches them. Only their names in <angle brackets> do.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
-        """There may be more tokens than the model has logits, or fewer, and end tokens that do not exist. None of them
-        is used."""
-        self.vocabulary = vocabulary = tokenizer.vocabulary
+        """There may be more tokens than the model has logits, or fewer, and end tokens that do not
+        exist. None of them is used."""
+        vocabulary = tokenizer.vocabulary
         names = vocabulary.tokens()[:vocab_size]
-        names += [vocabulary.name(i) or None for i in range(len(names), vocab_size)]  # where ids have gaps
+        # Where ids have gaps, some are larger than the number of tokens.
+        names += [vocabulary.name(i) or None for i in range(len(names), vocab_size)]
         while names and names[-1] is None:
             names.pop()
+        self.vocabulary = vocabulary
         self.end_ids = sorted(i for i in set(end_ids) if 0 <= i < len(names) and names[i] is not None)
         self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < len(names))
+
+        self.tokens: list[bytes] = []
         no_text = {*self.special_token_ids, *self.end_ids}
-        self.tokens = [
-            b"\xff" + (name or "").encode() if i in no_text else vocabulary.token_bytes(i)
-            for i, name in enumerate(names)
-        ]
+        for i, name in enumerate(names):
+            if i in no_text:
+                self.tokens.append(b"\xff" + (name or "").encode())
+            else:
+                self.tokens.append(vocabulary.token_bytes(i))
         self.tokens += [b""] * (vocab_size - len(names))  # the masks have a bit for each logit
         self.ids_of_bytes = {data: i for i, data in enumerate(self.tokens) if len(data) == 1}
+
         self.eos_token_id = self.end_ids[0] if self.end_ids else vocab_size - 1
-        has_bos = tokenizer.bos_id is not None and tokenizer.bos_id < len(names)
-        self.bos_token_id = tokenizer.bos_id if has_bos else None
+        self.bos_token_id = None
+        if tokenizer.bos_id is not None and tokenizer.bos_id < len(names):
+            self.bos_token_id = tokenizer.bos_id
 
     def __call__(self, text: str | bytes) -> list[int]:
-        ids = self.vocabulary.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        ids = self.vocabulary.encode(text)
         if max(ids, default=0) < len(self.tokens):
             return ids
         return [known for i in ids for known in self.known_ids(i)]
 
     def known_ids(self, i: int) -> list[int]:
-        """The token, or if the model has no logit for it, those of its single bytes."""
+        """The token itself if the model has a logit for it, otherwise the tokens of its bytes."""
         if i < len(self.tokens):
             return [i]
         data = self.vocabulary.token_bytes(i)
@@ -173,10 +204,13 @@ class TokenBytes:
 
 
 def schema_rule(schema: dict | bool, lenient: bool = False) -> str:
-    """A JSON value that fits a JSON schema, as an expression in a Lark grammar. lenient: keywords that the library does
-    not support are ignored, instead of refused."""
-    options = JSON_OPTIONS | {"lenient": lenient} if isinstance(schema, dict) else {}
-    return "%json " + json.dumps(schema | {"x-guidance": options} if options else schema)
+    """A JSON value that fits a JSON schema, as an expression in a Lark grammar.
+
+    lenient: keywords that the library does not support are ignored, instead of refused.
+    """
+    if isinstance(schema, dict):
+        schema = schema | {"x-guidance": JSON_OPTIONS | {"lenient": lenient}}
+    return "%json " + json.dumps(schema)
 
 
 def schema_source(schema: dict | bool) -> str:
@@ -185,8 +219,8 @@ def schema_source(schema: dict | bool) -> str:
 
 
 def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
-    """A function that returns a new grammar, of the JSON schema in a file, for each answer. UserError if the library
-    does not support a place of it."""
+    """A function that returns a new grammar for each answer, made from the JSON schema in a file.
+    UserError if the library does not support a place of the schema."""
     compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
     try:
         loosened = loosen_schema(compiler, json.loads(path.read_text(encoding="utf-8")), strict=True)
@@ -197,6 +231,7 @@ def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Itera
     if loosened.places:
         place, reason = next(iter(loosened.places.items()))
         raise UserError(f"{path}: {place or 'the schema'}: {reason}")
+
     source = schema_source(loosened.schema)
 
     def new() -> Grammar:
@@ -210,32 +245,33 @@ def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Itera
 
 # ---------------------------------------------------------------- schemas that the library does not support
 
-# The keywords whose values are schemas, as far as the library knows them.
-SUBSCHEMA = ("items", "additionalItems", "additionalProperties")  # one, or true or false
+# Keywords of the library whose values are a schema, a list of schemas, or an object of schemas.
+SUBSCHEMA = ("items", "additionalItems", "additionalProperties")
 SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 SUBSCHEMAS = {*SUBSCHEMA, *SUBSCHEMA_LISTS, *SUBSCHEMA_MAPS}
 ANNOTATIONS = {"title", "description", "default", "example", "examples", "$comment"}
 ANNOTATIONS |= {"deprecated", "readOnly", "writeOnly"}
 IDENTIFIERS = ("$schema", "$id", "id", "$anchor")
-# Keywords that the library may refuse in combination with others, the one first that is left out first.
+# Keywords that the library may refuse beside others, in the order in which they are left out.
 COMBINED = ("minProperties", "maxProperties", "minLength", "maxLength", "format", "pattern")
 COMBINED += ("multipleOf", "const", "enum")
 # The bounds of numbers: -1 where lower values allow more, and 1 where higher ones do.
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-EXACT = 2**53  # up to here a float, which is what the library makes of a number, holds all integers
+EXACT = 2**53  # up to here, a float can hold every integer; the library computes with floats
 DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
 TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 BESIDE_REF = "what stands beside $ref"
-EDITS = (BESIDE_REF, "oneOf", "allOf", "anyOf", "$ref")  # the order in which parts that cannot be combined are left out
+EDITS = (BESIDE_REF, "oneOf", "allOf", "anyOf", "$ref")  # in the order in which they are left out
 NO_FLOAT = "llguidance computes with floats, which cannot hold this number exactly"
 NO_SCHEMA = "a schema must be an object, true or false"
 
 
 class LoosenedSchema(NamedTuple):
-    """A schema that every document fits which fits the given one, and where they differ."""
+    """A schema that allows at least what the given one allows, and where they differ."""
 
-    schema: dict | bool  # the given one if the library supports it, or just ignores what it does not support
+    # The given schema if the library supports it, or just ignores what it does not support.
+    schema: dict | bool
     places: dict[str, str]  # the path of what is not supported -> the reason
     mistake: str = ""  # the path of a "type" that JSON Schema does not have
 
@@ -243,26 +279,30 @@ class LoosenedSchema(NamedTuple):
 def loosen_schema(compiler: GrammarTokenizer, schema: dict | bool, strict: bool) -> LoosenedSchema:
     """A schema that the library supports, unless its parts are only too large or complex together.
 
-    strict: the library may not ignore anything either, so there is a place for each keyword that it does not support.
-    A schema that no document fits counts as supported. Trying its parts takes about 1 ms each; a hostile schema may
-    take minutes, or end the process.
+    strict: the library may not ignore anything either, so there is a place for each keyword that it
+    does not support. A schema that no document fits counts as supported. Trying its parts takes
+    about 1 ms each; a hostile schema may take minutes, or end the process.
     """
     loosener = SchemaLoosener(compiler, strict)
     loosened = loosener.run(schema)
-    return LoosenedSchema(loosened if loosener.is_changed else schema, loosener.places, loosener.mistake)
+    if not loosener.is_changed:
+        loosened = schema
+    return LoosenedSchema(loosened, loosener.places, loosener.mistake)
 
 
 class SchemaLoosener:
-    """Finds the smallest parts of a schema that the library does not support, by trying them alone, and leaves them out
-    or replaces them. Only what is in the place of a schema is looked at, not what is in `enum` or `default`."""
+    """Finds the smallest parts of a schema that the library does not support, by trying them alone,
+    and leaves them out or replaces them. It looks only at places of schemas, not at the values of
+    `enum` or `default`."""
 
     def __init__(self, compiler: GrammarTokenizer, strict: bool):
-        self.compiler, self.strict = compiler, strict
-        self.tried: dict[str, str] = {}  # schema, as JSON -> why the library does not support it
-        self.draft: dict[str, str] = {}  # the schema's own "$schema", on which the known keywords depend
+        self.compiler = compiler
+        self.strict = strict
+        self.tried: dict[str, str] = {}  # the source of a grammar -> why it is not supported
+        self.draft: dict[str, str] = {}  # the schema's own "$schema", which decides on the keywords
         self.places: dict[str, str] = {}
         self.mistake = ""
-        self.is_changed = False  # whether a place is one that the library does not just ignore
+        self.is_changed = False  # whether the library does not just ignore one of the places
 
     def run(self, schema: dict | bool) -> dict | bool:
         check_size(schema_source(schema))
@@ -270,43 +310,50 @@ class SchemaLoosener:
         numbers = ((key, node[key], node.get("type")) for node, _ in subschemas(schema) for key in node)
         if is_supported and all(is_exact(*number) for number in numbers):
             return schema
-        draft = {"$schema": schema["$schema"]} if isinstance(schema, dict) and "$schema" in schema else {}
-        self.draft = {} if self.refusal(draft) else draft
+
+        if isinstance(schema, dict) and "$schema" in schema:
+            draft = {"$schema": schema["$schema"]}
+            if not self.refusal(draft):
+                self.draft = draft
         loosened = self.loosen(schema, "")
         if is_supported or not isinstance(loosened, dict):
             return loosened
+
         self.loosen_references(loosened)
         loosened = self.loosen_combinations(loosened)
-        self.is_changed = self.is_changed or bool(self.refusal(schema, lenient=True))  # as for an infinite default
+        if not self.is_changed:  # an infinite default, for instance, is in none of the places
+            self.is_changed = bool(self.refusal(schema, lenient=True))
         return loosened
 
     def refusal(self, schema: dict | bool, lenient: bool = False) -> str:
-        """Why the library does not support a schema; no text if it does."""
+        """Why the library does not support a schema; an empty text if it does."""
         source = f"start: {schema_rule(schema, lenient)}"
         if source not in self.tried:
+            reason = ""
             try:
                 self.compiler.compile(source)
-                self.tried[source] = ""
             except UserError as error:
-                is_unsatisfiable = "Unsatisfiable schema: " in str(error) or NO_TEXT in str(error)
-                self.tried[source] = "" if is_unsatisfiable else schema_reason(str(error))
+                if "Unsatisfiable schema: " not in str(error) and NO_TEXT not in str(error):
+                    reason = schema_reason(str(error))
+            self.tried[source] = reason
         return self.tried[source]
 
     def add(self, path: str, reason: str, is_ignored: bool = False):
-        """Add a place. is_ignored: the library itself ignores it if it may."""
+        """Add a place. is_ignored: the library itself ignores it in lenient grammars."""
         self.places.setdefault(path.lstrip("."), reason)
         self.is_changed = self.is_changed or not is_ignored
 
     # ------------------------------------------------------------ keywords
 
     def loosen(self, schema, path: str) -> dict | bool:
-        """A copy of a schema in which all keywords are supported alone, and next to those that do not contain schemas.
-        It has no annotations."""
+        """A copy of a schema without annotations, in which all keywords are supported alone, and
+        next to those that do not contain schemas."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
             self.add(path, NO_SCHEMA)
             return True
+
         kept: dict = {}
         for key, value in schema.items():
             place = join_path(path, key)
@@ -320,6 +367,7 @@ class SchemaLoosener:
                 kept[key] = value
             elif key not in ANNOTATIONS:
                 self.loosen_keyword(kept, schema, key, place)
+
         self.loosen_patterns(kept, path)
         self.loosen_neighbours(kept, path)
         return kept
@@ -327,11 +375,11 @@ class SchemaLoosener:
     def loosen_keyword(self, kept: dict, schema: dict, key: str, place: str):
         """Put a keyword into `kept`, or what can be kept of it."""
         value = schema[key]
-        types = {"type": schema["type"]} if "type" in schema else {}
-        if key == "type" or self.refusal(types):
-            types = {}
-        alone = self.draft | types | {key: value}
+        types = {}
+        if key != "type" and "type" in schema and not self.refusal({"type": schema["type"]}):
+            types = {"type": schema["type"]}
 
+        alone = self.draft | types | {key: value}
         reason = self.refusal(alone)
         is_ignored = bool(reason) and not self.refusal(alone, lenient=True)
         if not reason and not is_exact(key, value, types.get("type")):
@@ -339,6 +387,7 @@ class SchemaLoosener:
         if not reason:
             kept[key] = value
             return
+
         self.add(place, reason, is_ignored)
         if key == "type":
             self.mistake = self.mistake or place.lstrip(".")
@@ -351,8 +400,8 @@ class SchemaLoosener:
                 kept["type"] = sorted({TYPE_NAMES.get(type(one), "null") for one in members})
 
     def loosen_patterns(self, kept: dict, path: str):
-        """Leave out patterns of properties that the library does not support, alone or together. The properties that
-        they are about then count as additional ones."""
+        """Leave out patterns of properties that the library does not support, alone or together.
+        Properties that match such a pattern then count as additional ones."""
         given = kept.get("patternProperties", {})
         patterns: dict = {}
         others = []
@@ -364,17 +413,21 @@ class SchemaLoosener:
                 others.append(schema)
             else:
                 patterns[pattern] = schema
-        if others:
-            kept["patternProperties"] = patterns
-            additional = kept.get("additionalProperties", True)
-            if additional is not True:
-                kept["additionalProperties"] = {"anyOf": others if additional is False else [additional, *others]}
+        if not others:
+            return
+
+        kept["patternProperties"] = patterns
+        additional = kept.get("additionalProperties", True)
+        if additional is False:
+            kept["additionalProperties"] = {"anyOf": others}
+        elif additional is not True:
+            kept["additionalProperties"] = {"anyOf": [additional, *others]}
 
     def loosen_neighbours(self, kept: dict, path: str):
-        """Leave out keywords that the library does not support beside each other: one if that is enough."""
-        alone = self.draft | {
-            key: value for key, value in kept.items() if key not in (*SUBSCHEMAS, *IDENTIFIERS, "$ref")
-        }
+        """Leave out keywords that the library does not support beside each other: one if that is
+        enough."""
+        others = (*SUBSCHEMAS, *IDENTIFIERS, "$ref")
+        alone = self.draft | {key: value for key, value in kept.items() if key not in others}
         for key in ("properties", "patternProperties"):
             if key in kept:
                 alone[key] = dict.fromkeys(kept[key], True)
@@ -383,11 +436,13 @@ class SchemaLoosener:
         reason = self.refusal(alone)
         if not reason:
             return
+
         keys = [key for key in COMBINED if key in alone]
         single = [key for key in keys if not self.refusal(edited(alone, key))]
         for key in single[:1] or keys:
             self.add(join_path(path, key), reason)
-            del kept[key], alone[key]
+            del kept[key]
+            del alone[key]
             if not self.refusal(alone):
                 return
 
@@ -404,17 +459,20 @@ class SchemaLoosener:
             if not reason:
                 continue
             self.add(join_path(path, "$ref"), reason)
-            schema["$ref"] = quote(reference, safe="#/%:?&=~@!$'()*+,;")  # a name may have spaces or <brackets>
+            # A name may have spaces or <brackets>, which the library supports in this form.
+            schema["$ref"] = quote(reference, safe="#/%:?&=~@!$'()*+,;")
             if schema["$ref"] == reference or self.refusal(skeleton(root, {schema["$ref"]}), lenient=True):
                 del schema["$ref"]
 
     def loosen_combinations(self, root: dict) -> dict:
-        """Leave out what the library supports, but not together: at first what stands beside references, which matters
-        where they form a circle, and then the rest. Each of the places is needed."""
+        """Leave out what the library supports, but not together: at first what stands beside
+        references, which matters where they form a circle, and then the rest. Each of the places is
+        needed."""
         lenient = not self.strict
         reason = self.refusal(root, lenient)
         if not reason:
             return root
+
         nodes = list(subschemas(root))
         edits = [(path, key) for key in EDITS for schema, path in nodes if edited(schema, key) != schema]
         chosen: list[tuple[str, str]] = []
@@ -426,8 +484,10 @@ class SchemaLoosener:
             fewer = [other for other in chosen if other != edit]
             if not self.refusal(with_edits(root, fewer), lenient):
                 chosen = fewer
+
         for path, key in chosen:
-            self.add(join_path(path, "$ref" if key == BESIDE_REF else key), reason)
+            keyword = "$ref" if key == BESIDE_REF else key
+            self.add(join_path(path, keyword), reason)
         return with_edits(root, chosen)
 
 
@@ -439,19 +499,24 @@ def join_path(path: str, key: str) -> str:
 
 
 def schema_reason(error: str) -> str:
-    """The reason in an error of the library, without where it stands in the grammar."""
+    """The reason in an error of the library, without its place in the grammar."""
     text = error.partition("failed to compile JSON schema: ")[2] or error
     text = re.split(r" \d+ \| ", text)[0]
-    is_pattern = text.startswith("regex parse error")
-    return text.rpartition(" error: ")[2] if is_pattern else text[:200]
+    if text.startswith("regex parse error"):
+        return text.rpartition(" error: ")[2]
+    return text[:200]
 
 
 def is_exact(key: str, value, types=None) -> bool:
-    """Whether the library, for which all numbers are floats, allows exactly the numbers that a keyword does.
-    types: the value of "type" beside it."""
+    """Whether the library, for which all numbers are floats, allows exactly the numbers that a
+    keyword allows. types: the value of "type" beside it."""
     if key in ("const", "enum"):
-        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return all(is_exact(key, one) for one in members) and (type(value) is not int or is_float(value))
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list):
+            return all(is_exact(key, one) for one in value)
+        return type(value) is not int or is_float(value)
+
     if key not in BOUNDS or type(value) not in (int, float) or abs(value) <= EXACT:
         return True
     names = types if isinstance(types, list) else [types]
@@ -467,7 +532,8 @@ def is_float(value: int | float) -> bool:
 
 
 def looser_values(key: str, value) -> Iterator:
-    """Values of a keyword that allow as much as the given one, or a little more. The best one is the first."""
+    """Values of a keyword that allow as much as the given one, or a little more. The first is the
+    best."""
     if key == "$schema" and isinstance(value, str):
         for draft in DRAFTS:
             if re.fullmatch(f"https?://json-schema.org/{draft}/schema[#/]*", value):
@@ -478,7 +544,9 @@ def looser_values(key: str, value) -> Iterator:
         if abs(value) < 2**63:
             near = float(value)
             is_tighter = near < value if more > 0 else near > value
-            yield int(math.nextafter(near, more * math.inf) if is_tighter else near)
+            if is_tighter:
+                near = math.nextafter(near, more * math.inf)
+            yield int(near)
         if value * more < 0:
             yield -more * EXACT
     elif type(value) is float and value.is_integer():
@@ -519,11 +587,13 @@ def map_subschemas(schema, change: Callable, path: str = ""):
 
 
 def skeleton(root: dict, references: set[str]) -> dict:
-    """A schema without all keywords but those that contain schemas, and these references."""
+    """A schema of only the keywords that contain schemas, and of these references."""
 
     def bare(schema: dict, path: str) -> dict:
         kept = {key: value for key, value in schema.items() if key in (*SUBSCHEMAS, *IDENTIFIERS)}
-        return kept | ({"$ref": schema["$ref"]} if schema.get("$ref") in references else {})
+        if schema.get("$ref") in references:
+            kept["$ref"] = schema["$ref"]
+        return kept
 
     return map_subschemas(root, bare)
 

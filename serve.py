@@ -363,13 +363,14 @@ class AnswerText:
         self.request.on_token = self.add_token
 
         context = self.request.prompt if text_request.continues_prompt else ()
-        stop = text_request.stop
-        self.parser = None
-        if stop and text_request.syntax is not None:
-            self.parser = AnswerParser(text_request.syntax, stop)
-            stop = ()
-        self.stream = TextStream(tokenizer, context, stop, text_request.shown_ids)
-        self.stops = self.stream.stops if self.parser is None else self.parser.stops
+        if text_request.stop and text_request.syntax is not None:
+            self.parser = AnswerParser(text_request.syntax, text_request.stop)
+            self.stream = TextStream(tokenizer, context, (), text_request.shown_ids)
+            self.stops = self.parser.stops
+        else:
+            self.parser = None
+            self.stream = TextStream(tokenizer, context, text_request.stop, text_request.shown_ids)
+            self.stops = self.stream.stops
 
         self.offsets: list[int] = []  # where each token begins in the text
         self.unsent_text = ""

@@ -302,13 +302,13 @@ class SchemaLoosener:
         self.draft: dict[str, str] = {}  # the schema's own "$schema", which decides on the keywords
         self.places: dict[str, str] = {}
         self.mistake = ""
-        self.is_changed = False  # whether the library does not just ignore one of the places
+        self.is_changed = False  # whether there is a place that the library does not just ignore
 
     def run(self, schema: dict | bool) -> dict | bool:
         check_size(schema_source(schema))
         is_supported = not self.refusal(schema)
-        numbers = ((key, node[key], node.get("type")) for node, _ in subschemas(schema) for key in node)
-        if is_supported and all(is_exact(*number) for number in numbers):
+        nodes = [node for node, _ in subschemas(schema)]
+        if is_supported and all(is_exact(key, node[key], node.get("type")) for node in nodes for key in node):
             return schema
 
         if isinstance(schema, dict) and "$schema" in schema:

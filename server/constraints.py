@@ -379,8 +379,8 @@ class GrammarChecker:
 
 
 def join_places(place: str, path: str) -> str:
-    """The path in the request of a place in a schema. place: the path of the schema in the request;
-    path: that of the place in the schema."""
+    """The path of a part of a schema in the request. place: the path of the schema in the request;
+    path: the path of the part in the schema."""
     if path.startswith("["):
         return place + path
     return f"{place}.{path}".removesuffix(".")

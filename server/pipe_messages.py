@@ -39,7 +39,8 @@ class TextRequest:
     stop: tuple[str, ...] = ()  # stop strings end the text, or the content of a chat's answer
     continues_prompt: bool = True  # False in a chat, where an answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
-    shown_ids: frozenset[int] = frozenset()  # special tokens that count as text, as tool calls need
+    # Special tokens that count as text, such as the marks of tool calls.
+    shown_ids: frozenset[int] = frozenset()
     # Whether the request fails if it waits too long for a row. Only the first message of an HTTP
     # request does: while that one runs, the others may wait.
     can_time_out: bool = True

@@ -1,10 +1,12 @@
-"""OpenAI's API as data: parses the JSON of requests. responses.py builds responses, http_server.py is the HTTP side.
+"""OpenAI's API as data: parses the JSON of requests.
 
-Read down: Choice and CompletionRequest, a parsed request with its results; ServedModel, which parses bodies. The fields
-that are read are in request_fields.py, those of conversations in chat_prompts.py, those of grammars in constraints.py.
+Read down: Choice and CompletionRequest, a parsed request with its results; ServedModel, which
+parses bodies. request_fields.py reads the single fields, chat_prompts.py those of conversations,
+and constraints.py those of grammars. responses.py builds responses; http_server.py is the HTTP
+side.
 
-Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p, continuous_usage_stats,
-/tokenize ...).
+Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p,
+continuous_usage_stats, /tokenize ...).
 """
 
 import itertools
@@ -35,7 +37,7 @@ from server.request_fields import (
 )
 from tokenizer import Tokenizer, TokenizerFiles
 
-MAX_PROMPTS = 128  # of a request, each counted n times
+MAX_PROMPTS = 128  # in one request; a prompt with n answers counts n times
 
 # ---------------------------------------------------------------- a parsed request
 
@@ -44,14 +46,14 @@ MAX_PROMPTS = 128  # of a request, each counted n times
 class Choice:
     """One prompt of a request, and its answer so far."""
 
-    index: int  # in the response's choices
+    index: int  # the position in the response's list of choices
     text_request: TextRequest  # the message to the engine
-    echo: str = ""  # the text of the prompt, if the answer begins with it
+    echo: str = ""  # the prompt's text, if the answer repeats it at its beginning
     parsed_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     counted_tokens: int = 0  # new tokens that the metrics have counted
     updates: list[Update] = field(default_factory=list)
-    parser: AnswerParser | None = None  # of a chat's answer
+    parser: AnswerParser | None = None  # parses the answer of a chat; None for other requests
 
     @property
     def request(self) -> Request:
@@ -60,47 +62,60 @@ class Choice:
 
     def combined(self) -> Update:
         """All updates as one."""
-        logprobs = [entry for update in self.updates for entry in update.logprobs]
-        prompt_logprobs = [entry for update in self.updates for entry in update.prompt_logprobs]
-        text = "".join(update.text for update in self.updates)
-        return replace(self.updates[-1], text=text, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return replace(
+            self.updates[-1],
+            text="".join(update.text for update in self.updates),
+            logprobs=[entry for update in self.updates for entry in update.logprobs],
+            prompt_logprobs=[entry for update in self.updates for entry in update.prompt_logprobs],
+        )
 
     def events(self, update: Update) -> list[Event]:
-        """What an update adds to a chat's answer. Each update, or all of them combined, may be parsed once."""
+        """Parse an update of a chat's answer, and return the new events.
+
+        Parse either each update once, or all of them combined.
+        """
         events = self.parser.add(update.text)
         if update.finish_reason is not None:
             events += self.parser.end(is_cut=update.finish_reason == "length")
         return events
 
     def finish_reason(self, update: Update) -> str | None:
-        """As the API shows it, after the update was parsed. A call that was cut off is not "tool_calls"."""
-        reason, parser = update.finish_reason, self.parser
-        if reason is None or parser is None:
+        """The finish reason for the response, after the update was parsed.
+
+        An answer whose last call was cut off does not finish with "tool_calls".
+        """
+        reason = update.finish_reason
+        if reason is None or self.parser is None:
             return reason
-        if parser.stops.stopped:  # the engine's process may not know: for it, a call without marks always fits
+        if self.parser.stops.stopped:
+            # The engine's process may not know it: its parser assumes that every bare call fits.
             reason = "stop"
-        return "tool_calls" if reason == "stop" and parser.has_whole_calls else reason
+        if reason == "stop" and self.parser.has_whole_calls:
+            return "tool_calls"
+        return reason
 
 
 @dataclass
 class CompletionRequest:
     """A parsed request to /v1/completions or /v1/chat/completions, with its answers so far."""
 
-    id: str  # of the response
-    choices: list[Choice]  # with n answers, n for each prompt
+    id: str  # the id of the response
+    choices: list[Choice]  # n for each prompt, prompt by prompt
     n: int = 1
     is_chat: bool = False
     stream: bool = False
-    include_usage: bool = False  # at the end of a stream
-    continuous_usage: bool = False  # in each chunk of a stream
+    include_usage: bool = False  # whether a stream ends with the usage
+    continuous_usage: bool = False  # whether each chunk of a stream has the usage so far
     created: int = field(default_factory=lambda: int(time.time()))
-    turn: object = None  # openai_responses.Turn, of a request to /v1/responses
+    turn: object = None  # the openai_responses.Turn of a request to /v1/responses
 
     def usage(self) -> dict:
-        firsts = self.choices[:: self.n]  # one of each prompt
+        firsts = self.choices[:: self.n]  # one choice of each prompt
         prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
         cached_tokens = sum(choice.updates[-1].cached_tokens for choice in firsts if choice.updates)
-        completion_tokens = sum(choice.updates[-1].completion_tokens for choice in self.choices if choice.updates)
+        latest = [choice.updates[-1] for choice in self.choices if choice.updates]
+        completion_tokens = sum(update.completion_tokens for update in latest)
+
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -113,14 +128,20 @@ class ServedModel:
     """The model as the API shows it: parses requests, and converts between text and tokens."""
 
     def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int, strict: bool = False):
-        self.name, self.context_length = name, context_length
+        self.name = name
+        self.context_length = context_length
         self.strict = strict  # whether a request that names another model is refused
-        self.config, self.tokenizer = config, Tokenizer(files)
+        self.config = config
+        self.created = int(time.time())
+        self.request_ids = itertools.count()
+
+        self.tokenizer = Tokenizer(files)
         self.chat = ChatModel(files, self.tokenizer)
         self.template = self.chat.template
         self.eos_ids = frozenset(self.tokenizer.eos_ids)
-        self.chat_eos_ids = self.eos_ids | (self.template.end_ids() if self.template else set())
-        self.created, self.request_ids = int(time.time()), itertools.count()
+        self.chat_eos_ids = self.eos_ids
+        if self.template:
+            self.chat_eos_ids |= self.template.end_ids()
         self.grammars = GrammarChecker(self.tokenizer, config.vocab_size, self.chat_eos_ids)
 
     # ------------------------------------------------------------ text and tokens
@@ -135,22 +156,30 @@ class ServedModel:
 
     def encode_prompts(self, prompt) -> list[tuple[list[int], str | None]]:
         """(ids, text) of each prompt in the field `prompt`; text is None if token ids were sent."""
-        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-        prompts = prompt if several else [prompt]
+        prompts = [prompt]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+            prompts = prompt
         if len(prompts) > MAX_PROMPTS:
-            raise ApiError(f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
-        rule = "text, a list of texts, token ids or a list of lists of them"
-        return [
-            (self.encode(one, "prompt"), one) if isinstance(one, str) else (read_token_ids(one, "prompt", rule), None)
-            for one in prompts
-        ]
+            text = f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed"
+            raise ApiError(text, param="prompt")
+
+        encoded = []
+        for one in prompts:
+            if isinstance(one, str):
+                encoded.append((self.encode(one, "prompt"), one))
+            else:
+                rule = "text, a list of texts, token ids or a list of lists of them"
+                encoded.append((read_token_ids(one, "prompt", rule), None))
+        return encoded
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a single token, as logprobs show it, including special tokens."""
         vocabulary = self.tokenizer.vocabulary
         if vocabulary is None:
             return b"<%d>" % token
-        return vocabulary.name(token).encode() if token in vocabulary.special_ids else vocabulary.token_bytes(token)
+        if token in vocabulary.special_ids:
+            return vocabulary.name(token).encode()
+        return vocabulary.token_bytes(token)
 
     def token_text(self, token: int) -> str:
         data = self.token_bytes(token)
@@ -162,31 +191,39 @@ class ServedModel:
     # ------------------------------------------------------------ requests for completions
 
     def check_model_name(self, fields: FieldReader):
-        """Read the name of the model in a request. Unless the server is strict, any name is served: many clients send a
-        fixed one, and the response names the model that answered."""
+        """Read the name of the model in a request. Only a strict server refuses other names.
+
+        Many clients send a fixed name. The response names the model that has answered.
+        """
         name = fields.read("model", str)
-        if self.strict and name and name != self.name:  # no name, or an empty one, is that of the model
+        if self.strict and name and name != self.name:  # without a name, any model will do
             raise self.unknown_model(name)
 
     def unknown_model(self, name: str) -> ApiError:
-        return ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
+        text = f"the model {name!r} does not exist, only {self.name!r}"
+        return ApiError(text, 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
-        """How many tokens may follow a prompt: max_tokens, or if that is None as many as fit into the context.
+        """Return the number of tokens that may follow a prompt: max_tokens, or if that is None as
+        many as fit into the context. ApiError if the prompt and max_tokens do not fit.
 
-        ApiError if the prompt and max_tokens do not fit. param: the field of the prompt; low: the fewest new tokens.
+        param: the field of the prompt. low: the fewest new tokens.
         """
+        too_long = "context_length_exceeded"
         try:
             check_prompt(prompt, self.config, self.context_length)
         except UserError as error:
-            code = "context_length_exceeded" if len(prompt) > self.context_length else None
+            code = too_long if len(prompt) > self.context_length else None
             raise ApiError(str(error), param=param, code=code) from None
+
         room = self.context_length - len(prompt)
         new = room if max_tokens is None else max_tokens
         if new > room or new < low:
-            counts = f"{self.context_length} tokens; the prompt has {len(prompt)} and {new} more were requested"
-            param = param if room < low else "max_tokens"
-            raise ApiError(f"the context has {counts}", param=param, code="context_length_exceeded")
+            if room >= low:
+                param = "max_tokens"
+            needed = f"the prompt has {len(prompt)} and {new} more were requested"
+            text = f"the context has {self.context_length} tokens; {needed}"
+            raise ApiError(text, param=param, code=too_long)
         return new
 
     def parse_completion(self, body: dict) -> CompletionRequest:
@@ -194,30 +231,42 @@ class ServedModel:
         fields = FieldReader(body)
         self.check_model_name(fields)
         prompts = self.encode_prompts(fields.unread.pop("prompt", None))
-        max_tokens, n = read_max_tokens(fields, 16, 0), read_n(fields)
-        logprobs, echo = fields.read("logprobs", int, None, 0, MAX_LOGPROBS), fields.read("echo", bool, False)
-        params, stop = read_sampling_params(fields, self.config.vocab_size), read_stop_strings(fields)
-        stop_ids, options = read_stop_ids(fields, self.eos_ids), read_stream_options(fields)
+        max_tokens = read_max_tokens(fields, 16, 0)
+        n = read_n(fields)
+        logprobs = fields.read("logprobs", int, None, 0, MAX_LOGPROBS)
+        echo = fields.read("echo", bool, False)
+        params = read_sampling_params(fields, self.config.vocab_size)
+        stop = read_stop_strings(fields)
+        stop_ids = read_stop_ids(fields, self.eos_ids)
+        options = read_stream_options(fields)
         constraint = read_constraint(fields)
         fields.check_unread()
         if len(prompts) * n > MAX_PROMPTS:
-            counts = f"{len(prompts)} prompts with n={n}"
-            raise ApiError(f"{counts} are not supported, at most {MAX_PROMPTS} answers in all", param="n")
+            text = f"{len(prompts)} prompts with n={n} are not supported"
+            raise ApiError(f"{text}, at most {MAX_PROMPTS} answers in all", param="n")
+
         constraint = self.grammars.fit_constraint(constraint)
-        grammar = None if constraint is None else answer_source(constraint, {})
+        grammar = None
         if constraint is not None:
-            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried=constraint.given is not None)
+            grammar = answer_source(constraint, {})
+            is_tried = constraint.given is not None
+            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried)
+
         choices = []
         for ids, text in prompts:
             new = self.check_length(ids, max_tokens, "prompt", 0)
-            text = self.tokenizer.decode(ids) if echo and text is None else text
+            if not echo:
+                text = ""
+            elif text is None:
+                text = self.tokenizer.decode(ids)
             for own_params in with_next_seeds(params, n):
-                prompt_logprobs = logprobs if echo else None
-                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs)
+                if echo:
+                    request.prompt_logprobs = logprobs
                 text_request = TextRequest(
                     next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices
                 )
-                choices.append(Choice(len(choices), text_request, text if echo else ""))
+                choices.append(Choice(len(choices), text_request, text))
         return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
 
     def parse_chat(self, body: dict) -> CompletionRequest:
@@ -226,43 +275,59 @@ class ServedModel:
         self.check_model_name(fields)
         conversation = self.chat.read_conversation(fields)
         ids = self.chat.encode(conversation)
-        max_tokens, n = read_max_tokens(fields, None, 1), read_n(fields)
-        wants_logprobs = fields.read("logprobs", bool, False)
-        top_logprobs = fields.read("top_logprobs", int, None, 0, MAX_LOGPROBS)
-        if top_logprobs and not wants_logprobs:
-            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        params, stop = read_sampling_params(fields, self.config.vocab_size), read_stop_strings(fields)
-        stop_ids, options = read_stop_ids(fields, self.chat_eos_ids), read_stream_options(fields)
+        max_tokens = read_max_tokens(fields, None, 1)
+        n = read_n(fields)
+        logprobs = read_chat_logprobs(fields)
+        params = read_sampling_params(fields, self.config.vocab_size)
+        stop = read_stop_strings(fields)
+        stop_ids = read_stop_ids(fields, self.chat_eos_ids)
+        options = read_stream_options(fields)
         constraint = read_constraint(fields)
         fields.check_unread()
         max_tokens = self.check_length(ids, max_tokens, "messages", 1)
         grammar = self.checked_grammar(conversation, constraint)
 
-        syntax, fits = conversation.syntax, None
-        if grammar is not None:  # it allows any text without the model's marks of calls, so a call there is checked
+        syntax = conversation.syntax
+        fits = None
+        if grammar is not None:
+            # The grammar allows any text without marks of calls, so the parser checks bare calls.
             bare_calls = constraint is None and not conversation.tool_choice.required
-            fits = partial(self.call_fits, conversation, grammar)
             syntax = replace(syntax, bare_calls=bare_calls)
-        shown_ids, logprobs = self.chat.shown_ids(conversation), (top_logprobs or 0) if wants_logprobs else None
+            fits = partial(self.call_fits, conversation, grammar)
+
+        shown_ids = self.chat.shown_ids(conversation)
         choices = []
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
             text_request = TextRequest(
-                next(self.request_ids), request, stop, conversation.continues, grammar, shown_ids, not choices, syntax
+                next(self.request_ids),
+                request,
+                stop,
+                conversation.continues,
+                grammar,
+                shown_ids,
+                can_time_out=not choices,
+                syntax=syntax,
             )
-            choices.append(Choice(len(choices), text_request, parser=AnswerParser(syntax, stop, fits)))
-        return CompletionRequest(f"chatcmpl-{secrets.token_hex(12)}", choices, n, is_chat=True, **options)
+            parser = AnswerParser(syntax, stop, fits)
+            choices.append(Choice(len(choices), text_request, parser=parser))
+        response_id = f"chatcmpl-{secrets.token_hex(12)}"
+        return CompletionRequest(response_id, choices, n, is_chat=True, **options)
 
-    def parse_translated(self, body: dict, names: dict[str, str], max_tokens: int | None, kind: str):
+    def parse_translated(
+        self, body: dict, names: dict[str, str], max_tokens: int | None, kind: str
+    ) -> CompletionRequest:
         """Parse a body of /v1/chat/completions that a request of another API was translated to.
 
-        names: of fields, for ApiError.renamed. max_tokens may be more than fits into the context, as clients of these
-        APIs have fixed values for it: the answer ends where the context does. kind: begins the response's id.
+        names: the other API's names of fields, for ApiError.renamed. max_tokens may be more than
+        fits into the context, because clients of these APIs send fixed values: the answer ends
+        where the context does. kind: the beginning of the response's id.
         """
         try:
             completion = self.parse_chat(body)
         except ApiError as error:
             raise error.renamed(names) from None
+
         request = completion.choices[0].request
         if max_tokens is not None:
             request.max_new_tokens = min(request.max_new_tokens, max_tokens)
@@ -270,8 +335,11 @@ class ServedModel:
         return completion
 
     def checked_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
-        """The source of the grammar that the answer of a chat must fit; None if there is none. ApiError if it cannot be
-        compiled. Schemas that are not strict are loosened where the library does not support them."""
+        """The source of the grammar that the answer of a chat must fit; None if there is none.
+
+        ApiError if the grammar cannot be compiled. A schema that is not strict is loosened where
+        the library does not support it.
+        """
         choice = conversation.tool_choice
         constraint = self.grammars.fit_constraint(constraint)
         if choice.tools and (choice.has_grammar or constraint is not None):
@@ -288,9 +356,10 @@ class ServedModel:
         return grammar
 
     def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:
-        """Whether a call, if it is written as the model's template writes calls, fits the grammar of an answer."""
+        """Whether a call, written in the model's own format, fits the grammar of an answer."""
         thoughts = self.chat.thinking[1] if conversation.syntax.begins_inside else ""
-        return self.grammars.accepts(grammar, thoughts + self.chat.tool_format.write([(name, arguments)]))
+        call = self.chat.tool_format.write([(name, arguments)])
+        return self.grammars.accepts(grammar, thoughts + call)
 
     # ------------------------------------------------------------ responses without the engine
 
@@ -306,6 +375,7 @@ class ServedModel:
             if text is None:
                 raise ApiError("prompt must be a string", param="prompt")
             ids = self.encode(text, "prompt", add_bos)
+
         response = {"count": len(ids), "max_model_len": self.context_length, "tokens": ids}
         if fields.read("return_token_strs", bool, False):
             response["token_strs"] = [self.token_text(i) for i in ids]
@@ -313,18 +383,24 @@ class ServedModel:
         return response
 
     def detokenize(self, body: dict) -> dict:
+        """The response of /detokenize: the text of token ids."""
         fields = FieldReader(body)
         self.check_model_name(fields)
-        ids, V = read_token_ids(fields.unread.pop("tokens", None), "tokens"), self.config.vocab_size
+        ids = read_token_ids(fields.unread.pop("tokens", None), "tokens")
         fields.check_unread()
-        if outside := [i for i in ids if not 0 <= i < V]:
-            raise ApiError(f"token id {outside[0]} is outside the vocabulary of {V} (0 to {V - 1})", param="tokens")
+
+        V = self.config.vocab_size
+        for i in ids:
+            if not 0 <= i < V:
+                text = f"token id {i} is outside the vocabulary of {V} (0 to {V - 1})"
+                raise ApiError(text, param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
 
     def tokenizer_info(self) -> dict:
-        """The response of /tokenizer_info, for clients that tokenize with the server's tokenizer (lm-eval)."""
+        """The response of /tokenizer_info, for clients that tokenize like the server (lm-eval)."""
         template = self.template.source if self.template else None
-        return self.tokenizer.named_tokens | {"chat_template": template, "model_max_length": self.context_length}
+        limits = {"chat_template": template, "model_max_length": self.context_length}
+        return self.tokenizer.named_tokens | limits
 
     def model_card(self) -> dict:
         """The model in /v1/models."""
@@ -338,6 +414,17 @@ class ServedModel:
         return self.model_card()
 
 
+def read_chat_logprobs(fields: FieldReader) -> int | None:
+    """How many alternatives to each new token a chat wants the log-probabilities of; None if it
+    wants no log-probabilities."""
+    wants_logprobs = fields.read("logprobs", bool, False)
+    top_logprobs = fields.read("top_logprobs", int, 0, 0, MAX_LOGPROBS)
+    if top_logprobs and not wants_logprobs:
+        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return top_logprobs if wants_logprobs else None
+
+
 def with_next_seeds(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """The parameters of n answers: the first has the request's seed, and the others the next ones."""
-    return [replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63) for i in range(n)]  # in 64 bits
+    """The parameters of n answers: the first has the request's seed, the others the next ones."""
+    seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]  # in 64 bits
+    return [replace(params, seed=seed) for seed in seeds]

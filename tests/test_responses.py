@@ -355,7 +355,7 @@ HOSTILE = [  # (fields, the one that is named, a part of the message)
     (items(CALLED, OUTPUT | {"output": None}), "input[2].output", "must be a string or a list of text parts"),
     (items(CALLED, OUTPUT | {"output": {"a": 1}}), "input[2].output", "must be a string"),
     (items(CALLED, OUTPUT | {"output": [{"type": "input_image"}]}), "input[2].output", "'input_image'"),
-    (items(CALLED), "input", "the last one no function_call"),
+    (items(CALLED), "input", "whose last one is not a function_call"),
     (items(CALLED | {"call_id": 5}, OUTPUT), "input[1].call_id", "input[1].call_id must be a string"),
     (items(CALLED | {"call_id": None}), "input[1].call_id", "must be a string"),
     (items(CALLED | {"name": None}, OUTPUT), "input[1].name", "input[1].name must have 1 to 128 letters"),
@@ -560,7 +560,7 @@ def test_the_next_turn_has_the_conversation_before(client, engine, model, stream
     messages += [{"role": "assistant", "content": "Bye."}]
     assert last_prompt(model, engine) == chat_prompt(model, messages, add_generation_prompt=True)
     # The call of another conversation, or a call that is not answered.
-    for given, why in (([OUTPUT], "there is no function_call"), ([], "the last one no function_call")):
+    for given, why in (([OUTPUT], "there is no function_call"), ([], "last one is not a function_call")):
         refused = client.post(PATH, json={"input": given, "previous_response_id": first["id"]})
         assert refused.status_code == 400 and why in refused.json()["error"]["message"]
 

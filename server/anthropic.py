@@ -12,6 +12,7 @@ import json
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
+from server.chat_prompts import get_key
 from server.pipe_messages import Update
 from server.request_fields import KIND_NAMES, ApiError, FieldReader, read_role, read_stop_strings
 from server.responses import named_event
@@ -69,7 +70,7 @@ def translate_format(format, name: str) -> dict | None:
     if format is None:
         return None
     schema = None
-    if isinstance(format, dict) and format.get("type") == "json_schema":
+    if get_key(format, "type") == "json_schema":
         schema = format.get("schema")
     if not isinstance(schema, dict):
         text = f"{name} must have the type json_schema and a schema"
@@ -141,7 +142,7 @@ def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
         raise ApiError(f"{name} must be a string or a list of blocks", param=name)
 
     for i, block in enumerate(blocks):
-        kind = block.get("type") if isinstance(block, dict) else None
+        kind = get_key(block, "type")
         if not isinstance(kind, str):
             raise ApiError(f"{name}[{i}] must be an object with a type", param=name)
         if kind not in types:

@@ -1,7 +1,8 @@
-"""Conversations: turns the messages and tools of a chat request into the prompt that the model's template writes.
+"""Conversations: turns the messages and tools of a chat request into the prompt that the model's
+template writes.
 
-Read down: Conversation, a parsed one; ChatModel, which parses the fields about the conversation; the messages; the
-tools. The sampling parameters and the other fields of a request are read in api.py.
+Read down: Conversation, a parsed one; ChatModel, which parses the fields about the conversation;
+the messages; the tools. api.py reads the sampling parameters and the other fields of a request.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from server.request_fields import ApiError, FieldReader, log_once, read_role
 from server.tools import (
     NAME_PATTERN,
     Tool,
+    ToolFormat,
     ToolGrammar,
     find_tool_format,
     json_text,
@@ -27,26 +29,31 @@ from tokenizer import ChatTemplate, Tokenizer, TokenizerFiles
 
 MAX_TOOLS = 128
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by a part's type
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the names that servers and templates have for thoughts
+# The key of a part's text, by the type of the part.
+PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# The names that servers and templates have for thoughts.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 ASSISTANT_KEYS = {"refusal", "function_call", *THOUGHTS}
-NO_TOOLS = "the model's chat template knows no tools, or writes calls in a way that is not supported"
+NO_TOOLS = "the model's chat template does not support tools, or its format of calls is unknown"
 
 
 @dataclass
 class ToolChoice:
     """The tools of a request, and what the model may do with them."""
 
-    tools: list[Tool] = field(default_factory=list)  # that the model may call
-    described: list[dict] = field(default_factory=list)  # all of the request, as the template gets them
-    required: bool = False  # the answer must be calls
-    several: bool = True  # it may have more than one call
+    tools: list[Tool] = field(default_factory=list)  # those that the model may call
+    described: list[dict] = field(default_factory=list)  # all tools, as the template gets them
+    required: bool = False  # the answer must consist of calls
+    several: bool = True  # the answer may have more than one call
 
     @property
     def has_grammar(self) -> bool:
+        """Whether a grammar has to keep the model from calls that are not allowed."""
+        if not self.tools:
+            return False
         is_restricted = len(self.tools) < len(self.described)
-        return bool(self.tools) and (self.required or is_restricted or any(tool.strict for tool in self.tools))
+        return self.required or is_restricted or any(tool.strict for tool in self.tools)
 
 
 @dataclass
@@ -65,22 +72,33 @@ class ChatModel:
 
     def __init__(self, files: TokenizerFiles, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.template, self.template_error = None, ""
-        self.tool_template = self.tool_format = self.thinking = None  # the first is for conversations with tools
+        self.template: ChatTemplate | None = None
+        self.tool_template: ChatTemplate | None = None  # writes conversations with tools
+        self.template_error = ""
         try:
-            self.tool_template = ChatTemplate(replace(files, template=files.tool_template or files.template), tokenizer)
+            tool_files = replace(files, template=files.tool_template or files.template)
+            self.tool_template = ChatTemplate(tool_files, tokenizer)
             self.template = ChatTemplate(files, tokenizer)
         except UserError as error:
             self.template_error = "the model has no chat template: use /v1/completions"
             if "has no chat template" not in str(error):
                 print_status(f"chat completions are not available: {error}")
-        if self.template is not None and tokenizer.vocabulary is not None:
-            self.tool_format, self.thinking = find_tool_format(self.tool_template), self.template.thinking_marks()
-        sources = [template.source for template in (self.template, self.tool_template) if template is not None]
-        self.template_words = set(re.findall(r"\w+", "\n".join(sources)))
+
+        self.special_tokens: dict[str, int] = {}
+        self.tool_format: ToolFormat | None = None
+        self.thinking: tuple[str, str] | None = None  # the marks before and after thoughts
+        if tokenizer.vocabulary is not None:
+            self.special_tokens = special_tokens(tokenizer)
+            if self.template is not None:
+                self.tool_format = find_tool_format(self.tool_template)
+                self.thinking = self.template.thinking_marks()
+
+        self.template_words: set[str] = set()
+        for template in (self.template, self.tool_template):
+            if template is not None:
+                self.template_words.update(re.findall(r"\w+", template.source))
         if not self.template_words.isdisjoint(THOUGHTS):
-            self.template_words |= set(THOUGHTS)  # messages for the template have them under each name
-        self.special_tokens = special_tokens(tokenizer) if tokenizer.vocabulary is not None else {}
+            self.template_words.update(THOUGHTS)  # messages for the template have each of them
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
         """Read the fields of a request that are about the conversation."""
@@ -93,7 +111,8 @@ class ChatModel:
             raise ApiError(self.template_error, param="messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError("messages must be a list with at least one message", param="messages")
-        checked = [self.check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+        checked = [self.check_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
         checked = name_results(checked)
         ends_with_answer = checked[-1]["role"] == "assistant"
         if continues and not ends_with_answer:
@@ -102,40 +121,55 @@ class ChatModel:
         if continues and add_prompt:
             text = "add_generation_prompt and continue_final_message exclude each other"
             raise ApiError(text, param="add_generation_prompt")
+
         continues = continues or (ends_with_answer and add_prompt is not True)
         if add_prompt is False and not continues:
-            raise ApiError("add_generation_prompt is not supported, except with true", param="add_generation_prompt")
+            text = "add_generation_prompt is not supported, except with true"
+            raise ApiError(text, param="add_generation_prompt")
         return self.render(checked, tools, variables, continues)
 
     def read_thinking(self, fields: FieldReader) -> dict:
-        """The template's variables for OpenAI's reasoning_effort, as llama-server translates it, and for Qwen's
-        enable_thinking."""
-        effort, enabled = fields.read("reasoning_effort", str), fields.read("enable_thinking", bool)
-        variables = {} if enabled is None else {"enable_thinking": enabled}
+        """The template's variables for OpenAI's reasoning_effort, as llama-server translates it,
+        and for Qwen's enable_thinking."""
+        effort = fields.read("reasoning_effort", str)
+        enabled = fields.read("enable_thinking", bool)
+        variables = {}
+        if enabled is not None:
+            variables["enable_thinking"] = enabled
         if effort == "none":
             variables["enable_thinking"] = False
         elif effort is not None:
             variables["reasoning_effort"] = effort
+
         for name in variables:
             if name not in self.template_words:
-                asked = 'reasoning_effort "none"' if name == "enable_thinking" and enabled is None else name
-                text = f"a request has {asked}, which is ignored: the model's chat template does not know {name}"
+                asked = name
+                if name == "enable_thinking" and enabled is None:
+                    asked = 'reasoning_effort "none"'
+                reason = f"the model's chat template does not know {name}"
+                text = f"a request has {asked}, which is ignored: {reason}"
                 log_once(fields.logged, f"template: {name}", text)
         return variables
 
     def render(self, messages: list[dict], tools: ToolChoice, variables: dict, continues: bool) -> Conversation:
-        """The conversation of checked messages. continues: the answer continues the last message."""
+        """The conversation of checked messages. continues: the answer continues the last one."""
         last = messages[-1]
         if continues and "tool_calls" in last:
             raise ApiError("the last message has tool calls: send their results", param="messages")
-        format, template = self.tool_format, self.template
-        if tools.tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+
+        template = self.template
+        has_calls = any("tool_calls" in one or one["role"] == "tool" for one in messages)
+        if tools.tools or has_calls:
             template = self.tool_template
-        described = None if template.source == self.template.source else []  # a template for tools alone needs a list
+        described = None
         if tools.tools:
-            messages, places = place_tools(messages, tools.described, format.tools_in)
+            place = self.tool_format.tools_in
+            messages, places = place_tools(messages, tools.described, place)
             described = places.pop("tools", None)
             variables = variables | places
+        elif template.source != self.template.source:
+            described = []  # a template that is for tools alone needs a list
+
         try:
             text = template.render(
                 [self.message_for_template(message) for message in messages],
@@ -146,21 +180,27 @@ class ChatModel:
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
         except RecursionError:
-            raise ApiError("messages: the arguments of a call are nested too deeply", param="messages") from None
-        is_continued = continues and last["content"].strip() != ""
-        begins_inside, thinking_is_over = self.thoughts_before(last["content"] if is_continued else None, text)
-        syntax = AnswerSyntax(
-            self.thinking,
-            begins_inside,
-            format if tools.tools else None,
-            frozenset(tool.name for tool in tools.tools),
-            None if tools.several and (format is None or format.between is not None) else 1,
-        )
+            reason = "messages: the arguments of a call are nested too deeply"
+            raise ApiError(reason, param="messages") from None
+
+        continued = None
+        if continues and last["content"].strip():
+            continued = last["content"]
+        begins_inside, thinking_is_over = self.thoughts_before(continued, text)
+        format = self.tool_format if tools.tools else None
+        max_calls = None
+        if format is not None and (format.between is None or not tools.several):
+            max_calls = 1
+        names = frozenset(tool.name for tool in tools.tools)
+        syntax = AnswerSyntax(self.thinking, begins_inside, format, names, max_calls)
         return Conversation(text, tools, continues, thinking_is_over, syntax)
 
     def thoughts_before(self, content: str | None, text: str) -> tuple[bool, bool]:
-        """Whether the answer begins within thoughts, and whether its thoughts are over. content: what the answer
-        continues, or None if it is a new message; text: the prompt."""
+        """Whether the answer begins within thoughts, and whether its thoughts are over.
+
+        content: the text that the answer continues, or None if the answer is a new message.
+        text: the prompt.
+        """
         if self.thinking is None:
             return False, False
         begin, end = self.thinking
@@ -181,19 +221,23 @@ class ChatModel:
         return str(error).replace(f"{self.template.path}: ", "")
 
     def answer_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
-        """The source of the grammar that an answer must fit; None if it needs none."""
-        tools, syntax = conversation.tool_choice, conversation.syntax
+        """The source of the grammar that an answer must fit; None if there is none."""
+        tools = conversation.tool_choice
+        syntax = conversation.syntax
         if not tools.has_grammar and constraint is None:
             return None
-        grammar = None
+
+        special = self.special_tokens
+        calls = None
         if tools.tools:
+            several = syntax.max_calls is None
             try:
-                grammar = ToolGrammar(self.tool_format, tools.tools, self.special_tokens, syntax.max_calls is None)
+                calls = ToolGrammar(self.tool_format, tools.tools, special, several)
             except RecursionError:
                 raise ApiError("tools: a schema is nested too deeply", param="tools") from None
         thinking = None if conversation.thinking_is_over else self.thinking
-        special = self.special_tokens
-        return answer_source(constraint, special, grammar, tools.required, thinking, syntax.begins_inside)
+        begins_inside = syntax.begins_inside
+        return answer_source(constraint, special, calls, tools.required, thinking, begins_inside)
 
     def shown_ids(self, conversation: Conversation) -> frozenset[int]:
         """The special tokens whose text the parser of the answer has to see."""
@@ -205,43 +249,61 @@ class ChatModel:
     # ------------------------------------------------------------ messages
 
     def check_message(self, message, name: str) -> dict:
-        """A message with its role, its text and what else the template knows; for an assistant's also its thoughts and
-        its calls, as (id, name, arguments). ApiError if it is malformed, or has more than text."""
+        """A message with its role, its text and what else the template knows. A message of the
+        assistant also has its thoughts, and its calls as (id, name, arguments).
+
+        ApiError if the message is malformed, or has more than text.
+        """
         role = read_role(message, name, CHAT_ROLES)
-        if role == "function":  # the result of a function_call, as OpenAI's API had them before tools
+        if role == "developer":
+            role = "system"
+        if role == "function":  # OpenAI's older role for the result of a function_call
             check_string(message.get("name"), f"{name}.name")
-            message, role = message | {"tool_call_id": old_call_id(message)}, "tool"
+            message = message | {"tool_call_id": old_call_id(message)}
+            role = "tool"
         if role == "tool" and self.template is not None and self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.role")
-        checked = {"role": "system" if role == "developer" else role} | self.further_keys(message, name)
-        if message.get("function_call"):
-            call = {"id": old_call_id(message["function_call"]), "function": message["function_call"]}
+
+        checked = {"role": role} | self.further_keys(message, name)
+        function = message.get("function_call")
+        calls = message.get("tool_calls")
+        if function:
+            call = {"id": old_call_id(function), "function": function}
             checked["tool_calls"] = self.check_calls([call], role, f"{name}.function_call")
-        elif message.get("tool_calls") not in (None, []):
-            checked["tool_calls"] = self.check_calls(message["tool_calls"], role, f"{name}.tool_calls")
+        elif calls not in (None, []):
+            checked["tool_calls"] = self.check_calls(calls, role, f"{name}.tool_calls")
+
         content = message.get("content")
         if role == "assistant":
             content, thoughts = read_answer(message, name)
-            checked |= dict.fromkeys(THOUGHTS, thoughts) if thoughts else {}
+            if thoughts:
+                checked |= dict.fromkeys(THOUGHTS, thoughts)
         elif role == "tool":
-            content = "" if content is None else content
-            checked["tool_call_id"] = check_string(message.get("tool_call_id"), f"{name}.tool_call_id")
+            if content is None:
+                content = ""
+            call_id = check_string(message.get("tool_call_id"), f"{name}.tool_call_id")
+            checked["tool_call_id"] = call_id
         checked["content"] = check_content(content, f"{name}.content")
         if message.get("name") is not None:
             checked["name"] = check_string(message["name"], f"{name}.name")
         return checked
 
     def further_keys(self, message: dict, name: str) -> dict:
-        """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's functions. What it
-        does not know is ignored, and logged once."""
-        known = MESSAGE_KEYS | ASSISTANT_KEYS if message["role"] == "assistant" else MESSAGE_KEYS
-        further = {key: value for key, value in message.items() if key not in known and value is not None}
+        """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's
+        functions. Keys that the template does not know are ignored, and logged once."""
+        known = MESSAGE_KEYS
+        if message["role"] == "assistant":
+            known = MESSAGE_KEYS | ASSISTANT_KEYS
+        given = {key: value for key, value in message.items() if value is not None}
+        further = {key: value for key, value in given.items() if key not in known}
         for key in ("audio", "images"):
             if further.get(key):
                 raise ApiError(f"{name}.{key} is not supported", param=f"{name}.{key}")
+
         optional = {key for key in ("name", *THOUGHTS) if message.get(key)}
         for key in (further.keys() | optional) - self.template_words:
-            text = f"a message has the field {key[:60]!r}, which is ignored: the chat template does not know it"
+            reason = "the chat template does not know it"
+            text = f"a message has the field {key[:60]!r}, which is ignored: {reason}"
             log_once(FieldReader.logged, f"message: {key}", text)
         return {key: value for key, value in further.items() if key in self.template_words}
 
@@ -254,27 +316,32 @@ class ChatModel:
 
     def message_for_template(self, message: dict) -> dict:
         """A checked message, as the model's template expects it."""
-        format, message = self.tool_format, dict(message)
+        format = self.tool_format
+        message = dict(message)
         if "tool_call_id" in message:
             message["tool_call_id"] = self.id_for_template(message["tool_call_id"])
         calls = message.get("tool_calls")
         if calls is None:
             return message
+
         if format.in_content:
             written = format.write([(name, json_text(arguments)) for _, name, arguments in calls])
+            if message["content"]:
+                written = f"{message['content']}\n{written}"
             del message["tool_calls"]
-            return message | {"content": f"{message['content']}\n{written}" if message["content"] else written}
-        functions = [{"name": name, "arguments": format.arguments_for_template(one)} for _, name, one in calls]
-        message["tool_calls"] = [
-            {"id": self.id_for_template(call[0]), "type": "function", "function": function}
-            for call, function in zip(calls, functions)
-        ]
-        if format.null_content:  # such a template writes either content or calls, and results follow the calls
+            return message | {"content": written}
+
+        message["tool_calls"] = []
+        for call_id, name, arguments in calls:
+            function = {"name": name, "arguments": format.arguments_for_template(arguments)}
+            call = {"id": self.id_for_template(call_id), "type": "function", "function": function}
+            message["tool_calls"].append(call)
+        if format.null_content:  # the template would write the content instead of the calls
             message["content"] = None
         return message
 
     def id_for_template(self, call_id: str) -> str:
-        """The id of a call. Mistral's templates refuse ids that do not have 9 letters and digits."""
+        """The id of a call. Mistral's templates only accept ids of 9 letters and digits."""
         if not self.tool_format.writes_ids or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
             return call_id
         return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
@@ -283,19 +350,24 @@ class ChatModel:
 
     def read_tools(self, fields: FieldReader) -> ToolChoice:
         """Read the fields about tools."""
-        given, choice = fields.read("tools", list, []), fields.unread.pop("tool_choice", None)
+        given = fields.read("tools", list, [])
+        choice = fields.unread.pop("tool_choice", None)
         several = fields.read("parallel_tool_calls", bool, True)
         if len(given) > MAX_TOOLS:
-            raise ApiError(f"the request has {len(given)} tools, at most {MAX_TOOLS} are allowed", param="tools")
+            text = f"the request has {len(given)} tools, at most {MAX_TOOLS} are allowed"
+            raise ApiError(text, param="tools")
+
         tools = [check_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
         names = [tool.name for tool in tools]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise ApiError(f"tools has {repeated[0]!r} twice", param="tools")
+        for name in names:
+            if names.count(name) > 1:
+                raise ApiError(f"tools has {name!r} twice", param="tools")
         allowed, required = read_tool_choice(choice, names)
         if not tools or choice == "none":
             return ToolChoice()
         if self.template is not None and self.tool_format is None:
             raise ApiError(f"tools: {NO_TOOLS}", param="tools")
+
         described = [describe_tool(tool) for tool in given]
         tools = [tool for tool in tools if tool.name in allowed]
         asks_for_one = isinstance(choice, dict) and choice["type"] == "function"
@@ -303,26 +375,33 @@ class ChatModel:
 
 
 def read_answer(message: dict, name: str) -> tuple:
-    """The content and the thoughts of an assistant's message. Thoughts may be parts of the content, too."""
-    content = "" if message.get("content") is None else message["content"]
-    parts = content if isinstance(content, list) else []
-    thoughts = [part for part in parts if is_thought(part)]
-    if thoughts:
-        content = [part for part in parts if not is_thought(part)]
+    """The content and the thoughts of an assistant's message.
+
+    The content may be a list, some parts of which may be thoughts.
+    """
+    content = message.get("content")
+    thoughts = []
+    if content is None:
+        content = ""
+    if isinstance(content, list):
+        thoughts = [part for part in content if is_thought(part)]
+        content = [part for part in content if not is_thought(part)]
     if isinstance(message.get("refusal"), str):
         content = check_content(content, f"{name}.content") + message["refusal"]
+
     for key in THOUGHTS:
         if message.get(key) not in (None, ""):
             return content, check_content(message[key], f"{name}.{key}")
-    return content, "".join(check_content(part.get("thinking"), f"{name}.content") for part in thoughts)
+    texts = [check_content(part.get("thinking"), f"{name}.content") for part in thoughts]
+    return content, "".join(texts)
 
 
 def is_thought(part) -> bool:
-    return isinstance(part, dict) and part.get("type") == "thinking"
+    return get_key(part, "type") == "thinking"
 
 
 def check_content(content, name: str) -> str:
-    """The text of a message; ApiError if it has more than text."""
+    """The text of a message's content; ApiError if it has more than text."""
     if isinstance(content, list):
         content = "".join(part_text(part, i, name) for i, part in enumerate(content))
     return check_string(content, name, "a string or a list of text parts")
@@ -330,14 +409,21 @@ def check_content(content, name: str) -> str:
 
 def part_text(part, i: int, name: str) -> str:
     """The text of part i of the content `name`."""
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = get_key(part, "type")
     if not isinstance(kind, str) or kind not in PART_TEXTS:
-        came = "this has no type" if kind is None else f"this has the type {str(kind)[:64]!r}"
-        raise ApiError(f"{name}[{i}]: only parts of text are supported, {came}", param=name)
-    text = part.get(PART_TEXTS[kind])
+        came = "no type" if kind is None else f"the type {str(kind)[:64]!r}"
+        text = f"{name}[{i}]: only parts of text are supported, this has {came}"
+        raise ApiError(text, param=name)
+    key = PART_TEXTS[kind]
+    text = part.get(key)
     if not isinstance(text, str):
-        raise ApiError(f"{name}[{i}].{PART_TEXTS[kind]} must be a string", param=name)
+        raise ApiError(f"{name}[{i}].{key} must be a string", param=name)
     return text
+
+
+def get_key(value, key: str):
+    """The value of a key; None if it is missing, or if the value is not an object."""
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def check_string(value, name: str, rule: str = "a string") -> str:
@@ -347,13 +433,13 @@ def check_string(value, name: str, rule: str = "a string") -> str:
 
 
 def old_call_id(call) -> str:
-    """The id of a function_call and of its result. They have none in the API, but the same name."""
+    """The id of a function_call and of its result, which have the same name, but no id."""
     return f"call_{call.get('name')}" if isinstance(call, dict) else ""
 
 
 def check_call(call, name: str) -> tuple:
     """(id, function's name, arguments) of a call in a message."""
-    function = call.get("function") if isinstance(call, dict) else None
+    function = get_key(call, "function")
     if not isinstance(function, dict) or not isinstance(call.get("id"), str):
         raise ApiError(f"{name} must be an object with an id and a function", param=name)
     check_name(function.get("name"), f"{name}.function.name")
@@ -361,7 +447,8 @@ def check_call(call, name: str) -> tuple:
 
 
 def read_arguments(arguments):
-    """The arguments of a call: an object; or what the message has instead, such as the text of a call that was cut."""
+    """The arguments of a call as an object, or else as they are, such as the text of a call that
+    was cut off."""
     parsed = arguments
     if isinstance(arguments, str) and arguments:
         with suppress(ValueError, RecursionError):
@@ -378,33 +465,49 @@ def check_name(value, name: str):
 
 def name_results(messages: list[dict]) -> list[dict]:
     """Messages with the function's name in each result, for templates that write it."""
-    names = {call_id: name for message in messages for call_id, name, _ in message.get("tool_calls", ())}
-    return [
-        {"name": names[message["tool_call_id"]]} | message if message.get("tool_call_id") in names else message
-        for message in messages
-    ]
+    names = {}
+    for message in messages:
+        for call_id, name, _ in message.get("tool_calls", ()):
+            names[call_id] = name
+
+    named = []
+    for message in messages:
+        call_id = message.get("tool_call_id")
+        if call_id in names:
+            message = {"name": names[call_id]} | message
+        named.append(message)
+    return named
 
 
 def check_tool(tool, name: str) -> Tool:
     """A tool of a request; ApiError if it is malformed."""
-    function = tool.get("function") if isinstance(tool, dict) else None
+    function = get_key(tool, "function")
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise ApiError(f"{name} must be an object of type function, other tools are not supported", param=name)
+        rule = "must be an object of type function, other tools are not supported"
+        raise ApiError(f"{name} {rule}", param=name)
     check_name(function.get("name"), f"{name}.function.name")
-    strict, schema = function.get("strict"), function.get("parameters")
-    schema = {} if schema is None else schema
+
+    schema = function.get("parameters")
+    if schema is None:
+        schema = {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise ApiError(f"{name}.function.parameters must be the JSON schema of an object", param=f"{name}.parameters")
-    if not isinstance(function.get("description"), str | None) or not isinstance(strict, bool | None):
-        raise ApiError(f"{name}.function: description must be a string, and strict true or false", param=name)
+        text = f"{name}.function.parameters must be the JSON schema of an object"
+        raise ApiError(text, param=f"{name}.parameters")
+    description = function.get("description")
+    strict = function.get("strict")
+    if not isinstance(description, str | None) or not isinstance(strict, bool | None):
+        rule = "description must be a string, and strict true or false"
+        raise ApiError(f"{name}.function: {rule}", param=name)
     return Tool(function["name"], schema, bool(strict), f"{name}.function.parameters")
 
 
 def describe_tool(tool: dict) -> dict:
     """A checked tool as templates get it: with a description and parameters, and without strict."""
-    function = {key: value for key, value in tool["function"].items() if key != "strict" and value is not None}
-    defaults = {"name": function["name"], "description": "", "parameters": {"type": "object", "properties": {}}}
-    return {"type": "function", "function": defaults | function}
+    given = {key: value for key, value in tool["function"].items() if value is not None}
+    given.pop("strict", None)
+    no_parameters = {"type": "object", "properties": {}}
+    defaults = {"name": given["name"], "description": "", "parameters": no_parameters}
+    return {"type": "function", "function": defaults | given}
 
 
 def read_tool_choice(choice, names: list[str]) -> tuple[list[str], bool]:
@@ -415,23 +518,25 @@ def read_tool_choice(choice, names: list[str]) -> tuple[list[str], bool]:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
         return names, True
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    tools, mode = None, None
+
+    kind = get_key(choice, "type")
+    tools = None
+    mode = None
     if kind == "function":
-        tools, mode = [choice], "required"
+        tools = [choice]
+        mode = "required"
     elif kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
-        tools, mode = choice["allowed_tools"].get("tools"), choice["allowed_tools"].get("mode")
+        tools = choice["allowed_tools"].get("tools")
+        mode = choice["allowed_tools"].get("mode")
     if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
-        rule = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
-        rule += ' or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+        rule = 'none, auto, required, {"type": "function", "function": {"name": ...}} or '
+        rule += '{"type": "allowed_tools", "allowed_tools": '
+        rule += '{"mode": "auto" or "required", "tools": [...]}}'
         raise ApiError(f"tool_choice must be {rule}", param="tool_choice")
-    allowed = [tool_name(tool) for tool in tools]
-    if unknown := [name for name in allowed if name not in names]:
-        raise ApiError(f"tool_choice: there is no tool {str(unknown[0])[:64]!r}", param="tool_choice")
+
+    allowed = [get_key(get_key(tool, "function"), "name") for tool in tools]
+    for name in allowed:
+        if name not in names:
+            text = f"tool_choice: there is no tool {str(name)[:64]!r}"
+            raise ApiError(text, param="tool_choice")
     return allowed, mode == "required"
-
-
-def tool_name(tool):
-    """What a tool of tool_choice has as its name."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return function.get("name") if isinstance(function, dict) else None

@@ -17,7 +17,7 @@ from itertools import takewhile
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.chat_prompts import check_content, check_name, check_string
+from server.chat_prompts import check_content, check_name, check_string, get_key
 from server.pipe_messages import Update
 from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json, log_once
 from server.responses import named_event
@@ -307,11 +307,11 @@ def read_functions(given: list, choice) -> list[dict]:
     keys = ("type", "name", "description", "parameters", "strict")
     functions = []
     for i, tool in enumerate(given):
-        kind = tool.get("type") if isinstance(tool, dict) else None
+        kind = get_key(tool, "type")
         if kind == "function":
             functions.append({key: tool.get(key) for key in keys})
             continue
-        is_optional = isinstance(tool, dict) and tool.get("optional") is True
+        is_optional = get_key(tool, "optional") is True
         if choice in (None, "auto", "required") and not is_optional:
             text = f"tools[{i}]: a tool of type {str(kind)[:64]!r} is not supported, only functions"
             raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")

@@ -1,12 +1,13 @@
 """The responses of OpenAI's API as data: whole, or as the chunks of a stream.
 
-Read down: ResponseBuilder; the events of a chat's answer, which answers.py has parsed; the log-probabilities.
+Read down: ResponseBuilder; the events of a chat's answer, which answers.py has parsed; the
+log-probabilities.
 """
 
 import itertools
 
 from engine import Request
-from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
+from server.answers import CallArguments, CallBegins, Content, Event
 from server.api import Choice, CompletionRequest, ServedModel
 from server.pipe_messages import Update
 from server.request_fields import ApiError, encode_json
@@ -18,43 +19,61 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 class ResponseBuilder:
     """Builds the response of /v1/completions or /v1/chat/completions.
 
-    `whole` is the response that is not streamed. A stream is what `stream_update` returns for each update, and then
-    `stream_end` or `stream_error`. Any class with these four methods can build responses (EventStream sends them).
+    `whole` is the response that is not streamed. A stream consists of what `stream_update` returns
+    for each update, and ends with `stream_end` or `stream_error`. Any class with these four methods
+    can build responses (EventStream sends them).
     """
 
     def __init__(self, model: ServedModel, completion: CompletionRequest):
-        self.model, self.completion = model, completion
+        self.model = model
+        self.completion = completion
         kind = "text_completion"
         if completion.is_chat:
             kind = "chat.completion.chunk" if completion.stream else "chat.completion"
-        self.header = {"id": completion.id, "object": kind, "created": completion.created, "model": model.name}
+        self.header = {
+            "id": completion.id,
+            "object": kind,
+            "created": completion.created,
+            "model": model.name,
+        }
 
     def chunks(self, choice: Choice, update: Update) -> list[dict]:
-        """Add an update to its choice, and return the stream's chunks for it: none without a complete character."""
+        """Add an update to its choice, and return the stream's chunks for it, which may be none."""
         is_first = not choice.updates
         choice.updates.append(update)
+        answers = []
         if self.completion.is_chat:
-            answers = [{"delta": delta, "logprobs": None} for delta in stream_deltas(choice.events(update))]
-            if is_first:
-                first = answers.pop(0)["delta"] if answers and "content" in answers[0]["delta"] else {"content": ""}
-                answers.insert(0, {"delta": {"role": "assistant"} | first, "logprobs": None})
-            if not answers and (update.logprobs or update.finish_reason):
-                answers = [{"delta": {}, "logprobs": None}]
-            if update.logprobs:
-                answers[0]["logprobs"] = chat_logprobs(self.model, update.logprobs)
+            answers = self.chat_answers(choice, update, is_first)
         elif update.text or update.logprobs or update.finish_reason or is_first:
             answers = [self.text_and_logprobs(choice, update, is_first)]
-        else:
-            answers = []
+
         parts = [{"index": choice.index, **answer, "finish_reason": None} for answer in answers]
         if parts:
             parts[-1]["finish_reason"] = choice.finish_reason(update)
         return [self.header | {"choices": [part]} | self.usage_so_far() for part in parts]
 
+    def chat_answers(self, choice: Choice, update: Update, is_first: bool) -> list[dict]:
+        """The fields of a chat's choice in each chunk for an update."""
+        deltas = stream_deltas(choice.events(update))
+        if is_first:
+            if not deltas or "content" not in deltas[0]:
+                deltas.insert(0, {"content": ""})
+            deltas[0] = {"role": "assistant"} | deltas[0]
+        if not deltas and (update.logprobs or update.finish_reason):
+            deltas = [{}]
+
+        answers = [{"delta": delta, "logprobs": None} for delta in deltas]
+        if update.logprobs:
+            answers[0]["logprobs"] = chat_logprobs(self.model, update.logprobs)
+        return answers
+
     def usage_so_far(self) -> dict:
+        """The field `usage` of a chunk that is not the last one, if it has one."""
         if self.completion.continuous_usage:
             return {"usage": self.completion.usage()}
-        return {"usage": None} if self.completion.include_usage else {}
+        if self.completion.include_usage:
+            return {"usage": None}
+        return {}
 
     def stream_update(self, choice: Choice, update: Update) -> bytes:
         """The bytes of a stream for an update, which is added to its choice."""
@@ -64,7 +83,8 @@ class ResponseBuilder:
         """The bytes after those of all updates."""
         if not self.completion.include_usage:
             return END_OF_STREAM
-        return data_event(self.header | {"choices": [], "usage": self.completion.usage()}) + END_OF_STREAM
+        chunk = self.header | {"choices": [], "usage": self.completion.usage()}
+        return data_event(chunk) + END_OF_STREAM
 
     def stream_error(self, error: ApiError) -> bytes:
         """The bytes that end a stream that has failed."""
@@ -76,20 +96,29 @@ class ResponseBuilder:
         for choice in self.completion.choices:
             update = choice.combined()
             if self.completion.is_chat:
-                logprobs = None if choice.request.logprobs is None else update.logprobs
-                message = {"role": "assistant", **message_fields(choice.events(update)), "refusal": None}
-                answer = {"message": message, "logprobs": chat_logprobs(self.model, logprobs)}
+                fields = message_fields(choice.events(update))
+                message = {"role": "assistant", **fields, "refusal": None}
+                answer = {"message": message, "logprobs": None}
+                if choice.request.logprobs is not None:
+                    answer["logprobs"] = chat_logprobs(self.model, update.logprobs)
             else:
                 answer = self.text_and_logprobs(choice, update, True)
-            choices.append({"index": choice.index, **answer, "finish_reason": choice.finish_reason(update)})
+            reason = choice.finish_reason(update)
+            choices.append({"index": choice.index, **answer, "finish_reason": reason})
         return self.header | {"choices": choices, "usage": self.completion.usage()}
 
     def text_and_logprobs(self, choice: Choice, update: Update, is_first: bool) -> dict:
-        """The fields of a choice of /v1/completions. is_first: they begin with an echoed prompt, if there is one."""
-        text = choice.echo + update.text if is_first else update.text
+        """The fields of a choice of /v1/completions.
+
+        is_first: they begin with the prompt, if the request asks for its echo.
+        """
+        text = update.text
+        entries = []
+        if is_first:
+            text = choice.echo + update.text
+            entries = prompt_entries(self.model, choice.request, update)
         if choice.request.logprobs is None:
             return {"text": text, "logprobs": None}
-        entries = prompt_entries(self.model, choice.request, update) if is_first else []
         entries += [(*scored, offset + len(choice.echo)) for *scored, offset in update.logprobs]
         return {"text": text, "logprobs": completion_logprobs(self.model, entries)}
 
@@ -100,7 +129,7 @@ def data_event(chunk: dict) -> bytes:
 
 
 def named_event(event: dict) -> bytes:
-    """A server-sent event that is named after its type, for other APIs."""
+    """A server-sent event for other APIs, which name it after its type."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
@@ -108,53 +137,74 @@ def named_event(event: dict) -> bytes:
 
 
 def stream_deltas(events: list[Event]) -> list[dict]:
-    """The deltas of a stream, in order. Neighbouring events of the same kind are one delta."""
+    """The deltas of a stream, in order. Neighbouring events of the same kind become one delta."""
     deltas = []
-    for kind, group in itertools.groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        group = list(group)
-        if kind[0] is CallBegins:
-            function = {"name": group[0].name, "arguments": ""}
-            call = {"index": group[0].index, "id": group[0].id, "type": "function", "function": function}
-            deltas.append({"tool_calls": [call]})
+    for (kind, index), group in itertools.groupby(events, kind_and_index):
+        if kind is CallBegins:
+            begin = next(group)
+            deltas.append({"tool_calls": [{"index": index} | new_call(begin)]})
             continue
         text = "".join(event.text for event in group)
-        if kind[0] is CallArguments:
-            deltas.append({"tool_calls": [{"index": group[0].index, "function": {"arguments": text}}]})
+        if kind is CallArguments:
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        elif kind is Content:
+            deltas.append({"content": text})
         else:
-            deltas.append({"content" if kind[0] is Content else "reasoning_content": text})
+            deltas.append({"reasoning_content": text})
     return deltas
+
+
+def kind_and_index(event: Event) -> tuple[type, int | None]:
+    """The type of an event, and the index of the call to which it belongs."""
+    return type(event), getattr(event, "index", None)
+
+
+def new_call(event: CallBegins) -> dict:
+    """A call without its arguments."""
+    function = {"name": event.name, "arguments": ""}
+    return {"id": event.id, "type": "function", "function": function}
 
 
 def message_fields(events: list[Event]) -> dict:
     """The content, the thoughts and the calls of a message that is not streamed."""
-    texts = {kind: "".join(event.text for event in events if type(event) is kind) for kind in (Content, Reasoning)}
-    calls = [
-        {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
-        for event in events
-        if type(event) is CallBegins
-    ]
+    content = ""
+    thoughts = ""
+    calls = []
     for event in events:
-        if type(event) is CallArguments:
+        if isinstance(event, CallBegins):
+            calls.append(new_call(event))
+        elif isinstance(event, CallArguments):
             calls[event.index]["function"]["arguments"] += event.text
-    fields = {"content": texts[Content] or (None if calls else "")}
-    if texts[Reasoning]:
-        fields["reasoning_content"] = texts[Reasoning]
-    return fields | ({"tool_calls": calls} if calls else {})
+        elif isinstance(event, Content):
+            content += event.text
+        else:
+            thoughts += event.text
+
+    fields = {"content": content}
+    if calls and not content:
+        fields["content"] = None
+    if thoughts:
+        fields["reasoning_content"] = thoughts
+    if calls:
+        fields["tool_calls"] = calls
+    return fields
 
 
 # ---------------------------------------------------------------- log-probabilities
 
 
 def finite(logprob: float) -> float:
-    """A log-probability for JSON, which has no infinity."""
+    """A log-probability for JSON, which cannot express infinity."""
     return max(logprob, -9999.0)
 
 
 def prompt_entries(model: ServedModel, request: Request, update: Update) -> list[tuple]:
-    """The log-probabilities of an echoed prompt's tokens, as in Update.logprobs. The first token has none."""
+    """The log-probabilities of an echoed prompt's tokens, as in Update.logprobs. The first token
+    has none."""
     if request.prompt_logprobs is None:
         return []
-    stream, entries = TextStream(model.tokenizer), []
+    stream = TextStream(model.tokenizer)
+    entries = []
     offset = 0
     for token, scored in zip(request.prompt, [(None, None), *update.prompt_logprobs]):
         entries.append((token, *scored, offset))
@@ -163,28 +213,31 @@ def prompt_entries(model: ServedModel, request: Request, update: Update) -> list
 
 
 def completion_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
-    """Log-probabilities as /v1/completions has them. Of several tokens with the same text, the likeliest counts."""
-    top_logprobs = []
-    for token, own, best, _ in entries:
-        top_logprobs.append(None if best is None else {})
-        for i, logprob in [*best, (token, own)] if best is not None else ():
-            top_logprobs[-1].setdefault(model.token_text(i), finite(logprob))
-    return {
-        "tokens": [model.token_text(token) for token, *_ in entries],
-        "token_logprobs": [None if own is None else finite(own) for _, own, *_ in entries],
-        "top_logprobs": top_logprobs,
-        "text_offset": [offset for *_, offset in entries],
-    }
+    """Log-probabilities as /v1/completions has them. If several tokens have the same text, the
+    likeliest counts."""
+    logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, own, best, offset in entries:
+        top = None
+        if best is not None:
+            top = {}
+            for i, logprob in [*best, (token, own)]:
+                top.setdefault(model.token_text(i), finite(logprob))
+        logprobs["tokens"].append(model.token_text(token))
+        logprobs["token_logprobs"].append(None if own is None else finite(own))
+        logprobs["top_logprobs"].append(top)
+        logprobs["text_offset"].append(offset)
+    return logprobs
 
 
-def chat_logprobs(model: ServedModel, entries: list[tuple] | None) -> dict | None:
+def chat_logprobs(model: ServedModel, entries: list[tuple]) -> dict:
     """Log-probabilities as /v1/chat/completions has them."""
-    if entries is None:
-        return None
 
     def entry(token: int, logprob: float) -> dict:
         data = list(model.token_bytes(token))
         return {"token": model.token_text(token), "logprob": finite(logprob), "bytes": data}
 
-    content = [entry(token, own) | {"top_logprobs": [entry(*one) for one in best]} for token, own, best, _ in entries]
+    content = []
+    for token, own, best, _ in entries:
+        top_logprobs = [entry(*one) for one in best]
+        content.append(entry(token, own) | {"top_logprobs": top_logprobs})
     return {"content": content, "refusal": None}

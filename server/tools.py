@@ -1,16 +1,16 @@
 """Tools: how a model writes calls of functions, and the grammars that make it write calls that fit.
 
-Read down: Tool, a function that a request offers; ToolFormat, how a model writes calls; find_tool_format, which finds
-this out by rendering conversations with the model's chat template; the marks of thoughts; the grammars. The parser of
-answers is answers.py.
+Read down: Tool, a function that a request offers; ToolFormat, how a model writes calls;
+find_tool_format, which finds this out by rendering conversations with the model's chat template;
+the grammars. answers.py has the parser of answers.
 
 Every format that is supported writes a call as
 
     prefix NAME middle ARGUMENTS suffix
 
-where ARGUMENTS is a JSON object, with `begin` before the first call of an answer, `between` between two calls and `end`
-after the last one. For Qwen, the prefix is '<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix
-'}\\n</tool_call>'.
+where ARGUMENTS is a JSON object. `begin` comes before the first call of an answer, `between`
+between two calls, and `end` after the last one. For Qwen, the prefix is
+'<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix '}\\n</tool_call>'.
 """
 
 import json
@@ -23,8 +23,8 @@ from cli import UserError
 from grammar import schema_rule
 from tokenizer import THINKING_MARKS, ChatTemplate, Tokenizer
 
-NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # of a function, as Anthropic allows it; OpenAI has a limit of 64
-ID_PATTERN = "[a-zA-Z0-9]{9}"  # of a call, in the formats that write ids (Mistral's)
+NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # a function's name: Anthropic's limit, OpenAI's is 64
+ID_PATTERN = "[a-zA-Z0-9]{9}"  # a call's id, in the formats that write ids (Mistral's)
 PROBE_ID = "aB3dE5gH7"  # stands for the id of a call in the texts of a ToolFormat
 
 
@@ -33,8 +33,8 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    schema: dict  # of its arguments, a JSON object
-    strict: bool = False  # whether a grammar enforces the schema, even where the model need not call any function
+    schema: dict  # the JSON schema of its arguments, which are an object
+    strict: bool = False  # a grammar enforces the schema, even if no call is required
     place: str = ""  # the path of the schema in the request, for messages
 
 
@@ -51,19 +51,22 @@ class ToolFormat:
     begin: str = ""
     between: str | None = None  # None: an answer has at most one call
     end: str = ""
-    more_openers: tuple[str, ...] = ()  # marks before a call that the model may write, but the template does not
+    # Marks before a call that the model may write, although the template does not.
+    more_openers: tuple[str, ...] = ()
     null_content: bool = False  # the content of a message with calls must be null
-    text_arguments: bool = False  # arguments are JSON text, instead of objects
+    text_arguments: bool = False  # the template needs arguments as JSON text, not as objects
     writes_text: bool = True  # the template also writes arguments that are any text
-    in_content: bool = False  # the template does not know calls, so they are written into the content of messages
-    tools_in: str = "tools"  # the template's variable for tools; "system": they are JSON text in the system message
+    in_content: bool = False  # the template ignores calls, so they are written as content
+    tools_in: str = "tools"  # the template's variable for tools, or "system" for the system message
 
     @property
     def keys(self) -> tuple[str, str] | None:
-        """The keys of a call's name and arguments in its JSON object; None if a call is not a JSON object."""
+        """The keys of a call's name and arguments; None if a call is not a JSON object."""
         name = re.search(r'\{\s*"(\w+)"\s*:\s*"$', self.prefix)
         arguments = re.fullmatch(r'"\s*,\s*"(\w+)"\s*:\s*', self.middle)
-        return (name[1], arguments[1]) if name and arguments else None
+        if name is None or arguments is None:
+            return None
+        return name[1], arguments[1]
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -72,8 +75,11 @@ class ToolFormat:
         return tuple(dict.fromkeys(mark for mark in marks if mark))
 
     def _mark(self, text: str) -> str:
-        """What stands before the JSON object or the array of a call, or in other formats before the name."""
-        return (text if self.keys is None else re.sub(r'\[?\s*\{\s*"\w+"\s*:\s*"$', "", text)).strip()
+        """The part of a text before the JSON object or the array of a call. Without JSON, the whole
+        text stands before the name."""
+        if self.keys is not None:
+            text = re.sub(r'\[?\s*\{\s*"\w+"\s*:\s*"$', "", text)
+        return text.strip()
 
     @property
     def closers(self) -> tuple[str, ...]:
@@ -88,11 +94,15 @@ class ToolFormat:
     @property
     def marks(self) -> str:
         """All texts that a model may write around names and arguments."""
-        return "\n".join([self.begin, self.prefix, self.middle, self.suffix, self.end, *self.more_openers])
+        texts = [self.begin, self.prefix, self.middle, self.suffix, self.end]
+        return "\n".join([*texts, *self.more_openers])
 
     def arguments_for_template(self, arguments) -> dict | str:
-        """The arguments of a call in a message, as the template expects them. If they are no object, they are text, or
-        one argument with this text if the template would fail or write nothing."""
+        """The arguments of a call in a message, as the template expects them.
+
+        Arguments that are not an object become text. If the template would fail with text, or would
+        not write it, they become an object with this text.
+        """
         if isinstance(arguments, dict) and not self.text_arguments:
             return arguments
         text = json_text(arguments)
@@ -100,21 +110,39 @@ class ToolFormat:
 
     def write(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, given as (name, arguments as JSON text)."""
-        texts = [self.prefix + name + self.middle + arguments + self.suffix for name, arguments in calls]
-        return self.begin + (self.between or "\n").join(texts) + self.end
+        texts = []
+        for name, arguments in calls:
+            texts.append(self.prefix + name + self.middle + arguments + self.suffix)
+        between = self.between or "\n"
+        return self.begin + between.join(texts) + self.end
 
 
 def json_text(arguments) -> str:
-    """Arguments as JSON. A text stays as it is."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    """Arguments as JSON text. If they are a text already, it stays as it is."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
-HERMES = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n", in_content=True)
+HERMES = ToolFormat(
+    prefix='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    suffix="}\n</tool_call>",
+    between="\n",
+    in_content=True,
+)
 GRANITE = ToolFormat(
-    '{"name": "', '", "arguments": ', "}", begin="<|tool_call|>[", between=", ", end="]", in_content=True
+    prefix='{"name": "',
+    middle='", "arguments": ',
+    suffix="}",
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+    in_content=True,
 )
 PHI = replace(GRANITE, end="]<|/tool_call|>")
-# The formats of models whose templates do not write calls, by a mark that the template contains. The first one counts.
+# The formats of models whose templates do not write calls, by a mark that the template contains.
+# The first mark that it contains counts.
 KNOWN_FORMATS = {
     "<|/tool_call|>": PHI,
     "<|tool_call|>": GRANITE,  # Granite 3
@@ -124,26 +152,33 @@ KNOWN_FORMATS = {
 
 # ---------------------------------------------------------------- finding a model's format
 
-PROBE_FUNCTION = {"name": "probe_tool", "description": "A probe.", "parameters": {"type": "object", "properties": {}}}
+PROBE_NAME = "probe_tool"  # the function that is offered
+NO_PARAMETERS = {"type": "object", "properties": {}}
+PROBE_FUNCTION = {"name": PROBE_NAME, "description": "A probe.", "parameters": NO_PARAMETERS}
 PROBE_TOOL = {"type": "function", "function": PROBE_FUNCTION}
-PROBE_NAMES = ("probe_first", "probe_second")  # of functions that are called
-PROBE_CONTENT = "\u00a7\u00a7\u00a7"  # of an answer without calls
+PROBE_NAMES = ("probe_first", "probe_second")  # the functions that are called
+PROBE_CONTENT = "\u00a7\u00a7\u00a7"  # the content of an answer without calls
 QUESTION = {"role": "user", "content": "Hello"}
 
 
 def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
-    """The format of a model's tool calls; None if its template knows no tools, or if the format is not supported."""
-    for place in ("tools", "xml_tools", "system"):
-        if PROBE_FUNCTION["name"] in try_to_render(template, [QUESTION], place):
-            break
-    else:
+    """The format of a model's tool calls; None if the template does not support tools, or the
+    format is not supported."""
+    place = find_place(template)
+    if place is None:
         return None
     for null_content, text_arguments in product((False, True), repeat=2):
         probe = Probe(template, place, null_content, text_arguments)
         found = probe_format(probe)
         if found is not None:
-            found = replace(found, tools_in=place, null_content=null_content, text_arguments=text_arguments)
-            return replace(found, writes_text=PROBE_CONTENT in probe.render_calls([PROBE_CONTENT]))
+            return replace(
+                found,
+                tools_in=place,
+                null_content=null_content,
+                text_arguments=text_arguments,
+                writes_text=PROBE_CONTENT in probe.render_calls([PROBE_CONTENT]),
+            )
+
     without_calls = Probe(template, place, False, False).render(1)
     if without_calls and PROBE_NAMES[0] not in without_calls:
         for mark, known in KNOWN_FORMATS.items():
@@ -152,21 +187,32 @@ def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
     return None
 
 
+def find_place(template: ChatTemplate) -> str | None:
+    """Where the template takes tools from, as in ToolFormat.tools_in; None if it ignores them."""
+    for place in ("tools", "xml_tools", "system"):
+        if PROBE_NAME in try_to_render(template, [QUESTION], place):
+            return place
+    return None
+
+
 def place_tools(messages: list[dict], tools: list[dict], place: str) -> tuple[list[dict], dict]:
-    """The messages and the template's variables with the tools in their place, which is that of ToolFormat.tools_in."""
+    """The messages and the template's variables with the tools, which stand in a variable or in the
+    system message, as ToolFormat.tools_in says."""
     if place != "system":
         return messages, {place: tools}
-    has_system = messages[0]["role"] == "system"
-    system = messages[0] if has_system else {"role": "system", "content": ""}
+    system = {"role": "system", "content": ""}
+    if messages[0]["role"] == "system":
+        system = messages[0]
+        messages = messages[1:]
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    return [system | {"tools": text}, *messages[has_system:]], {}
+    return [system | {"tools": text}, *messages], {}
 
 
 def try_to_render(template: ChatTemplate, messages: list[dict], place: str) -> str:
-    """The text with a tool and without a generation prompt, or no text if the template refuses the messages."""
+    """The text of a conversation with a tool; no text if the template refuses the messages."""
     messages, variables = place_tools(messages, [PROBE_TOOL], place)
+    tools = variables.pop("tools", None)
     try:
-        tools = variables.pop("tools", None)
         return template.render(messages, add_generation_prompt=False, tools=tools, variables=variables)
     except UserError:
         return ""
@@ -174,42 +220,52 @@ def try_to_render(template: ChatTemplate, messages: list[dict], place: str) -> s
 
 @dataclass(frozen=True)
 class Probe:
-    """Renders conversations that end with calls. The fields are those of a ToolFormat that is tried."""
+    """Renders conversations that end with calls, as a ToolFormat with these fields needs them."""
 
     template: ChatTemplate
-    place: str
+    place: str  # ToolFormat.tools_in
     null_content: bool
     text_arguments: bool
 
     def render(self, n: int) -> str:
-        """A conversation that ends with n calls, or with a plain answer for n = 0."""
-        if not n:
+        """The text of a conversation that ends with n calls, or for n = 0 with a plain answer."""
+        if n == 0:
             answer = {"role": "assistant", "content": PROBE_CONTENT}
             return try_to_render(self.template, [QUESTION, answer], self.place)
         arguments = [{"probe_key": name} for name in PROBE_NAMES[:n]]
-        return self.render_calls([json.dumps(one) if self.text_arguments else one for one in arguments])
+        if self.text_arguments:
+            arguments = [json.dumps(one) for one in arguments]
+        return self.render_calls(arguments)
 
     def render_calls(self, arguments: list) -> str:
-        """A conversation that ends with calls with these arguments."""
-        functions = [{"name": name, "arguments": one} for name, one in zip(PROBE_NAMES, arguments)]
-        calls = [{"id": PROBE_ID, "type": "function", "function": function} for function in functions]
-        answer = {"role": "assistant", "content": None if self.null_content else "", "tool_calls": calls}
+        """The text of a conversation that ends with calls with these arguments."""
+        calls = []
+        for name, one in zip(PROBE_NAMES, arguments):
+            function = {"name": name, "arguments": one}
+            calls.append({"id": PROBE_ID, "type": "function", "function": function})
+        content = None if self.null_content else ""
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
         return try_to_render(self.template, [QUESTION, answer], self.place)
 
 
 def probe_format(probe: Probe) -> ToolFormat | None:
-    """The format in which the template writes calls; None if it writes none, or not in a format that is supported."""
+    """The format in which the template writes calls; None if it does not write them, or the format
+    is not supported."""
     header, _, end_of_turn = probe.render(0).rpartition(PROBE_CONTENT)
-    single, double = split_at_calls(probe.render(1), PROBE_NAMES[:1]), split_at_calls(probe.render(2), PROBE_NAMES)
+    single = split_at_calls(probe.render(1), PROBE_NAMES[:1])
+    double = split_at_calls(probe.render(2), PROBE_NAMES)
     if not header or single is None:
         return None
+
     start, middle, rest = single
     start = start.removeprefix(common_start(header, start))
     for _, close in THINKING_MARKS:  # some templates write empty thoughts before the last answer
-        start = start.rpartition(close)[2].lstrip() if close in start else start
+        if close in start:
+            start = start.rpartition(close)[2].lstrip()
     rest = cut_end_of_turn(rest, end_of_turn, probe.template)
     if rest is None:
         return None
+
     found = ToolFormat(start, middle, rest)
     if double is not None and double[1] == double[3] == middle:
         found = split_between(start, double[2], rest, middle)
@@ -219,15 +275,23 @@ def probe_format(probe: Probe) -> ToolFormat | None:
 
 
 def is_supported(format: ToolFormat) -> bool:
-    """Whether a call is a JSON object, or a mark shows where its name begins, and another where its arguments do."""
-    opening, rest = format.begin + format.prefix, format.middle + format.suffix + format.end
-    has_marks = opening[:1] in ("<", "[") and format.middle.strip() != "" and not set('{}"') & set(opening + rest)
-    return PROBE_ID not in opening and (format.keys is not None or has_marks)
+    """Whether a call is a JSON object, or marks show where its name and its arguments begin."""
+    opening = format.begin + format.prefix
+    if PROBE_ID in opening:
+        return False
+    if format.keys is not None:
+        return True
+    begins_with_mark = opening[:1] in ("<", "[")
+    has_middle = format.middle.strip() != ""
+    characters = set(opening + format.middle + format.suffix + format.end)
+    return begins_with_mark and has_middle and characters.isdisjoint('{}"')
 
 
 def split_at_calls(text: str, names: tuple[str, ...]) -> list[str] | None:
-    """The texts around the names and the arguments of calls, in order: one more than there are names and arguments.
-    None if they are not all there, or if the arguments are not written as JSON."""
+    """The texts before, between and after the names and the arguments of calls, in order.
+
+    None if a name or its arguments are missing, or if the arguments are not written as JSON.
+    """
     parts = []
     for name in names:
         before, found, text = text.partition(name)
@@ -240,31 +304,54 @@ def split_at_calls(text: str, names: tuple[str, ...]) -> list[str] | None:
 
 
 def common_start(one: str, other: str) -> str:
-    """What two texts begin with, without the beginning of a mark, such as "<tool_", at the end of it."""
+    """The text with which two texts begin. If it ends with a part of a mark, such as "<tool_", it
+    is cut before that."""
     common = commonprefix([one, other])
-    return common if common in (one, other) else re.sub(r"[<\[][^<>\[\]]*$", "", common)
+    if common in (one, other):
+        return common
+    return re.sub(r"[<\[][^<>\[\]]*$", "", common)
+
+
+def common_end(one: str, other: str) -> str:
+    """The text with which two texts end."""
+    return commonprefix([one[::-1], other[::-1]])[::-1]
 
 
 def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str | None:
-    """The text after a call, without what the template writes after an answer; None if there is no end of a turn."""
+    """The text after a call, without what the template writes after an answer; None if the end of
+    the turn is not found."""
     if text.endswith(end_of_turn):
         return text.removesuffix(end_of_turn)
     special = special_tokens(template.tokenizer)
-    ends = [text.find(name) for name, i in special.items() if i in template.tokenizer.eos_ids]
-    # Command-R's template ends no turn after calls. There, an answer ends before what follows any conversation.
-    same = commonprefix([text[::-1], end_of_turn[::-1]])[::-1]
-    if starts := [same.index(name) for name in special if name in same]:
-        ends.append(len(text[: len(text) - len(same) + min(starts)].rstrip()))
-    return min((text[:at] for at in ends if at >= 0), key=len, default=None)
+    eos_ids = template.tokenizer.eos_ids
+    ends = [text.find(name) for name, i in special.items() if i in eos_ids and name in text]
+
+    # Command-R's template does not end the turn after calls. There, an answer ends before the first
+    # special token of the text with which all conversations end.
+    common = common_end(text, end_of_turn)
+    starts = [common.index(name) for name in special if name in common]
+    if starts:
+        before = text[: len(text) - len(common) + min(starts)]
+        ends.append(len(before.rstrip()))
+    if not ends:
+        return None
+    return text[: min(ends)]
 
 
 def split_between(start: str, between: str, rest: str, middle: str) -> ToolFormat:
-    """The format, given what stands before the first call's name, between two calls, and after the last arguments."""
+    """The format, given the texts before the first call's name (`start`), from the arguments of one
+    call to the name of the next (`between`), and after the last arguments (`rest`)."""
     suffix = common_start(rest, between)
     between = between.removeprefix(suffix)
-    prefix = commonprefix([between[::-1], start[::-1]])[::-1]
-    begin, end = start.removesuffix(prefix), rest.removeprefix(suffix)
-    return ToolFormat(prefix, middle, suffix, begin, between.removesuffix(prefix), end)
+    prefix = common_end(between, start)
+    return ToolFormat(
+        prefix,
+        middle,
+        suffix,
+        begin=start.removesuffix(prefix),
+        between=between.removesuffix(prefix),
+        end=rest.removeprefix(suffix),
+    )
 
 
 # ---------------------------------------------------------------- grammars
@@ -277,50 +364,67 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def literal(text: str, special: dict[str, int]) -> str:
-    """A text as an expression of a grammar, with any id in the place of PROBE_ID. Special tokens are named by their
-    token ids, because no text matches them."""
-    longest_first = sorted((name for name in special if name in text), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, [*longest_first, PROBE_ID]))})", text)
-    expressions = {name: f"<[{i}]>" for name, i in special.items()} | {PROBE_ID: f"/{ID_PATTERN}/"}
-    return " ".join(expressions.get(part) or json.dumps(part) for part in parts if part)
+    """A text as an expression of a grammar. Any id may stand in the place of PROBE_ID. Special
+    tokens are named by their token ids, because text does not match them."""
+    found = [name for name in special if name in text]
+    names = sorted(found, key=len, reverse=True)  # a name may be the beginning of a longer one
+    pattern = "|".join(map(re.escape, [*names, PROBE_ID]))
+    expressions = {name: f"<[{special[name]}]>" for name in names}
+    expressions[PROBE_ID] = f"/{ID_PATTERN}/"
+    parts = [part for part in re.split(f"({pattern})", text) if part]
+    return " ".join(expressions.get(part) or json.dumps(part) for part in parts)
 
 
 def text_until(name: str, mark: str) -> str:
     """The rule for a text that ends with the first mark in it."""
-    lazy = "" if "<[" in mark else "[lazy]"  # no text matches a special token, so the text ends there in any case
-    return f"{name}{lazy}: TEXT {mark}"
+    if "<[" in mark:  # a special token ends the text in any case, because TEXT does not match it
+        return f"{name}: TEXT {mark}"
+    return f"{name}[lazy]: TEXT {mark}"
 
 
 class ToolGrammar:
-    """Expressions of a Lark grammar for calls of tools, and the rules that they refer to, besides TEXT."""
+    """Expressions of a Lark grammar for calls of tools, and the rules that they refer to. The rule
+    TEXT is not among them."""
 
     def __init__(self, format: ToolFormat, tools: list[Tool], special: dict[str, int], several: bool):
-        """special: as of special_tokens. several: whether an answer may have more than one call."""
-        self.format, self.special = format, special
+        """special: from special_tokens. several: whether an answer may have more than one call."""
+        self.format = format
+        self.special = special
         self.several = several and format.between is not None
-        middle, suffix = literal(format.middle, special), literal(format.suffix, special)
-        calls = [f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}" for i, tool in enumerate(tools)]
-        schemas = [schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict) for tool in tools]
-        self.rules = [f"call: {' | '.join(calls)}", *(f"arguments_{i}: {rule}" for i, rule in enumerate(schemas))]
+
+        middle = literal(format.middle, special)
+        suffix = literal(format.suffix, special)
+        calls = []
+        arguments = []
+        for i, tool in enumerate(tools):
+            calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
+            rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
+            arguments.append(f"arguments_{i}: {rule}")
+        self.rules = [f"call: {' | '.join(calls)}", *arguments]
 
     def calls(self) -> str:
         """The expression of an answer's calls."""
         return self._calls_after(self.format.begin + self.format.prefix)
 
     def _calls_after(self, opening: str) -> str:
-        """The same, where `opening` stands before the first name."""
+        """The expression of calls with `opening` before the first name."""
         parts = [literal(opening, self.special), "call"]
         if self.several:
-            parts.append(f"({literal(self.format.between + self.format.prefix, self.special)} call)*")
-        return " ".join([*parts, literal(self.format.end, self.special)])
+            separator = literal(self.format.between + self.format.prefix, self.special)
+            parts.append(f"({separator} call)*")
+        parts.append(literal(self.format.end, self.special))
+        return " ".join(parts)
 
     def text_with_calls(self) -> str:
         """The expression of any text in which everything after the mark of a call is a call."""
-        opening, marks = self.format.begin + self.format.prefix, self.format.openers
+        marks = self.format.openers
         if marks == self.format.more_openers:  # an answer that begins with "{" is a call
             self.rules.append(r"no_call: /(\s*[^\s{](.|\n)*)?/")
             tags = "".join(f"({literal(mark, self.special)})? " for mark in marks)
             return f"(no_call | {tags}{self.calls()})"
+
         self.rules.append(text_until("text_and_mark", literal(marks[0], self.special)))
-        calls = f"text_and_mark {self._calls_after(opening.partition(marks[0])[2])}"
+        opening = self.format.begin + self.format.prefix
+        _, _, rest = opening.partition(marks[0])
+        calls = f"text_and_mark {self._calls_after(rest)}"
         return f"(({calls})* TEXT)" if self.several else f"(TEXT | {calls})"

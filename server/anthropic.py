@@ -112,8 +112,10 @@ def is_header(text: str) -> bool:
 
 
 def block_texts(content, name: str, role: str = "system") -> list[str]:
-    """The texts of a content, which is a string or a list of blocks. `role` is a key of BLOCKS
-    whose blocks all are texts."""
+    """The texts of a content, which is a string or a list of blocks.
+
+    role: "system" or "tool". All blocks that BLOCKS allows for them have a text.
+    """
     blocks = read_blocks(content, name, BLOCKS[role])
     return [block_text(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
 

@@ -68,7 +68,7 @@ class Conversation:
 
 
 class ChatModel:
-    """What the model's chat template knows, and the conversations that are written with it."""
+    """The model's chat template: what it supports, and the conversations that it writes."""
 
     def __init__(self, files: TokenizerFiles, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -98,7 +98,7 @@ class ChatModel:
             if template is not None:
                 self.template_words.update(re.findall(r"\w+", template.source))
         if not self.template_words.isdisjoint(THOUGHTS):
-            self.template_words.update(THOUGHTS)  # messages for the template have each of them
+            self.template_words.update(THOUGHTS)  # check_message writes thoughts under each name
 
     def read_conversation(self, fields: FieldReader) -> Conversation:
         """Read the fields of a request that are about the conversation."""

@@ -78,8 +78,8 @@ UNUSED = {
     "include": list, "service_tier": str, "max_tool_calls": int, "prompt_cache_retention": str,
     "stream_options": dict, "prompt_cache_options": dict, "client_metadata": dict,
 }  # fmt: skip
-# Fields that are not supported, each with the value that changes nothing, which is accepted, and
-# with what the error adds. NEUTRAL_VALUES has more of them.
+# Fields that are not supported. Each has a value that changes nothing, which is accepted, and a
+# hint for the error message. NEUTRAL_VALUES has more such fields.
 REFUSED = {
     "n": (1, ""), "logprobs": (False, ""), "top_logprobs": (0, ""), "prompt": ("", ""),
     "messages": ([], ""), "context_management": ([], ""),
@@ -126,9 +126,9 @@ def read_repeated(fields: FieldReader) -> dict:
     """
     for name, kind in UNUSED.items():
         fields.read(name, kind)
-    for name, (neutral, advice) in REFUSED.items():
+    for name, (neutral, hint) in REFUSED.items():
         if fields.unread.pop(name, None) not in (None, neutral):
-            raise ApiError(f"{name} is not supported{advice}", param=name)
+            raise ApiError(f"{name} is not supported{hint}", param=name)
 
     metadata = fields.read("metadata", dict, {})
     has_long_names = any(len(key) > 64 for key in metadata)
@@ -342,13 +342,14 @@ def nest_tool_choice(choice):
 
 # ---------------------------------------------------------------- responses
 
-# Each item as it begins, by the events that it consists of. Its id begins with "id".
+# An item without its text, by the type of the events that it is built from. `id` is the prefix of
+# its id.
 STARTS = {
     Content: {"id": "msg", "type": "message", "role": "assistant", "content": []},
     Reasoning: {"id": "rs", "type": "reasoning", "summary": [], "content": []},
     CallArguments: {"id": "fc", "type": "function_call", "arguments": ""},
 }
-# What the API calls the text of these items.
+# The API's names for the texts of these items.
 NAMES = {
     Content: "output_text",
     Reasoning: "reasoning_text",

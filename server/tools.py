@@ -118,7 +118,7 @@ class ToolFormat:
 
 
 def json_text(arguments) -> str:
-    """Arguments as JSON text. If they are a text already, it stays as it is."""
+    """Arguments as JSON text. Arguments that are text already are not changed."""
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments, ensure_ascii=False)
@@ -141,8 +141,8 @@ GRANITE = ToolFormat(
     in_content=True,
 )
 PHI = replace(GRANITE, end="]<|/tool_call|>")
-# The formats of models whose templates do not write calls, by a mark that the template contains.
-# The first mark that it contains counts.
+# The formats of models whose templates do not write calls. A template has the format of the first
+# of these marks that it contains.
 KNOWN_FORMATS = {
     "<|/tool_call|>": PHI,
     "<|tool_call|>": GRANITE,  # Granite 3

@@ -1,13 +1,14 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
-Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py loads the model,
-engine.py has the generation loop, chat.py the conversation, report.py the measurements.
+Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py
+loads the model, engine.py has the generation loop, chat.py the conversation, report.py the
+measurements.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_command handles Ctrl-C, it ends the process at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, until run_command runs
 
 import json
 import os
@@ -15,7 +16,6 @@ import sys
 import time
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,15 +39,19 @@ from load import ModelOptions, add_model_options, choose_cache_length, load_engi
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-CONVERSATION_CHUNK = 256  # of a prompt between two looks at the keyboard; with 2048, Ctrl-C takes 12 s in a 1.5B model
-CONVERSATION_LENGTH = 8192  # cache positions for --interactive, whose length is not known in advance
+# A conversation reads a prompt in chunks of this many tokens, because Ctrl-C waits for the end of a
+# chunk. With 2048 tokens, that takes 12 s in a 1.5B model.
+CONVERSATION_CHUNK = 256
+CONVERSATION_LENGTH = 8192  # cache positions for --interactive: the length is not known in advance
 
 # ---------------------------------------------------------------- options
 
 
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
-    add = parser.add_argument_group("prompts (each option may be repeated; all prompts are one batch)").add_argument
+
+    group = "prompts (each option may be repeated; all prompts are one batch)"
+    add = parser.add_argument_group(group).add_argument
     text = "a text; -: all of standard input, without its last newline. Without any prompt: 'Hello, my name is'"
     add("--prompt", action="append", default=[], help=text)
     lines = "a file with one prompt per line; empty lines are skipped"
@@ -55,34 +59,28 @@ def parse_arguments(argv=None):
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
     add("--synthetic_prompt", action="append", type=positive, default=[], metavar="N", help="N arbitrary tokens")
     add("--batch_size", type=positive, default=1, help="copies of every prompt")
-    add("--num_samples", type=positive, default=1, help="how often to run the whole batch, each time with other seeds")
+    add("--num_samples", type=positive, default=1, help="how often to run the batch, with other seeds")
 
     add = parser.add_argument_group("conversation").add_argument
-    add("--chat", action="store_true", help="take prompts as user messages and apply the model's chat template")
+    add("--chat", action="store_true", help="apply the model's chat template to each prompt")
     add("--system", metavar="TEXT", help="a system message before the prompts (implies --chat)")
-    interactive = "chat at the terminal, turn by turn (a --prompt is the first turn); /help lists the commands"
+    interactive = "chat at the terminal; a --prompt is the first message, /help lists the commands"
     add("--interactive", action="store_true", help=interactive)
-    keep = "with --interactive: when the context is full, refuse a message instead of dropping the oldest turns"
+    keep = "with --interactive: in a full context, refuse messages instead of dropping old turns"
     add("--keep_all_turns", action="store_true", help=keep)
 
     add = parser.add_argument_group("generation").add_argument
-    any_length = "at most this many per prompt (default: 200; with --interactive, as many as the context holds)"
-    add("--max_new_tokens", type=positive, help=any_length)
+    most = "at most this many per prompt (default: 200; --interactive: as the context allows)"
+    add("--max_new_tokens", type=positive, help=most)
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
-    add("--json_schema", type=Path, metavar="FILE", help="write JSON that fits this JSON schema (needs llguidance)")
+    schema = "write JSON that fits this JSON schema (needs llguidance)"
+    add("--json_schema", type=Path, metavar="FILE", help=schema)
     add_sampling_options(add)
+
     add_model_options(parser, "as many as the run needs, rounded up (--interactive: up to 8192)")
-    add = parser.add_argument_group("what to print").add_argument
-    add("--json", action="store_true", help="print one JSON object on stdout")
-    add("--report", action="store_true", help="print all measurements, not only a line of them")
-    add("--quiet", action="store_true", help="print the answer alone: no prompt, and nothing on stderr but errors")
-    bound = "generate nothing; print the bound on tokens per second at this bandwidth (without a value: measure it)"
-    gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
-    add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
-    add("--devices", type=positive, default=1, metavar="N", help="with --roofline: how many share the weights (1)")
-    add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates are reported then")
+    add_printing_options(parser.add_argument_group("what to print").add_argument)
     return check_arguments(parser.parse_args(argv))
 
 
@@ -98,34 +96,62 @@ def add_sampling_options(add):
     add("--seed", type=seed, default=1234, help="of the first row; each further row or sample has the next integer")
 
 
+def add_printing_options(add):
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    add("--report", action="store_true", help="print all measurements, not only a line of them")
+    add("--quiet", action="store_true", help="print the answer alone, and only errors on stderr")
+    bound = "print only the bound on tokens per second at this bandwidth (no value: measure it)"
+    gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
+    add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
+    add("--devices", type=positive, default=1, metavar="N", help="for --roofline: how many devices")
+    add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates then")
+
+
 def check_arguments(args):
-    """Check the arguments and fill in the values that depend on others. UserError if they contradict each other."""
+    """Check the arguments, and fill in the values that depend on others.
+
+    UserError if they contradict each other.
+    """
     args.chat = args.chat or args.system is not None
-    for text in args.stop:
-        if not text or any("\ud800" <= c <= "\udfff" for c in text):
-            raise UserError("--stop is empty; give the text to stop at" if not text else "--stop is not valid UTF-8")
-    if args.prompt.count("-") > (0 if args.interactive else 1):
+    if "" in args.stop:
+        raise UserError("--stop is empty; give the text to stop at")
+    if any("\ud800" <= c <= "\udfff" for c in "".join(args.stop)):
+        raise UserError("--stop is not valid UTF-8")
+    if args.prompt.count("-") > 1 or (args.interactive and "-" in args.prompt):
         raise UserError("--prompt - reads all of standard input: give it once, and not with --interactive")
     args.model = ModelOptions.from_arguments(args, converses=args.chat or args.interactive)
     if args.report and args.quiet:
         raise UserError("--report and --quiet exclude each other")
-    if args.roofline is not None and (args.profile or args.report or args.interactive or args.model.speculates):
-        raise UserError("--roofline generates nothing, so leave out --profile, --report, --interactive and drafts")
-    if args.devices > 1 and args.roofline is None:
-        raise UserError("--devices is for --roofline; to run on several devices, start the program with torchrun")
+
+    if args.roofline is None and args.devices > 1:
+        torchrun = "to run on several devices, start the program with torchrun"
+        raise UserError(f"--devices is for --roofline; {torchrun}")
+    generates = args.profile or args.report or args.interactive or args.model.speculates
+    if args.roofline is not None and generates:
+        others = "--profile, --report, --interactive and drafts"
+        raise UserError(f"--roofline generates nothing, so leave out {others}")
+
     if args.interactive:
-        batch = (args.prompt_file, args.prompt_ids, args.synthetic_prompt, args.batch_size > 1, args.num_samples > 1)
-        if args.json or args.report or args.quiet or args.profile or args.json_schema or any(batch):
-            text = "use --prompt for prompts, and no --json, --json_schema, --report, --quiet or --profile"
-            raise UserError(f"--interactive is one conversation: {text}")
+        check_conversation(args)
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
+
+    names = [field.name for field in fields(SamplingParams) if hasattr(args, field.name)]
     try:
-        options = [field.name for field in fields(SamplingParams) if hasattr(args, field.name)]
-        args.params = SamplingParams(**{name: getattr(args, name) for name in options})
+        args.params = SamplingParams(**{name: getattr(args, name) for name in names})
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return args
+
+
+def check_conversation(args):
+    """UserError if there are options that do not go with --interactive."""
+    prompts = args.prompt_file or args.prompt_ids or args.synthetic_prompt
+    several = args.batch_size > 1 or args.num_samples > 1
+    output = args.json or args.json_schema or args.report or args.quiet or args.profile
+    if prompts or several or output:
+        allowed = "use --prompt for prompts, and no --json, --json_schema, --report, --quiet or --profile"
+        raise UserError(f"--interactive is one conversation: {allowed}")
 
 
 # ---------------------------------------------------------------- prompts
@@ -133,35 +159,43 @@ def check_arguments(args):
 
 def read_texts(args) -> list[str]:
     """The prompts of the command line that are texts."""
-    texts = [read_standard_input("--prompt -") if text == "-" else text for text in args.prompt]
+    texts = list(args.prompt)
+    if "-" in texts:
+        texts[texts.index("-")] = read_standard_input("--prompt -")
     for path in args.prompt_file:
         lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
         texts += [line for line in lines if line]
-    if not (texts or args.prompt_ids or args.synthetic_prompt):
-        if args.prompt_file:
-            raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
-        texts = ["Hello, my name is"]
-    return texts
+
+    if texts or args.prompt_ids or args.synthetic_prompt:
+        return texts
+    if args.prompt_file:
+        raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
+    return ["Hello, my name is"]
 
 
 def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
     """The token ids of all prompts of the command line, the texts first."""
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    length, prompts = args.max_seq_length or config.max_seq_length, []
+    config = checkpoint.config
+    tokenizer = checkpoint.tokenizer
+    length = args.max_seq_length or config.max_seq_length
+
+    prompts = []
     for text in read_texts(args):
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        message = {"role": "user", "content": text}
-        prompts.append(template.encode([*system, message]) if template else tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
+        if args.system is not None:
+            messages.insert(0, {"role": "system", "content": args.system})
+        prompts.append(template.encode(messages) if template else tokenizer.encode(text))
     prompts += args.prompt_ids
     for n in args.synthetic_prompt:
         if n > length:  # checked before a list of this length is built
             raise UserError(f"the prompt has {n} tokens, the context is {length}")
         prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
-    for i, prompt in enumerate(prompts):
-        if not prompt and tokenizer.bos_id is None:
-            raise UserError("the prompt is empty and the model has no BOS token; give at least one token")
-        prompts[i] = prompt or [tokenizer.bos_id]
-        check_prompt(prompts[i], config, length)
+
+    if [] in prompts and tokenizer.bos_id is None:
+        raise UserError("the prompt is empty and the model has no BOS token; give at least one token")
+    prompts = [prompt or [tokenizer.bos_id] for prompt in prompts]
+    for prompt in prompts:
+        check_prompt(prompt, config, length)
     return prompts
 
 
@@ -174,109 +208,202 @@ def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
 
 def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
     """The tokens at which an answer ends."""
-    ends = frozenset(tokenizer.eos_ids) | (template.end_ids() if template else set())
-    return frozenset() if args.ignore_eos else ends
+    if args.ignore_eos:
+        return frozenset()
+    ends = frozenset(tokenizer.eos_ids)
+    return ends if template is None else ends | template.end_ids()
 
 
 # ---------------------------------------------------------------- runs
 
 
-def text_before(args, tokenizer: Tokenizer, prompts: list, n: int, row: int, stream: TextStream) -> str:
-    """What is printed before an answer: which one it is, if there are several, and its prompt."""
-    several, sample = len(prompts) * args.num_samples > 1, n * args.batch_size + row % args.batch_size + 1
-    heading = f"--- prompt {row // args.batch_size + 1}, sample {sample} ---\n" if several else ""
+class Output:
+    """What a row generates: the request to the engine, and the text of its new tokens so far."""
+
+    def __init__(self, args, tokenizer: Tokenizer, prompt: list[int], stop_ids: frozenset, seed: int):
+        context = () if args.chat else prompt  # an answer in a chat begins a new text
+        self.stream = TextStream(tokenizer, context, args.stop)
+        self.text = ""
+        self.request = Request(prompt, replace(args.params, seed=seed), args.max_new_tokens, stop_ids)
+        self.request.on_token = self.add
+        self.request.grammar = args.make_grammar()
+
+    def add(self, token: int) -> bool:
+        """Add a new token to the text. Returns True if a stop string is complete."""
+        if token not in self.request.stop_ids:
+            self.text += self.stream.add([token])
+        return self.stream.stopped
+
+    def finish(self):
+        """Add the text that was held back in case that more tokens follow."""
+        self.text += self.stream.add([], last=True)
+
+    def json_fields(self) -> dict:
+        """An entry of "samples" in --json."""
+        return {
+            "prompt_tokens": len(self.request.prompt),
+            "token_ids": self.request.new_tokens,
+            "text": self.text,
+            "finish_reason": "stop" if self.stream.stopped else self.request.finish_reason,
+        }
+
+
+def text_before(args, tokenizer: Tokenizer, outputs: list[Output], row: int, n: int) -> str:
+    """What is printed before the output of a row in the n-th run of the batch.
+
+    It is a heading that says which output this is, if there are several, and the prompt.
+    """
+    heading = ""
+    if len(outputs) * args.num_samples > 1:
+        sample = n * args.batch_size + row % args.batch_size + 1
+        heading = f"--- prompt {row // args.batch_size + 1}, sample {sample} ---\n"
     if args.quiet:
         return heading
-    if row >= len(prompts) - len(args.synthetic_prompt) * args.batch_size:  # these are the last prompts
-        return f"{heading}({len(prompts[row])} arbitrary tokens, not shown)\n"
-    if args.chat and len(prompts) > 1:
-        return heading + tokenizer.decode(prompts[row]).rstrip() + "\n"
-    return heading + stream.context_text
+
+    prompt = outputs[row].request.prompt
+    synthetic_rows = len(args.synthetic_prompt) * args.batch_size
+    if row >= len(outputs) - synthetic_rows:  # the synthetic prompts are the last ones
+        return f"{heading}({len(prompt)} arbitrary tokens, not shown)\n"
+    if args.chat and len(outputs) > 1:
+        return heading + tokenizer.decode(prompt).rstrip() + "\n"
+    return heading + outputs[row].stream.context_text
 
 
-def run_sample(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int):
-    """Run the batch for the n-th time and print the texts. Returns the entries of "samples" in --json, and the seconds
-    of the longest wait for a first token."""
-    streaming = len(prompts) == 1 and not args.json  # a single row is printed token by token
-    streams = [TextStream(tokenizer, () if args.chat else prompt, args.stop) for prompt in prompts]
-    before = [text_before(args, tokenizer, prompts, n, row, stream) for row, stream in enumerate(streams)]
-    texts = [""] * len(prompts)
-
-    def on_token(row: int, token: int) -> bool:
-        texts[row] += streams[row].add(() if token in stop_ids else (token,))
-        return streams[row].stopped
-
-    requests = []
-    for row, prompt in enumerate(prompts):
-        params = replace(args.params, seed=args.seed + n * len(prompts) + row)
-        listener, grammar = partial(on_token, row), args.make_grammar()
-        requests.append(Request(prompt, params, args.max_new_tokens, stop_ids, listener, grammar=grammar))
-    engine.clear()  # no prefix caching between samples: each is measured with its whole prefill
-    for request in requests:
-        engine.add(request)
-    read_with_progress(engine, requests)
-    if streaming:
-        print(before[0], end="", flush=True)
+def print_while_running(engine: Engine, output: Output):
+    """Run the engine until its only request has ended, and print the text as it grows."""
     shown = 0  # characters
     while engine.has_requests:
-        if streaming:  # not in on_token, where the error of a closed pipe would only end the request
-            print(texts[0][shown:], end="", flush=True)
-            shown = len(texts[0])
+        # Output.add cannot print: there, the error of a closed pipe would only end the request.
+        print(output.text[shown:], end="", flush=True)
+        shown = len(output.text)
         engine.step()
-    first_token_s = max(request.times["first_token"] - request.times["added"] for request in requests)
-    for row, stream in enumerate(streams):
-        texts[row] += stream.add((), last=True)
-    if streaming:
-        print(texts[0][shown:])
-    elif not args.json:
-        for shown_before, text in zip(before, texts):
-            print(shown_before + text + "\n")
-    if failed := [request for request in requests if request.finish_reason == "error"]:
-        raise UserError(f"generation failed for prompt {requests.index(failed[0]) + 1}: {failed[0].error}")
-    samples = [
-        {
-            "prompt_tokens": len(request.prompt),
-            "token_ids": request.new_tokens,
-            "text": text,
-            "finish_reason": "stop" if stream.stopped else request.finish_reason,
-        }
-        for request, text, stream in zip(requests, texts, streams)
-    ]
-    return samples, first_token_s
+    output.finish()
+    print(output.text[shown:])
+
+
+def run_batch(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset, n: int):
+    """Run the batch for the n-th time, counted from 0, and print the Outputs. Returns them."""
+    first_seed = args.seed + n * len(prompts)
+    outputs = []
+    for row, prompt in enumerate(prompts):
+        outputs.append(Output(args, tokenizer, prompt, stop_ids, first_seed + row))
+
+    engine.clear()  # no prefix caching between runs: each is measured with its whole prefill
+    for output in outputs:
+        engine.add(output.request)
+    read_with_progress(engine, [output.request for output in outputs])
+
+    if len(outputs) == 1 and not args.json:
+        print(text_before(args, tokenizer, outputs, 0, n), end="", flush=True)
+        print_while_running(engine, outputs[0])
+    else:
+        while engine.has_requests:
+            engine.step()
+        for row, output in enumerate(outputs):
+            output.finish()
+            if not args.json:
+                print(text_before(args, tokenizer, outputs, row, n) + output.text + "\n")
+
+    for row, output in enumerate(outputs):
+        if output.request.finish_reason == "error":
+            raise UserError(f"generation failed for prompt {row + 1}: {output.request.error}")
+    return outputs
+
+
+def write_trace(profiler: torch.profiler.profile, path: Path):
+    """Write what the profiler of --profile has recorded."""
+    with suppress(TypeError):  # raised for a file name that is not UTF-8
+        profiler.export_chrome_trace(str(path))
+    if path.stat().st_size == 0:  # the profiler does not report a failed write
+        raise UserError(f"--profile {path} could not be written")
+    print_status(f"trace written to {path}: load it in ui.perfetto.dev")
 
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
-    """Run all samples, under the profiler with --profile. Returns their fields in --json."""
+    """Run the batch --num_samples times, and return the fields of --json about these runs."""
     compile_s = warm_up(engine, prompts, random=args.temperature > 0)
-    samples, waits = [], []
-    before = compile_counts()
-    with torch.profiler.profile() if args.profile else nullcontext() as profiler:
+    graphs_before, breaks_before = compile_counts()
+
+    outputs = []
+    profiler = torch.profiler.profile() if args.profile else nullcontext()
+    with profiler:
         for n in range(args.num_samples):
-            found, first_token_s = run_sample(args, engine, tokenizer, prompts, stop_ids, n)
-            samples += found
-            waits.append(first_token_s)
+            outputs += run_batch(args, engine, tokenizer, prompts, stop_ids, n)
     if args.profile:
-        with suppress(TypeError):  # raised for a file name that is not UTF-8
-            profiler.export_chrome_trace(str(args.profile))
-        if args.profile.stat().st_size == 0:  # the profiler does not report a failed write
-            raise UserError(f"--profile {args.profile} could not be written")
-        print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
-    recompiles, breaks = (b - a for a, b in zip(before, compile_counts()))
+        write_trace(profiler, args.profile)
+
+    graphs, breaks = compile_counts()
+    first_run = [output.request.times for output in outputs[: len(prompts)]]
+    first_token_s = max(times["first_token"] - times["added"] for times in first_run)
     return {
-        "samples": samples,
+        "samples": [output.json_fields() for output in outputs],
         "compile_s": compile_s,
-        "time_to_first_token_s": None if args.profile else waits[0],
-        "recompiles": recompiles,
-        "graph_breaks": breaks,
+        "time_to_first_token_s": None if args.profile else first_token_s,
+        "recompiles": graphs - graphs_before,
+        "graph_breaks": breaks - breaks_before,
     }
 
 
-def main(ranks=None):
-    """ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 plans the steps, the others follow."""
-    ranks = ranks or SingleProcess()
-    args = ranks.share(parse_arguments)
-    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere) if args.quiet else nullcontext():
-        run(args, ranks)  # run_command prints errors, after this block
+def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ranks):
+    """Continue all prompts, and report what was measured."""
+    prompts = ranks.share(lambda: read_prompts(args, checkpoint, template))
+    needed = max(map(len, prompts)) + args.max_new_tokens - 1  # the last token needs no position
+    length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
+
+    start = time.perf_counter()
+    rows = len(prompts) * args.batch_size
+    engine = load_engine(checkpoint, args.model, rows, length, EngineOptions(ranks=ranks))
+    result = {"load_s": time.perf_counter() - start}
+
+    if ranks.rank:
+        engine.follow()
+    else:
+        tokenizer = checkpoint.tokenizer
+        stop_ids = end_tokens(args, tokenizer, template)
+        args.make_grammar = lambda: None  # returns the grammar of a request
+        if args.json_schema is not None:
+            from grammar import read_schema
+
+            args.make_grammar = read_schema(args.json_schema, tokenizer, checkpoint.config, stop_ids)
+        batch = [prompt for prompt in prompts for _ in range(args.batch_size)]
+        result |= run_samples(args, engine, tokenizer, batch, stop_ids)
+    engine.close()
+
+    from report import measurements, print_report
+
+    in_full = args.json or args.report
+    result |= measurements(engine, bool(args.profile), in_full)  # all ranks: it has collectives
+    if ranks.rank == 0:
+        print_report(result, engine.timing, args)
+        if args.json:
+            print(json.dumps(result))
+
+
+def run_conversation(args, checkpoint: Checkpoint, template: ChatTemplate | None, ranks):
+    """Chat at the terminal."""
+    length = choose_cache_length(args.max_seq_length, checkpoint.config, wanted=CONVERSATION_LENGTH)
+    how = EngineOptions(CONVERSATION_CHUNK, always_chunk=True, ranks=ranks)
+    engine = load_engine(checkpoint, args.model, 1, length, how)
+    if ranks.rank:
+        engine.follow()
+    else:
+        from chat import run_chat
+
+        stop_ids = end_tokens(args, checkpoint.tokenizer, template)
+        run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
+    engine.close()
+
+
+def run_roofline(args, ranks):
+    """Print the bound on tokens per second, and generate nothing."""
+    from report import print_roofline, read_bandwidth, read_without_weights
+
+    model = read_without_weights(args) or open_checkpoint(args.checkpoint_path, ranks)
+    bandwidth = args.roofline * 1e9
+    if not bandwidth:  # --roofline has no value
+        engine = load_engine(model, args.model, 1, 1, EngineOptions(ranks=ranks))
+        bandwidth = read_bandwidth(engine.model)
+    print_roofline(args, model, bandwidth * ranks.size)
 
 
 def run(args, ranks):
@@ -284,53 +411,31 @@ def run(args, ranks):
     if args.profile and ranks.rank == 0:
         args.profile.open("w").close()  # so that an unwritable path is reported before the run
     sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
-    how = EngineOptions(ranks=ranks)
     if args.roofline is not None:
-        from report import print_roofline, read_bandwidth, read_without_weights
+        return run_roofline(args, ranks)
 
-        model = read_without_weights(args) or open_checkpoint(args.checkpoint_path, ranks)
-        bandwidth = args.roofline * 1e9 or read_bandwidth(load_engine(model, args.model, 1, 1, how).model)
-        return print_roofline(args, model, bandwidth * ranks.size)
     checkpoint = open_checkpoint(args.checkpoint_path, ranks)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
     template = open_template(args, checkpoint)
-    prompts = [[0]] if args.interactive else ranks.share(lambda: read_prompts(args, checkpoint, template))
     if args.interactive:
-        length = choose_cache_length(args.max_seq_length, checkpoint.config, wanted=CONVERSATION_LENGTH)
-        how = EngineOptions(CONVERSATION_CHUNK, always_chunk=True, ranks=ranks)
+        run_conversation(args, checkpoint, template, ranks)
     else:
-        needed = max(map(len, prompts)) + args.max_new_tokens - 1
-        length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
-    start = time.perf_counter()
-    engine = load_engine(checkpoint, args.model, len(prompts) * args.batch_size, length, how)
-    result = {"load_s": time.perf_counter() - start}
-    prompts = [prompt for prompt in prompts for _ in range(args.batch_size)]  # after the memory check
-    stop_ids = end_tokens(args, checkpoint.tokenizer, template)
-    if ranks.rank:
-        engine.follow()
-    elif args.interactive:
-        from chat import run_chat
+        run_prompts(args, checkpoint, template, ranks)
 
-        run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
-    else:
-        args.make_grammar = lambda: None
-        if args.json_schema is not None:
-            from grammar import read_schema
 
-            args.make_grammar = read_schema(args.json_schema, checkpoint.tokenizer, checkpoint.config, stop_ids)
-        result |= run_samples(args, engine, checkpoint.tokenizer, prompts, stop_ids)
-    engine.close()
-    if args.interactive:
-        return
-    from report import measurements, print_report
+def main(ranks=None):
+    """ranks: a ranks.Ranks if torchrun has started several processes.
 
-    result |= measurements(engine, bool(args.profile), args.json or args.report)  # has collectives: all ranks call it
-    if ranks.rank == 0:
-        print_report(result, engine.timing, args)
-        if args.json:
-            print(json.dumps(result))
+    Rank 0 plans the steps, and the others follow.
+    """
+    ranks = ranks or SingleProcess()
+    args = ranks.share(parse_arguments)
+    if not args.quiet:
+        return run(args, ranks)
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        run(args, ranks)  # run_command prints errors, after this block
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Measurements of a run: seconds and counts, bytes read per token, and the share of the machine's memory bandwidth.
+"""Measurements of a run: seconds and counts, bytes read per token, and the share of the machine's
+memory bandwidth.
 
-Read down: the bytes that a step reads; the roofline; measurements of the machine; the report of a run, as JSON fields
-and as text. Knows the model and what the engine has measured, nothing of text or of the command line.
+Read down: the bytes that a step reads; the roofline; measurements of the machine; the report of a
+run, as JSON fields and as text. Knows the model and what the engine has measured, nothing of text
+or of the command line.
 
-Rates never mix prefill and decode and never include compilation, and a run under the profiler has no rates: all of
-these would be misleading numbers.
+Rates never mix prefill and decode and never include compilation, and a run under the profiler has
+no rates: all of these would be misleading numbers.
 """
 
 import json
@@ -25,35 +27,41 @@ from formats import Quantization, swap
 from layers import MatrixLayer
 from model import Transformer
 
-FEW_TOKENS = 32  # of a prompt: no rate is printed for fewer
+FEW_TOKENS = 32  # a prefill of fewer tokens is reported as a time, most of which is start-up
 
 
 def weight_bytes(model: Transformer, rows: float) -> float:
     """Bytes of weights that one decode step reads.
 
-    It reads all weights once, except for an embedding table that is not tied to the output head: of this table, it
-    reads one vector per row.
+    It reads all weights once, except for an embedding table that is not tied to the output head: of
+    this table, it reads one vector per row.
     """
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if model.output is None:
+        return total
     table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
-    return total if model.output is None else total - table + rows * table / model.config.vocab_size
+    return total - table + rows * table / model.config.vocab_size
 
 
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
-    """FLOPs and bytes per token of a decode step with `rows` rows, each with `context` positions filled.
+    """FLOPs and bytes per token of a decode step with `rows` rows that hold `context` positions each.
 
-    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second. There are two
-    FLOPs for each weight of a matrix, and four for each element of a query and each position that it attends to.
+    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
+    There are two FLOPs for each weight of a matrix, and four for each element of a query and each
+    position that it attends to.
     """
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     if quantization is not None:
         swap(model, quantization.scheme)
-    looked_up = None if model.output is None else model.embedding  # a table that is not multiplied
-    layers = [module for module in model.modules() if isinstance(module, MatrixLayer) and module is not looked_up]
+
+    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    if model.output is not None:
+        layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
     matrices = sum(layer.in_features * layer.out_features for layer in layers)
     attended = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
-    weights, kv = weight_bytes(model, rows), model.kv_bytes([context] * rows)
+    weights = weight_bytes(model, rows)
+    kv = model.kv_bytes([context] * rows)
     return {
         "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * attended,
         "weight_bytes_per_token": weights / rows,
@@ -70,32 +78,40 @@ def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, q
 
 
 def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
-    bandwidth, rows = table[0]["bandwidth_bytes_per_s"] / 1e9, table[0]["rows"]
-    lines = [f"{rows} {'row' if rows == 1 else 'rows'}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
-    lines += ["context   GFLOPs/token   weights MB/token   KV MB/token   bound tokens/s"]
+    """The table of `rooflines` as text."""
+    rows = table[0]["rows"]
+    rows_text = "1 row" if rows == 1 else f"{rows} rows"
+    bandwidth = table[0]["bandwidth_bytes_per_s"] / 1e9
+    lines = [f"{rows_text}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
+    lines.append("context   GFLOPs/token   weights MB/token   KV MB/token   bound tokens/s")
     for at in table:
-        flops, bound = at["flops_per_token"] / 1e9, at["bound_tokens_per_s"]
-        weights, kv = at["weight_bytes_per_token"] / 1e6, at["kv_bytes_per_token"] / 1e6
-        lines.append(f"{at['context']:7}   {flops:12,.3f}   {weights:16,.1f}   {kv:11,.1f}   {bound:14,.1f}")
+        flops = f"{at['flops_per_token'] / 1e9:12,.3f}"
+        weights = f"{at['weight_bytes_per_token'] / 1e6:16,.1f}"
+        kv = f"{at['kv_bytes_per_token'] / 1e6:11,.1f}"
+        bound = f"{at['bound_tokens_per_s']:14,.1f}"
+        lines.append(f"{at['context']:7}   {flops}   {weights}   {kv}   {bound}")
     return "\n".join(lines)
 
 
 class ModelWithoutWeights(NamedTuple):
-    """What a roofline needs of a model."""
+    """What a roofline needs of a model. A Checkpoint has these members, too."""
 
     config: Config
     quantization: Quantization | None
 
 
 def read_without_weights(args) -> ModelWithoutWeights | None:
-    """The model of a directory that has a config.json, ours or Hugging Face's, but no weights; otherwise None.
-    args: of generate.py."""
+    """The model of a directory that has a config.json, ours or Hugging Face's, but no weights.
+
+    None if --checkpoint_path is anything else. args: the arguments of generate.py.
+    """
     directory = Path(os.path.expanduser(args.checkpoint_path or ""))
     has_weights = any(file.suffix in (".safetensors", ".bin") for file in directory.glob("*"))
     if not args.checkpoint_path or not (directory / "config.json").exists() or has_weights:
         return None
     if not args.roofline:
-        raise UserError(f"{directory} has no weights to measure the bandwidth with; give one, as in --roofline 100")
+        why = "has no weights to measure the bandwidth with"
+        raise UserError(f"{directory} {why}; give one, as in --roofline 100")
     if is_ours(directory):
         return ModelWithoutWeights(read_config(directory), read_quantization(directory))
     from sources.hf_directory import hf_config
@@ -104,7 +120,10 @@ def read_without_weights(args) -> ModelWithoutWeights | None:
 
 
 def print_roofline(args, model, bandwidth: float):
-    """Print the roofline of a Checkpoint, or of a ModelWithoutWeights, on stdout. args: of generate.py."""
+    """Print the roofline of a Checkpoint, or of a ModelWithoutWeights, on stdout.
+
+    args: the arguments of generate.py.
+    """
     dtype = args.model.dtype
     quantization = None if args.model.dequantize else model.quantization
     table = rooflines(model.config, bandwidth * args.devices, dtype, args.batch_size, quantization)
@@ -126,7 +145,10 @@ def read_bandwidth(model: Transformer) -> float:
 
 
 def all_reduces_s(model: Transformer, rows: int) -> float:
-    """Seconds that the all-reduces of one decode step take by themselves; all ranks must call this together."""
+    """Seconds that the all-reduces of one decode step take by themselves.
+
+    All ranks must call this together.
+    """
     times = 10
     x = torch.zeros(rows, 1, model.config.dim, dtype=model.dtype, device=model.device)  # (B,1,D)
     synchronize(x.device)
@@ -143,50 +165,68 @@ def synchronize(device: torch.device):
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use so far: by the whole process on CPU, by torch's allocations on other devices."""
+    """The most bytes in use so far: by the whole process on CPU, by torch's allocations on GPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    try:  # getrusage may report the parent's memory, from the moment before it started this process
+    try:  # getrusage may report the memory of the parent at the moment when it started this process
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def bytes_by_format(model: Transformer) -> dict[str, int]:
     """The bytes of a model's weights by the format that they are stored in, the largest first."""
     found = Counter()
     for name, tensor in model.state_dict().items():
+        stored_as = str(tensor.dtype).removeprefix("torch.")
         module = model.get_submodule(name.rpartition(".")[0])
-        stored_as = module.stored_as if isinstance(module, MatrixLayer) else None
-        found[stored_as or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        if isinstance(module, MatrixLayer):
+            stored_as = module.stored_as or stored_as
+        found[stored_as] += tensor.nbytes
     return dict(found.most_common())
 
 
 def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
-    """The measured fields of --json. Under the profiler there are no rates, because it slows down every operation.
+    """The measured fields of --json.
 
-    in_full: also measure what takes up to a second, the memory bandwidth and the time of the all-reduces.
+    Under the profiler there are no rates, because it slows down every operation. in_full: also
+    measure the memory bandwidth and the time of the all-reduces, which takes up to a second.
     """
-    model, timing = engine.model, engine.timing
-    tokens, steps = timing.decode_tokens, timing.decode_steps
-    peak = peak_memory(model.device)  # before the bandwidth is measured
-    weights = kv = rate = None  # bytes per token, tokens per second
-    if tokens:
-        weights = (weight_bytes(model, tokens / steps) * steps + timing.draft_bytes) / tokens
-        kv = timing.kv_bytes / tokens
-        rate = None if profiled else tokens / timing.decode_s
+    model = engine.model
+    timing = engine.timing
     fields = {
-        "peak_memory_bytes": peak,
-        "prefill_tokens_per_s": None if profiled else timing.prefill_tokens / timing.prefill_s,
-        "decode_tokens_per_s": rate,
-        "weight_bytes_per_token": weights,
-        "kv_bytes_per_token": kv,
+        "peak_memory_bytes": peak_memory(model.device),  # before the bandwidth is measured
+        "prefill_tokens_per_s": None,
+        "decode_tokens_per_s": None,
+        "weight_bytes_per_token": None,
+        "kv_bytes_per_token": None,
         "weight_bytes_by_format": bytes_by_format(model),
-        "bandwidth_bytes_per_s": rate and (weights + kv) * rate,
-        "read_bandwidth_bytes_per_s": read_bandwidth(model) if rate and in_full else None,
+        "bandwidth_bytes_per_s": None,
+        "read_bandwidth_bytes_per_s": None,
+    }
+    if not profiled:
+        fields["prefill_tokens_per_s"] = timing.prefill_tokens / timing.prefill_s
+
+    tokens = timing.decode_tokens
+    if tokens:
+        read = weight_bytes(model, tokens / timing.decode_steps) * timing.decode_steps
+        weights = (read + timing.draft_bytes) / tokens
+        kv = timing.kv_bytes / tokens
+        fields["weight_bytes_per_token"] = weights
+        fields["kv_bytes_per_token"] = kv
+    has_rate = bool(tokens) and not profiled
+    if has_rate:
+        rate = tokens / timing.decode_s
+        fields["decode_tokens_per_s"] = rate
+        fields["bandwidth_bytes_per_s"] = (weights + kv) * rate
+    if has_rate and in_full:
+        fields["read_bandwidth_bytes_per_s"] = read_bandwidth(model)
+
+    fields |= {
         "threads": engine.threads.used(),
         "other_programs_cpus": None if model.shard.ranks > 1 else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.numbers replaces it
@@ -195,18 +235,23 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    if model.shard.ranks > 1:  # all numbers of bytes are then those of one rank
+    if model.shard.ranks > 1:  # then each number of bytes is that of one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
-        if rate and in_full:
-            fields["communication_share"] = all_reduces_s(model, len(engine.rows)) * steps / timing.decode_s
+        if has_rate and in_full:
+            seconds = all_reduces_s(model, len(engine.rows)) * timing.decode_steps
+            fields["communication_share"] = seconds / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
     return fields | engine.decoding.numbers(profiled)
 
 
 def print_report(result: dict, timing, args):
-    """Print the measurements of a run on stderr: one line of them, or all. args: of generate.py."""
-    if args.chat and not args.json and any(sample["finish_reason"] == "length" for sample in result["samples"]):
+    """Print the measurements of a run on stderr: one line of them, or all.
+
+    args: the arguments of generate.py.
+    """
+    is_cut = any(sample["finish_reason"] == "length" for sample in result["samples"])
+    if args.chat and not args.json and is_cut:
         print_status(f"(cut at --max_new_tokens {args.max_new_tokens})", dim=True)
     if args.report:
         print_status("\n" + full_report(result, timing))
@@ -215,22 +260,27 @@ def print_report(result: dict, timing, args):
 
 
 def short_report(result: dict, timing) -> str:
-    """A line like "52 tokens, 46.6 tokens/s; prefill 341; 3.1 GB": decoded and read tokens per second, peak memory.
+    """A line like "52 tokens, 46.6 tokens/s; prefill 341; 3.1 GB".
 
-    The tokens are those of all samples. A rate of a short prompt would say nothing, so its time is given.
+    It has the generated tokens of all samples, the tokens per second of decode and of prefill, and
+    the peak memory.
     """
     tokens = sum(len(sample["token_ids"]) for sample in result["samples"])
-    line = f"{tokens} token" if tokens == 1 else f"{tokens} tokens"
-    if (rate := result["decode_tokens_per_s"]) is not None:
-        line += f", {rate:.1f} tokens/s"
+    line = "1 token" if tokens == 1 else f"{tokens} tokens"
+    if result["decode_tokens_per_s"] is not None:
+        line += f", {result['decode_tokens_per_s']:.1f} tokens/s"
 
     drafts = result.get("speculation", {}).get("drafts", [])
-    proposed, accepted = (sum(draft[f"{name}_tokens"] for draft in drafts) for name in ("proposed", "accepted"))
+    proposed = sum(draft["proposed_tokens"] for draft in drafts)
+    accepted = sum(draft["accepted_tokens"] for draft in drafts)
     if accepted:
         line += f", {accepted} of {proposed} drafted tokens accepted"
-    if (rate := result["prefill_tokens_per_s"]) is not None:
-        few = timing.prefill_tokens < FEW_TOKENS
-        line += f"; prefill {1e3 * timing.prefill_s:.0f} ms" if few else f"; prefill {rate:.0f}"
+
+    rate = result["prefill_tokens_per_s"]
+    if rate is not None and timing.prefill_tokens < FEW_TOKENS:
+        line += f"; prefill {1e3 * timing.prefill_s:.0f} ms"
+    elif rate is not None:
+        line += f"; prefill {rate:.0f}"
 
     line += f"; {size_text(result['peak_memory_bytes'])}"
     if "ranks" in result:
@@ -247,50 +297,90 @@ def full_report(result: dict, timing) -> str:
         line += f", first token {result['time_to_first_token_s']:.3f} s"
     how = [result["device"], f"{result['kernels']} kernels", result["dtype"], f"torch {result['torch']}"]
     lines = [f"{line} ({', '.join(how)})"]
-    if len(formats := result["weight_bytes_by_format"]) > 1:
-        lines.append("weights: " + ", ".join(f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()))
-    if (rate := result["prefill_tokens_per_s"]) is not None:
-        few = timing.prefill_tokens < FEW_TOKENS  # whose time is mostly that of starting
-        speed = f"{1e3 * timing.prefill_s:.0f} ms" if few else f"{rate:.1f} tokens/s"
-        draft = f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more" if timing.draft_prefill_s else ""
-        lines.append(f"prefill: {timing.prefill_tokens} tokens, {speed}{draft}")
-    if (rate := result["decode_tokens_per_s"]) is not None:
-        weights, kv = result["weight_bytes_per_token"] / 1e6, result["kv_bytes_per_token"] / 1e6
-        got, possible = result["bandwidth_bytes_per_s"] / 1e9, result["read_bandwidth_bytes_per_s"] / 1e9
-        line = f"decode: {timing.decode_tokens} tokens, {rate:.1f} tokens/s; each reads {weights:.1f} MB of weights"
-        line += f" and {kv:.1f} MB of KV cache: {got:.1f} GB/s"
-        if got <= possible:  # otherwise other programs slowed the measurement, or the caches held a part of the weights
-            line += f", {got / possible:.0%} of the {possible:.1f} measured here"
-        lines.append(line)
+
+    formats = result["weight_bytes_by_format"]
+    if len(formats) > 1:
+        sizes = [f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()]
+        lines.append(f"weights: {', '.join(sizes)}")
+    if result["prefill_tokens_per_s"] is not None:
+        lines.append(prefill_text(result, timing))
+    if result["decode_tokens_per_s"] is not None:
+        lines.append(decode_text(result, timing))
     if result["device"] == "cpu" and result["threads"]:
-        lines.append(f"threads: {threads_text(result['threads'])}{others_text(result['other_programs_cpus'])}")
-    if (about := result.get("speculation")) is not None:
-        lines += [draft_text(draft, about["steps"] + about["plain_steps"]) for draft in about["drafts"]]
+        threads = threads_text(result["threads"])
+        lines.append(f"threads: {threads}{others_text(result['other_programs_cpus'])}")
+    if "speculation" in result:
+        speculation = result["speculation"]
+        steps = speculation["steps"] + speculation["plain_steps"]
+        lines += [draft_text(draft, steps) for draft in speculation["drafts"]]
     if "ranks" in result:
-        line = f"{result['ranks']} ranks, each with {result['weight_bytes_per_rank'] / 1e6:.1f} MB of weights"
-        if (share := result["communication_share"]) is not None:  # may be above 1, where ranks share cores
-            step_ms = timing.decode_s / timing.decode_steps * 1e3
-            line += f"; the all-reduces of a step take {share * step_ms:.2f} ms by themselves, a step {step_ms:.2f}"
-        lines.append(line)
-    line = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB; {result['recompiles']} recompiles, "
-    return "\n".join([*lines, line + f"{result['graph_breaks']} graph breaks"])
+        lines.append(ranks_text(result, timing))
+
+    memory = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB"
+    lines.append(f"{memory}; {result['recompiles']} recompiles, {result['graph_breaks']} graph breaks")
+    return "\n".join(lines)
+
+
+def prefill_text(result: dict, timing) -> str:
+    line = f"prefill: {timing.prefill_tokens} tokens, "
+    if timing.prefill_tokens < FEW_TOKENS:
+        line += f"{1e3 * timing.prefill_s:.0f} ms"
+    else:
+        line += f"{result['prefill_tokens_per_s']:.1f} tokens/s"
+    if timing.draft_prefill_s:
+        line += f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more"
+    return line
+
+
+def decode_text(result: dict, timing) -> str:
+    weights = result["weight_bytes_per_token"] / 1e6
+    kv = result["kv_bytes_per_token"] / 1e6
+    line = f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
+    line += f"each reads {weights:.1f} MB of weights and {kv:.1f} MB of KV cache"
+
+    used = result["bandwidth_bytes_per_s"] / 1e9
+    measured = result["read_bandwidth_bytes_per_s"] / 1e9
+    line += f": {used:.1f} GB/s"
+    if used <= measured:  # otherwise other programs slowed the measurement, or caches held weights
+        line += f", {used / measured:.0%} of the {measured:.1f} measured here"
+    return line
+
+
+def ranks_text(result: dict, timing) -> str:
+    size = result["weight_bytes_per_rank"] / 1e6
+    line = f"{result['ranks']} ranks, each with {size:.1f} MB of weights"
+    share = result["communication_share"]  # may be above 1, where ranks share cores
+    if share is not None:
+        step_ms = timing.decode_s / timing.decode_steps * 1e3
+        line += f"; the all-reduces of a step take {share * step_ms:.2f} ms by themselves"
+        line += f", a step {step_ms:.2f}"
+    return line
 
 
 def draft_text(draft: dict, steps: int) -> str:
-    line = f"{draft['name']}: {draft['accepted_tokens']} of {draft['proposed_tokens']} proposed tokens accepted, "
-    line += f"in {draft['steps']} of {steps} steps"
-    share = draft["share_of_time"]
-    return line + ("" if share is None else f"; proposing took {share:.1%} of the time")
+    line = f"{draft['name']}: {draft['accepted_tokens']} of {draft['proposed_tokens']} "
+    line += f"proposed tokens accepted, in {draft['steps']} of {steps} steps"
+    if draft["share_of_time"] is not None:
+        line += f"; proposing took {draft['share_of_time']:.1%} of the time"
+    return line
 
 
 def threads_text(used: dict[str, dict[int, int]]) -> str:
-    """A text like "prefill 2, decode 2 (97%) or 1 (3%)". used: kind of step -> number of threads -> number of steps."""
+    """A text like "prefill 2, decode 2 (97%) or 1 (3%)".
+
+    used: kind of step -> number of threads -> number of steps.
+    """
     kinds = []
     for kind, steps in used.items():
-        shares = [f"{n} ({count / sum(steps.values()):.0%})" for n, count in steps.items()]
-        kinds.append(f"{kind} " + (" or ".join(shares) if len(steps) > 1 else str(*steps)))
+        total = sum(steps.values())
+        numbers = [f"{n} ({count / total:.0%})" for n, count in steps.items()]
+        if len(numbers) == 1:
+            numbers = [str(n) for n in steps]
+        kinds.append(f"{kind} {' or '.join(numbers)}")
     return ", ".join(kinds)
 
 
 def others_text(cpus: float | None) -> str:
-    return f"; other programs used {cpus:.1f} processors" if cpus is not None and cpus >= 0.1 else ""
+    if cpus is None or cpus < 0.1:
+        return ""
+    return f"; other programs used {cpus:.1f} processors"

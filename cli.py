@@ -1,7 +1,7 @@
 """What all commands of this project share: one-line errors, options, and messages.
 
-Read `run_command` first: it runs a command's main() and turns exceptions into exit codes. This file knows nothing of
-models, and every other file may import it.
+Read `run_command` first: it runs a command's main() and turns exceptions into exit codes. This file
+knows nothing of models, and every other file may import it.
 """
 
 import argparse
@@ -19,40 +19,52 @@ from pathlib import Path
 # ---------------------------------------------------------------- errors
 
 
-# Files and folders of this project that may be deleted. A command that needs one of them then says so.
-OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton", "ranks", "serve")
-OPTIONAL += ("server", "sources", "speculative", "tp", "training")
+# Files and folders of this project that may be deleted. A command that needs one of them says so.
+OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton")
+OPTIONAL += ("ranks", "serve", "server", "sources", "speculative", "tp", "training")
 
 
 class UserError(Exception):
-    """An error that the user can fix. Its message is one line: what came, what was expected, what to do."""
+    """An error that the user can fix.
+
+    Its message is one line: what came, what was expected, what to do.
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
+    """The first line of an exception's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def printable(text: str) -> str:
-    """A text as one line of at most 500 characters, without terminal escape sequences: it may come from a file."""
+    """A text on one line of at most 500 characters, without terminal escape sequences.
+
+    A text from a file must not control the terminal.
+    """
     line = "".join(c for c in " ".join(text.split()) if c.isprintable())
-    return line if len(line) <= 500 else line[:500] + " ..."
+    if len(line) > 500:
+        line = line[:500] + " ..."
+    return line
 
 
 def and_more(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def check_is_file(path: Path):
-    """UserError if a path is there, but is no regular file: reading a pipe or a device might never end."""
+    """UserError if a path exists, but is not a regular file: reading a pipe might never end."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file as it is, line ends included, but without a byte order mark. UserError if it cannot be
-    read; `what`: the option that names it, with its value."""
+    """The text of a UTF-8 file, with its line ends unchanged, and without a byte order mark.
+
+    what: the option that names the file, with its value. UserError if the file cannot be read.
+    """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +72,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file; UserError if there is none."""
+    """The JSON object in a file. UserError if the file holds something else or cannot be read."""
     check_is_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -74,35 +86,42 @@ def read_json(path: Path) -> dict:
 
 
 def read_standard_input(what: str) -> str:
-    """All of standard input as one text, as `read_text` reads a file, but without the newline at its end, which most
-    programs add. UserError if it is empty."""
+    """All of standard input as one text, read as `read_text` reads a file.
+
+    The newline at its end is left out, because most programs add one. what: the option that asks
+    for standard input. UserError if it is empty.
+    """
     if sys.stdin.isatty():
         print_status(f"{what}: type the text, and end it with Ctrl-D on a line of its own")
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} cannot be read: {error}") from None
-    if not (text := without_newline(text)):
+    text = without_newline(text)
+    if not text:
         raise UserError(f"{what} is empty")
     return text
 
 
 def without_newline(text: str) -> str:
-    """A text without one newline at its end, which in files from Windows is two characters."""
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+    """A text without one newline at its end, which has two characters in files from Windows."""
+    if text.endswith("\n"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    return text
 
 
-def run_command(main: Callable, print_error: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
+def run_command(main: Callable, print_error=lambda line: print(line, file=sys.stderr)):
     """Run a command's main() and exit the process. A UserError or Ctrl-C prints no traceback.
 
-    The exit code is 2 after a UserError, whose message goes to print_error(line), and 130 after Ctrl-C.
+    The exit code is 2 after a UserError, whose message goes to print_error(line), and 130 after
+    Ctrl-C.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary directories are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     open_closed_streams()
 
     def fail(text: str) -> int:
-        readable = text.encode("utf-8", "backslashreplace").decode()  # bytes of an argument that are no text
+        readable = text.encode("utf-8", "backslashreplace").decode()  # it may be invalid UTF-8
         print_error(f"{Path(sys.argv[0]).name}: error: {printable(readable)}")
         return 2
 
@@ -115,7 +134,8 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
         name = (error.name or "").partition(".")[0]
         if name not in OPTIONAL:
             raise
-        code = fail(f"{name} is missing, an optional part of fastpath that was deleted here, and this command needs it")
+        what = "an optional part of fastpath that was deleted here"
+        code = fail(f"{name} is missing, {what}, and this command needs it")
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that reads our output has ended, as with `| head`
@@ -128,7 +148,8 @@ def run_command(main: Callable, print_error: Callable[[str], None] = lambda line
         out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        code = fail(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
+        advice = "take a smaller model, dtype, batch or prompt"
+        code = fail(f"out of memory; {advice} ({first_line(error)})")
     sys.exit(code)
 
 
@@ -149,7 +170,8 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
     def _get_values(self, action, arg_strings):
-        if arg_strings == ["--"] and action.option_strings:  # --stop=--, whose value Python 3.12 and older lose
+        if arg_strings == ["--"] and action.option_strings:
+            # The value of --stop=--, which argparse drops in Python 3.12 and older.
             value = self._get_value(action, "--")
             self._check_value(action, value)
             return [value] if action.nargs == "+" else value
@@ -160,12 +182,14 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows in --help the defaults that are not None, False or empty."""
 
     def _get_help_string(self, action):
-        is_empty = action.default is None or action.default is False or action.default == []  # 0 is a default to show
-        return action.help if is_empty else super()._get_help_string(action)
+        default = action.default
+        if default is None or default is False or default == []:  # but 0 is shown
+            return action.help
+        return super()._get_help_string(action)
 
 
 def number(kind: type, rule: str, allowed: Callable):
-    """An argparse type for numbers of one kind (int or float). The error for a number not allowed states rule."""
+    """An argparse type for an int or a float that is `allowed`. rule: what is allowed, in words."""
 
     def parse(text):
         value = kind(text)
@@ -190,38 +214,44 @@ def token_ids(text: str) -> list[int]:
 
 # ---------------------------------------------------------------- messages, all on stderr
 
-REFRESH_S = 0.5  # between two updates of what a terminal shows
-SILENT_S = 2.0  # of waiting for a lock, before a line says what is waited for
-LINE_S = 10.0  # between two lines about the progress of a long work, where stderr is no terminal
+REFRESH_S = 0.5  # seconds between two updates of a line on a terminal
+SILENT_S = 2.0  # seconds that a process waits for a lock before a line says so
+LINE_S = 10.0  # seconds between two lines about long work, if stderr is not a terminal
 
 
 def print_status(text: str, dim: bool = False):
-    """Print a line on stderr and flush it. dim: in a fainter colour than the text of a conversation.
+    """Print a line on stderr and flush it. dim: in a fainter colour, on a terminal.
 
     A line that cannot be written, for instance on a full disk, is lost: no work ends for a message.
     """
-    text = f"\033[2m{text}\033[0m" if dim and has_colours(sys.stderr) else text
+    if dim and has_colours(sys.stderr):
+        text = f"\033[2m{text}\033[0m"
     with suppress(OSError):
-        sys.stderr.write(text + "\n")  # at once, so that lines of two threads do not mix
+        sys.stderr.write(text + "\n")  # one call, so that lines of two threads do not mix
         sys.stderr.flush()
 
 
 def has_colours(stream) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    if os.environ.get("NO_COLOR"):
+        return False
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class Progress:
-    """How far some work is, shown on stderr: as a bar (tqdm) on a terminal, elsewhere as a line.
+    """How much of some work is done: shown on stderr, on a terminal as a bar (tqdm), else as a line.
 
-    unit: of total and n, as it follows a number: "B" for bytes, " tokens", " steps".
+    unit: what is counted, as it is written after a number: "B" for bytes, " tokens", " steps".
+    initial: how much an earlier process has done.
     """
 
     def __init__(self, total: int, description: str, unit: str, initial: int = 0):
-        self.total, self.unit = total, unit
+        self.total = total
         self.description = description
-        self.n = self.initial = initial  # how much is done, and how much was done before
+        self.unit = unit
+        self.initial = initial
+        self.n = initial  # how much is done
         self.start = time.time()
-        self.bar = None  # once it is shown
+        self.bar = None  # the tqdm bar, once it is shown
 
     def update(self, n: int):
         """Note that n more is done."""
@@ -248,6 +278,7 @@ class Progress:
             self.bar.write(text, file=sys.stderr)
 
     def amount(self) -> str:
+        """A text like "98 of 271 MB"."""
         if self.unit == "B":
             return f"{self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
         return f"{self.n:,} of {self.total:,}{self.unit}"
@@ -255,25 +286,32 @@ class Progress:
 
 def size_text(nbytes: int) -> str:
     """A number of bytes for people: "1.1 GB", "98 MB"."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.1f} GB"
+    return f"{nbytes / 1e6:.0f} MB"
 
 
 @contextmanager
 def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0):
-    """A context manager that yields a Progress, and shows it from a thread, so that it moves, too, while one step takes
-    long: on a terminal after `delay` seconds and then twice a second, elsewhere every LINE_S seconds.
+    """A context manager that yields a Progress and shows it from a thread.
 
-    initial: how much an earlier process has done.
+    So the bar also moves during a single long step. On a terminal it appears after `delay` seconds
+    and is refreshed twice a second; elsewhere, a line is printed every LINE_S seconds.
     """
-    progress, done = Progress(total, description, unit, initial), threading.Event()
-    is_terminal = sys.stderr.isatty()
+    progress = Progress(total, description, unit, initial)
+    first_s = LINE_S
+    later_s = LINE_S
+    if sys.stderr.isatty():
+        first_s = delay
+        later_s = REFRESH_S
+    done = threading.Event()
 
     def show():
-        wait = delay if is_terminal else LINE_S
-        while not done.wait(wait):
+        seconds = first_s
+        while not done.wait(seconds):
             with suppress(Exception):  # as in print_status; tqdm also reads settings of the environment
                 progress.refresh()
-            wait = REFRESH_S if is_terminal else LINE_S
+            seconds = later_s
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
@@ -300,8 +338,11 @@ def announced(text: str):
 
 @contextmanager
 def locked(path: Path, what: str):
-    """A context manager that holds a lock among processes: a file, which stays. If another process, which does `what`,
-    holds it for long, a line says so. The lock of a process that is killed is free at once."""
+    """A context manager that holds a lock, which only one process can hold at a time.
+
+    The lock is on a file, which stays. A process that is killed releases it at once. what: what a
+    process does that holds the lock, for the line that is printed if we have to wait long.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -319,15 +360,16 @@ def locked(path: Path, what: str):
 class Stopwatch:
     """Measures the time of a with block, and prints on stderr what is being done.
 
-    `with Stopwatch("compiling", "about a minute") as watch: ...` prints "compiling (about a minute) ..." at the start,
-    on a terminal with a count of seconds, and the total at the end. Afterwards watch.seconds is the total. On a narrow
-    terminal the end of the hint is cut off.
+    `with Stopwatch("compiling", "about a minute") as watch: ...` prints at the start "compiling
+    (about a minute) ...", on a terminal with a count of seconds, and the total at the end.
+    Afterwards watch.seconds is the total. On a narrow terminal the end of the hint is cut off.
     """
 
     def __init__(self, what: str, hint: str = ""):
-        self.what, self.seconds = what, 0.0
-        self.done = threading.Event()
+        self.what = what
         self.line = f"{what} ({hint}) ..." if hint else f"{what} ..."
+        self.seconds = 0.0
+        self.done = threading.Event()
 
     def __enter__(self):
         self.start = time.perf_counter()
@@ -342,7 +384,7 @@ class Stopwatch:
     def _show_seconds(self):
         while True:
             seconds = f" ... {time.perf_counter() - self.start:.0f} s"
-            room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # a longer line would wrap
+            room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # do not wrap the line
             sys.stderr.write("\r\033[K" + self.line.removesuffix(" ...")[:room] + seconds)
             sys.stderr.flush()
             if self.done.wait(REFRESH_S):

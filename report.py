@@ -44,7 +44,7 @@ def weight_bytes(model: Transformer, rows: float) -> float:
 
 
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
-    """FLOPs and bytes per token of a decode step with `rows` rows that hold `context` positions each.
+    """FLOPs and bytes per token of a decode step of `rows` rows with `context` positions each.
 
     bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
     There are two FLOPs for each weight of a matrix, and four for each element of a query and each

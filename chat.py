@@ -1,9 +1,9 @@
 """A conversation at the terminal, turn by turn (`generate.py --interactive`).
 
-Read down: `Session` keeps the messages and sends requests to the engine; `AnswerPrinter` prints an answer with dim
-thoughts; `chat` is the loop around them: messages, commands, Ctrl-C; then how a message is read, and the files.
-`run_chat` is called by generate.py.
-The engine finds earlier turns in its cache and reads only what is new.
+Read down: `Session` keeps the messages and sends requests to the engine; `AnswerPrinter` prints an
+answer with dim thoughts; `chat` is the loop around them: messages, commands, Ctrl-C; then how a
+message is read, and the files. generate.py calls `run_chat`. The engine finds earlier turns in its
+cache and reads only what is new.
 
 Answers go to stdout, everything else to stderr.
 """
@@ -21,7 +21,7 @@ from cli import UserError, first_line, has_colours, print_status, printable, rea
 from compile import warm_up
 from engine import Engine, Plan, Request, check_prompt, read_with_progress
 from sampling import SamplingParams
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from tokenizer import ChatTemplate, TextStream, Tokenizer, start_of_partial
 
 HELP = """/reset          forget the conversation
 /regenerate     answer the last message again
@@ -45,8 +45,10 @@ LARGEST_CONVERSATION = 1 << 24  # bytes of a file
 
 @dataclass
 class Session:
-    """A conversation in a cache row. Without a template, as for a base model, messages and answers are one continuous
-    text."""
+    """A conversation in a cache row.
+
+    Without a template, as for a base model, messages and answers are one continuous text.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -56,21 +58,27 @@ class Session:
     stop_ids: frozenset[int] = frozenset()
     stop: Iterable[str] = ()
     thinking: tuple[str, str] | None = None  # the marks around the model's thoughts, if it has any
-    keeps_all: bool = False  # refuse a message for which there is no room, instead of dropping the oldest turns
+    keeps_all: bool = False  # in a full context, refuse a message instead of dropping old turns
     hides_thoughts: bool = False
     system: str | None = None  # the system message
     messages: list[dict] = field(default_factory=list)  # without the system message
-    dropped: int = 0  # of the messages, the oldest, which the model no longer sees
-    turns: list[Request] = field(default_factory=list)
+    dropped: int = 0  # how many of the oldest messages the model no longer sees
+    turns: list[Request] = field(default_factory=list)  # the requests of all turns so far
 
     @property
     def context(self) -> int:
         """Positions of the cache row."""
         return self.engine.length
 
+    @property
+    def low_water(self) -> int:
+        """With fewer free positions than this, a warning is printed."""
+        return max(64, self.context // 10)
+
     def set_system(self, text: str | None):
         """Change the system message. The conversation goes on, but the model must read it again."""
-        self.encode(text, [{"role": "user", "content": "?"}])  # fails if the template refuses system messages
+        # This fails if the template refuses system messages.
+        self.encode(text, [{"role": "user", "content": "?"}])
         self.system = text
 
     def encode(self, system: str | None, messages: list[dict]) -> list[int]:
@@ -79,54 +87,37 @@ class Session:
             messages = [{"role": "system", "content": system}, *messages]
         if self.template is not None:
             return self.template.encode(messages)
-        breaks = ["\n" if i and message["role"] == "user" else "" for i, message in enumerate(messages)]
-        return self.tokenizer.encode("".join(b + message["content"] for b, message in zip(breaks, messages)))
+
+        text = ""
+        for i, message in enumerate(messages):
+            if i > 0 and message["role"] == "user":
+                text += "\n"
+            text += message["content"]
+        return self.tokenizer.encode(text)
 
     def ask(self, text: str, show: Callable[[str], None], earlier: list[dict] | None = None) -> Request:
-        """Answer a message and pass each piece of text to show(). UserError if the context has no room for it.
-        earlier: the messages before it, if they are not those of the conversation.
+        """Answer a message, and pass each piece of the answer to show().
 
-        Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the conversation.
+        earlier: the messages before it, if they are not those of the conversation. UserError if the
+        context has no room for the message.
+
+        Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the
+        conversation.
         """
-        earlier = self.messages if earlier is None else earlier
+        if earlier is None:
+            earlier = self.messages
         messages = [*earlier, {"role": "user", "content": text}]
         prompt = self.make_room(messages)
-        room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position in the cache
         check_prompt(prompt, self.engine.model.config, self.context)
+        room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
             more = f"room for {room} more tokens in the context of {self.context}"
             print_status(f"({more}; /reset frees all of it)", dim=True)
-        marks = self.mark_ids()
-        stream = TextStream(self.tokenizer, () if self.template else prompt, self.stop, marks)
-        before = TextStream(self.tokenizer, (), (), marks).add(prompt[-8:], last=True) if self.thinking else ""
-        printer = AnswerPrinter(show, self.thinking, before, self.hides_thoughts)
-        answer, pieces = "", []
 
-        def on_token(token: int) -> bool:
-            pieces.append(stream.add(() if token in self.stop_ids else (token,)))
-            return stream.stopped
-
-        def show_pieces(last: bool = False):  # not in on_token, where the error of a closed pipe only ends the request
-            nonlocal answer
-            text = "".join(pieces)
-            pieces.clear()
-            answer += text
-            printer.add(text, last)
-
-        params = replace(self.params, seed=self.params.seed + len(self.turns))  # else turns would begin alike
-        request = Request(prompt, params, min(room, self.max_new_tokens or room), self.stop_ids, on_token)
-        self.engine.add(request)
-        try:
-            read_with_progress(self.engine, [request])
-            show_pieces()
-            while request.finish_reason is None:
-                self.engine.step()
-                show_pieces()
-        except KeyboardInterrupt:
-            self.engine.cancel(request)
-            self.engine.step()
-        pieces.append(stream.add((), last=True))
-        show_pieces(last=True)
+        seed = self.params.seed + len(self.turns)  # with equal seeds, turns would begin alike
+        params = replace(self.params, seed=seed)
+        request = Request(prompt, params, min(room, self.max_new_tokens or room), self.stop_ids)
+        answer = self.run_request(request, show)
         if request.finish_reason == "error":
             raise UserError(f"the answer failed: {request.error}")
         if request.new_tokens:
@@ -134,10 +125,54 @@ class Session:
         self.turns.append(request)
         return request
 
+    def run_request(self, request: Request, show: Callable[[str], None]) -> str:
+        """Run a request until it ends or Ctrl-C cancels it, and show the answer as it grows.
+
+        Returns the answer.
+        """
+        marks = self.mark_ids()
+        context = () if self.template else request.prompt
+        stream = TextStream(self.tokenizer, context, self.stop, marks)
+        prompt_end = TextStream(self.tokenizer, shown_ids=marks).add(request.prompt[-8:], last=True)
+        printer = AnswerPrinter(show, self.thinking, prompt_end, self.hides_thoughts)
+        answer = ""
+        shown = 0  # characters
+
+        def on_token(token: int) -> bool:
+            nonlocal answer
+            if token not in self.stop_ids:
+                answer += stream.add([token])
+            return stream.stopped
+
+        # Not in on_token, where the error of a closed pipe would only end the request.
+        def show_new(last: bool = False):
+            nonlocal shown
+            new = answer[shown:]
+            shown = len(answer)
+            printer.add(new, last)
+
+        request.on_token = on_token
+        self.engine.add(request)
+        try:
+            read_with_progress(self.engine, [request])
+            show_new()
+            while request.finish_reason is None:
+                self.engine.step()
+                show_new()
+        except KeyboardInterrupt:
+            self.engine.cancel(request)
+            self.engine.step()
+        answer += stream.add([], last=True)
+        show_new(last=True)
+        return answer
+
     def make_room(self, messages: list[dict]) -> list[int]:
-        """The token ids of a conversation. If there is too little room for an answer, as many of the oldest turns are
-        dropped that half of the context is free. UserError if there is no room for the last message alone, or, with
-        keeps_all, for all of them."""
+        """The token ids of a conversation, up to where the next answer begins.
+
+        If there is too little room for an answer, the oldest turns are dropped until half of the
+        context is free. UserError if there is no room for the last message alone, or, with
+        keeps_all, for all of them.
+        """
         dropped = self.dropped
         prompt = self.encode(self.system, messages[dropped:])
         needed = max(self.low_water, min(self.max_new_tokens or 0, self.context // 2))
@@ -145,20 +180,25 @@ class Session:
             while len(prompt) > self.context // 2 and dropped < len(messages) - 1:
                 dropped += 2
                 prompt = self.encode(self.system, messages[dropped:])
+
         if len(prompt) > self.context:
-            alone = dropped == len(messages) - 1
-            what = "this message alone" if alone else "with this message the conversation"
-            advice = "shorten it" if alone else "shorten it, or /reset"
-            holds = f"but the context holds {self.context}"
-            raise UserError(f"the context is full: {what} has {len(prompt)} tokens, {holds}; {advice}")
-        if turns := (dropped - self.dropped) // 2:
+            what = "with this message the conversation"
+            advice = "shorten it, or /reset"
+            if dropped == len(messages) - 1:
+                what = "this message alone"
+                advice = "shorten it"
+            size = f"has {len(prompt)} tokens, but the context holds {self.context}"
+            raise UserError(f"the context is full: {what} {size}; {advice}")
+
+        turns = (dropped - self.dropped) // 2
+        if turns:
             what = "the oldest turn is" if turns == 1 else f"the {turns} oldest turns are"
             print_status(f"(the context is full: {what} dropped; --keep_all_turns refuses instead)", dim=True)
             self.dropped = dropped
         return prompt
 
     def mark_ids(self) -> list[int]:
-        """The special tokens that are marks of thoughts. Others have no text."""
+        """The special tokens that are marks of thoughts: they are shown, unlike other special tokens."""
         if self.thinking is None:
             return []
         vocabulary = self.tokenizer.vocabulary
@@ -171,18 +211,16 @@ class Session:
         self.dropped = min(self.dropped, len(self.messages) - 2)
         return self.ask(self.messages[-2]["content"], show, earlier=self.messages[:-2])
 
-    @property
-    def low_water(self) -> int:
-        """With fewer free positions than this, a warning is printed."""
-        return max(64, self.context // 10)
-
     def reset(self):
-        """Forget the messages. The cache keeps them, since the next conversation may begin in the same way."""
+        """Forget the messages. The cache keeps them, as the next conversation may begin alike."""
         self.messages = []
         self.dropped = 0
 
     def save(self, path: Path):
-        """Write the conversation to a file, which is new or holds another one. UserError if that fails."""
+        """Write the conversation to a new file, or to one that holds a conversation.
+
+        UserError if that fails.
+        """
         if path.exists():
             read_conversation(path)
         text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
@@ -196,7 +234,10 @@ class Session:
             raise UserError(f"{path} cannot be written: {first_line(error)}") from None
 
     def load(self, path: Path):
-        """Go on with the conversation of a file. UserError if it has none, or the template refuses it."""
+        """Go on with the conversation of a file.
+
+        UserError if the file holds none, or if the template refuses it.
+        """
         system, messages = read_conversation(path)
         self.encode(system, [*messages, {"role": "user", "content": "?"}])
         self.system = system
@@ -207,17 +248,22 @@ class Session:
         """One line about a turn."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
-        n, read = len(turn.new_tokens), len(turn.prompt) - turn.cached_tokens
-        line = f"{n} token{'s' if n > 1 else ''}" + rate(n - 1, decode_seconds(turn))
+        n = len(turn.new_tokens)
+        line = "1 token" if n == 1 else f"{n} tokens"
+        line += rate(n - 1, decode_seconds(turn))
+        read = len(turn.prompt) - turn.cached_tokens
         used = len(turn.prompt) + n - 1
         line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.context}"
+
         if used >= self.context:
-            line += ", full: the answer is cut" + ("; /reset" if self.keeps_all else "")
+            line += ", full: the answer is cut"
         elif turn.finish_reason == "length":
             line += "; cut at --max_new_tokens"
         elif turn.finish_reason == "cancelled":
             line += "; interrupted"
-        if self.keeps_all and self.context - self.low_water <= used < self.context:
+        if self.keeps_all and used >= self.context:
+            line += "; /reset"
+        elif self.keeps_all and used >= self.context - self.low_water:
             line += "; nearly full: /reset makes room"
         return f"[{line}]"
 
@@ -225,11 +271,14 @@ class Session:
         """A few lines about all turns."""
         turns = [turn for turn in self.turns if turn.new_tokens]
         reused = sum(turn.cached_tokens for turn in turns)
-        read, written = sum(len(turn.prompt) for turn in turns) - reused, sum(len(turn.new_tokens) for turn in turns)
+        read = sum(len(turn.prompt) for turn in turns) - reused
         read_s = sum(turn.times["first_token"] - turn.times["started"] for turn in turns)
+        written = sum(len(turn.new_tokens) for turn in turns)
         written_s = sum(map(decode_seconds, turns))
         held = max(len(row.tokens) for row in self.engine.rows)
-        lines = [f"turns: {len(self.turns)}", f"context: {held} of {self.context} tokens in the cache"]
+
+        lines = [f"turns: {len(self.turns)}"]
+        lines.append(f"context: {held} of {self.context} tokens in the cache")
         lines.append(f"read: {read} tokens{rate(read, read_s)}")
         lines.append(f"reused from earlier turns: {reused} tokens")
         lines.append(f"written: {written} tokens{rate(written - len(turns), written_s)}")
@@ -241,26 +290,34 @@ def decode_seconds(turn: Request) -> float:
 
 
 def rate(tokens: int, seconds: float) -> str:
-    return f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+    if not tokens or not seconds:
+        return ""
+    return f", {tokens / seconds:.1f} tokens/s"
 
 
 class AnswerPrinter:
-    """Passes an answer on, piece by piece, with its thoughts, which stand between two marks, dim on a terminal or not
-    at all. Text that may belong to a mark is held back."""
+    """Passes an answer on, piece by piece, and its thoughts dim on a terminal, or not at all.
+
+    Thoughts stand between two marks at the beginning of an answer. self.held is the text that was
+    not passed on yet, because it may be a part of a mark. self.read is the method for the present
+    place in the answer: read_beginning, then read_thoughts if there are any, and at last pass_on.
+    """
 
     def __init__(self, show: Callable[[str], None], marks: tuple[str, str] | None, prompt: str, hides_thoughts: bool):
         """prompt: the end of the text before the answer, which may end with the first mark."""
         self.show = show
         self.hides_thoughts = hides_thoughts
-        self.begin, self.end = marks or ("", "")
         self.held = ""
         self.is_dim = False
-        self.read = self.pass_on if marks is None else self.read_beginning
-        if marks is not None and prompt.rstrip().endswith(self.begin):
-            self.start_thoughts()
+        self.read = self.pass_on
+        if marks is not None:
+            self.begin, self.end = marks
+            self.read = self.read_beginning
+            if prompt.rstrip().endswith(self.begin):
+                self.start_thoughts()
 
     def add(self, text: str, last: bool = False):
-        """last: no more text follows."""
+        """Pass on this text of the answer. last: no more text follows."""
         self.held += text
         self.read(last)
         if last and self.is_dim:
@@ -291,12 +348,13 @@ class AnswerPrinter:
             print_status("(thinking; /thoughts shows it)", dim=True)
 
     def read_thoughts(self, last: bool):
-        before, mark, after = self.held.partition(self.end)
-        is_held = not mark and not last
-        kept = max((n for n in range(len(self.end)) if before.endswith(self.end[:n])), default=0) if is_held else 0
-        self.held = before[len(before) - kept :]
+        text, mark, after = self.held.partition(self.end)
+        end = len(text)
+        if not mark and not last:
+            end = start_of_partial(text, [self.end])
+        self.held = text[end:]
         if not self.hides_thoughts:
-            self.show(before[: len(before) - kept] + mark)
+            self.show(text[:end] + mark)
         if mark:
             self.end_thoughts(after)
 
@@ -317,7 +375,7 @@ class AnswerPrinter:
 
 @contextmanager
 def one_interrupt():
-    """A context manager: the first Ctrl-C in it raises KeyboardInterrupt, and further ones do nothing."""
+    """A context manager in which one Ctrl-C raises KeyboardInterrupt, and more do nothing."""
 
     def interrupt(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -336,21 +394,21 @@ def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate 
         warm_up(engine, [[0] * min(n, engine.length)], random=args.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
     session.keeps_all = args.keep_all_turns
-    session.thinking = None if template is None else template.thinking_marks()
+    if template is not None:
+        session.thinking = template.thinking_marks()
     if args.system is not None:
         session.set_system(args.system)
     chat(session, args.prompt)
 
 
 def chat(session: Session, first: Iterable[str] = ()):
-    """Run a conversation until /bye or the end of the input. first: messages that are asked before the input."""
+    """Run a conversation until /bye or the end of the input.
+
+    first: messages that are sent before the input is read.
+    """
     sys.stdin.reconfigure(errors="replace", newline="\n")  # bytes that are not UTF-8 become U+FFFD
     if sys.stdin.isatty():
-        kind = "" if session.template else "This model has no chat template: it continues your text. "
-        welcome = (
-            f"{kind}Context: {session.context} tokens. /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
-        )
-        print_status(welcome, dim=True)
+        print_welcome(session)
         start_readline()
     first = list(first)
     has_hinted = False
@@ -360,16 +418,19 @@ def chat(session: Session, first: Iterable[str] = ()):
                 text = first.pop(0)
                 print_status(f"> {text}", dim=True)
             else:
-                with session.engine.ranks.repeat(Plan):  # an empty one each second, so that no other rank times out
+                # Rank 0 sends an empty Plan each second, so that no other rank times out.
+                with session.engine.ranks.repeat(Plan):
                     text = read_message()
             if text is None or text.strip().lower() in ("exit", "quit"):
                 return
             word = next(iter(text.split()), "")
+            rest = text.strip()[len(word) :].strip()
             command = word.lower()
-            if command in ENDS and text.strip() == word and "\n" not in text:
+            if command in ENDS and not rest and "\n" not in text:
                 return
+
             if command in COMMANDS and ("\n" not in text or command == "/system"):
-                handle_command(session, command, text.strip()[len(word) :].strip())
+                handle_command(session, command, rest)
             elif word:
                 is_odd = command[0] == "/" and "/" not in command[1:] and "\n" not in text
                 if is_odd and not has_hinted:
@@ -382,8 +443,16 @@ def chat(session: Session, first: Iterable[str] = ()):
             print_status("\n(/bye or Ctrl-D leaves)", dim=True)
 
 
+def print_welcome(session: Session):
+    welcome = f"Context: {session.context} tokens. /help lists the commands. "
+    welcome += "Ctrl-C stops an answer, Ctrl-D leaves."
+    if session.template is None:
+        welcome = f"This model has no chat template: it continues your text. {welcome}"
+    print_status(welcome, dim=True)
+
+
 def send(session: Session, text: str):
-    """Ask a message, with one slash in the place of two at its beginning, and print the answer."""
+    """Send a message, with one slash in the place of two at its beginning, and print the answer."""
     if text.lstrip().startswith("//"):
         text = text.replace("//", "/", 1)
     print_answer(session, lambda show: session.ask(text, show))
@@ -391,38 +460,35 @@ def send(session: Session, text: str):
 
 def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Request]):
     """Print what `ask` shows, and a line about it."""
-    with one_interrupt() if session.engine.ranks.size == 1 else nullcontext():  # Ctrl-C ends torchrun
+    interrupts = one_interrupt() if session.engine.ranks.size == 1 else nullcontext()
+    with interrupts:  # under torchrun, Ctrl-C ends all ranks
         turn = ask(lambda piece: print(piece, end="", flush=True))
         print(flush=True)
         print_status(session.summary(turn), dim=True)
 
 
 def handle_command(session: Session, command: str, rest: str):
-    """command: one of COMMANDS that does not end the conversation. rest: what follows it in the line."""
+    """Do what a command says.
+
+    command: one of COMMANDS that does not end the conversation. rest: what follows it in the line.
+    """
     if rest and command not in WITH_TEXT:
         raise UserError(f"{command} takes no text; /{command} sends the line as a message")
     if command == "/regenerate":
         return print_answer(session, session.regenerate)
+
     if command == "/reset":
         session.reset()
         text = "(the conversation is forgotten)"
     elif command == "/system" and rest:
         session.set_system(rest)
         text = "(system message set)"
+    elif command == "/system" and session.system is None:
+        text = "(no system message is set; the template may have its own)"
     elif command == "/system":
-        text = "(no system message is set; the template may have its own)" if session.system is None else session.system
+        text = session.system
     elif command in ("/save", "/load"):
-        if not rest:
-            raise UserError(f"{command} needs the name of a file")
-        path = Path(os.path.expanduser(rest))
-        try:
-            if command == "/save":
-                session.save(path)
-            else:
-                session.load(path)
-        except (OSError, ValueError) as error:  # a name that is too long, or has a null
-            raise UserError(f"{command} {printable(rest)}: {first_line(error)}") from None
-        text = f"({path}: {len(session.messages)} messages)"
+        text = save_or_load(session, command, rest)
     elif command == "/thoughts":
         session.hides_thoughts = not session.hides_thoughts
         text = f"(the model's thoughts are {'hidden' if session.hides_thoughts else 'shown'})"
@@ -433,18 +499,39 @@ def handle_command(session: Session, command: str, rest: str):
     print_status(text, dim=True)
 
 
+def save_or_load(session: Session, command: str, name: str) -> str:
+    """Do what /save or /load says, and return a line about it. name: of the file."""
+    if not name:
+        raise UserError(f"{command} needs the name of a file")
+    path = Path(os.path.expanduser(name))
+    try:
+        if command == "/save":
+            session.save(path)
+        else:
+            session.load(path)
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null
+        raise UserError(f"{command} {printable(name)}: {first_line(error)}") from None
+    return f"({path}: {len(session.messages)} messages)"
+
+
 # ---------------------------------------------------------------- reading messages
 
 
 def read_message() -> str | None:
-    """The next message of the input: a line, lines that were pasted, or lines between two \"\"\". None at its end."""
+    """The next message of the input: a line, lines that were pasted, or lines between two \"\"\".
+
+    None at the end of the input.
+    """
     text = read_line("> ")
     if text is None or "\n" in text or not text.lstrip().startswith(QUOTES):
         return text
     lines = [text.lstrip().removeprefix(QUOTES)]
     if lines[0].rstrip().endswith(QUOTES):
         return lines[0].rstrip().removesuffix(QUOTES)
-    stands_alone = not lines[0].strip()  # then the end does, too, so that code with docstrings can be between them
+
+    # If the opening """ is alone on its line, the closing one must be, too, so that code with
+    # docstrings can be between them.
+    stands_alone = not lines[0].strip()
     while (line := read_line(". ")) is not None:
         if line.strip() == QUOTES or (not stands_alone and line.rstrip().endswith(QUOTES)):
             lines.append(line.rstrip().removesuffix(QUOTES))
@@ -454,12 +541,16 @@ def read_message() -> str | None:
 
 
 def read_line(prompt: str) -> str | None:
-    """The next line of input, or None at its end; from a terminal also several lines that were pasted at once. A prompt
-    is shown only on a terminal."""
+    """The next line of input, or None at its end.
+
+    On a terminal, the prompt is shown, and several lines that were pasted at once are one line.
+    """
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # \001 and \002 enclose characters without width on the screen, so that readline counts columns correctly.
-            line = input(f"\001\033[1m\002{prompt}\001\033[0m\002" if has_colours(sys.stdout) else prompt)
+            if has_colours(sys.stdout):
+                # \001 and \002 enclose characters without width, which readline must not count.
+                prompt = f"\001\033[1m\002{prompt}\001\033[0m\002"
+            line = input(prompt)
             write_history(line)
             return without_newline(line)
         if sys.stdin.isatty():
@@ -475,14 +566,14 @@ def read_line(prompt: str) -> str | None:
 
 
 def start_readline():
-    """Give input() line editing, pasted lines as one input, and the history of earlier conversations."""
+    """Give input() line editing, pasted lines as one input, and the history of conversations."""
     try:
         import readline
     except ImportError:  # Windows
         return
-    if os.environ.get("TERM", "dumb") != "dumb":  # such terminals would show the escape sequences
-        readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
-        readline.parse_and_bind("set enable-active-region off")  # which would show pasted text in other colours
+    if os.environ.get("TERM", "dumb") != "dumb":  # dumb terminals would show the escape sequences
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns this off
+        readline.parse_and_bind("set enable-active-region off")  # else pasted text is coloured
     for line in read_history():
         with suppress(ValueError):  # a line that this locale cannot show
             readline.add_history(line)
@@ -492,11 +583,15 @@ def start_readline():
 
 
 def history_path() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fastpath" / "history.jsonl"
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    return state.expanduser() / "fastpath" / "history.jsonl"
 
 
 def read_history() -> list[str]:
-    """What was typed in earlier conversations: a JSON string in each line. The file is shortened when it is long."""
+    """What was typed in earlier conversations. A file that has become long is shortened.
+
+    Each line of the file is a JSON string.
+    """
     try:
         lines = history_path().read_text(encoding="utf-8", errors="replace").splitlines()
         if len(lines) > 2 * HISTORY_LINES:
@@ -505,42 +600,51 @@ def read_history() -> list[str]:
         return []
     found = []
     for line in lines[-HISTORY_LINES:]:
-        with suppress(ValueError):  # not whole, as after a full disk
+        with suppress(ValueError):  # the line is incomplete, as after a full disk
             found.append(json.loads(line))
     return [line for line in found if isinstance(line, str)]
 
 
 def write_history(line: str):
-    """Add a line to the history, which only the user may read. Without a place for it there is none."""
+    """Add a line to the history, which only the user may read, if there is a place for it."""
     if not line.strip():
         return
     with suppress(OSError, RuntimeError):
         history_path().parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(history_path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+        descriptor = os.open(history_path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(descriptor, "w") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
-    """(system message, messages) of a file that /save wrote, or of a list of messages as OpenAI's API has them.
-    UserError if it holds something else."""
+    """(system message, messages) of a file.
+
+    /save has written the file, or it is a list of messages as in OpenAI's API. UserError if it is
+    something else.
+    """
     if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_CONVERSATION):
-        raise UserError(f"{path} is no file of a conversation")
+        raise UserError(f"{path} is not a conversation file")
     text = read_text(path, str(path))
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no conversation: {first_line(error)}") from None
+        raise UserError(f"{path} is not a conversation: {first_line(error)}") from None
     if isinstance(found, list):
         found = {"system": None, "messages": found}
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{path} is no conversation: it has no list of messages")
+        raise UserError(f"{path} is not a conversation: it has no list of messages")
+
     messages = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
     system = found.get("system")
     if messages and messages[0]["role"] == "system":
         system = messages.pop(0)["content"]
     roles = [message["role"] for message in messages]
-    texts = [message["content"] for message in messages] + ([] if system is None else [system])
-    if roles != ["user", "assistant"] * (len(roles) // 2) or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{path}: messages of the user and the assistant must take turns, and their contents be texts")
+    take_turns = roles == ["user", "assistant"] * (len(roles) // 2)
+    texts = [message["content"] for message in messages]
+    if system is not None:
+        texts.append(system)
+    if not take_turns or not all(isinstance(text, str) for text in texts):
+        what = "messages of the user and the assistant must take turns, and their contents be texts"
+        raise UserError(f"{path}: {what}")
     return system, messages

@@ -1,13 +1,13 @@
 """Converts text to token ids and back, and conversations to text by the model's chat template.
 
-Read down: TokenizerFiles, what the other two are made of; Tokenizer; TextStream, which decodes tokens one by one, and
-StopSearch; ChatTemplate; the two kinds of vocabulary, which use the `tokenizers` and `sentencepiece` libraries. This
-file knows nothing of models.
+Read down: TokenizerFiles, from which Tokenizer and ChatTemplate are made; Tokenizer; TextStream,
+which decodes tokens one by one, and StopSearch; ChatTemplate; the two kinds of vocabulary, which
+use the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
 
-A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes into text. Decoding
-token by token therefore gives the same text as decoding all tokens at once, and text is held back only while the last
-bytes of a character are missing. (The libraries decode whole lists only, and one more token can change the text of the
-tokens before it.)
+A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes
+into text. Decoding token by token therefore gives the same text as decoding all tokens at once, and
+text is held back only while the last bytes of a character are missing. (The libraries decode whole
+lists only, and one more token can change the text of the tokens before it.)
 """
 
 import codecs
@@ -25,90 +25,100 @@ from typing import Any
 
 from cli import UserError, printable, read_json
 
-TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "chat_template_tool_use.jinja"
+TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "chat_template_tool_use.jinja"
 
 
 @dataclass
 class TokenizerFiles:
-    """What a Tokenizer and a ChatTemplate are made of. At most one of json, library and model is there; a model without
-    a tokenizer has none."""
+    """What a Tokenizer and a ChatTemplate are made of.
 
-    path: Path  # where this was read, for messages
+    One of json, library and model is given, or none of them for a model without a tokenizer.
+    """
+
+    path: Path  # the directory or file that this was read from, for messages
     settings: dict | None  # the contents of our tokenizer_config.json
-    json: bytes | None = None  # of a tokenizer.json
+    json: bytes | None = None  # the contents of a tokenizer.json
     library: Any = None  # the same as a tokenizers.Tokenizer
-    model: bytes | None = None  # of a tokenizer.model
-    template: str | None = None  # a chat template
-    tool_template: str | None = None  # another one for conversations with tools, which some models have
+    model: bytes | None = None  # the contents of a tokenizer.model
+    template: str | None = None  # the chat template
+    tool_template: str | None = None  # a second template, for conversations with tools
 
 
 def read_tokenizer_files(directory: Path, settings: dict | None = None) -> TokenizerFiles:
-    """settings: in the place of the directory's tokenizer_config.json, if it is not one of ours."""
-    directory, found = Path(directory), {}
+    """The tokenizer and the chat template in a directory.
+
+    settings: used instead of the directory's tokenizer_config.json, if that is not one of ours.
+    """
+    directory = Path(directory)
     if settings is None and (directory / "tokenizer_config.json").exists():
         settings = read_json(directory / "tokenizer_config.json")
     files = TokenizerFiles(directory, settings)
-    for name in ("tokenizer.json", "tokenizer.model"):
-        try:
-            if (directory / name).is_file():  # reading a device or a pipe might never end
-                found[name] = (directory / name).read_bytes()
-        except OSError as error:
-            raise UserError(f"{directory / name} cannot be read: {error}") from None
-    files.json = found.get("tokenizer.json")
-    files.model = found.get("tokenizer.model") if files.json is None else None
-    files.template, files.tool_template = read_template(directory / TEMPLATE), read_template(directory / TOOL_TEMPLATE)
+    files.json = read_bytes(directory / "tokenizer.json")
+    if files.json is None:
+        files.model = read_bytes(directory / "tokenizer.model")
+    files.template = read_template(directory / TEMPLATE)
+    files.tool_template = read_template(directory / TOOL_TEMPLATE)
     return files
 
 
-def read_template(path: Path) -> str | None:
-    """The text of a chat template; None if there is no such file."""
+def read_bytes(path: Path) -> bytes | None:
+    """The contents of a file, or None if there is no such file."""
     try:
-        return path.read_bytes().decode() if path.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
+        if path.is_file():  # reading a device or a pipe might never end
+            return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return None
+
+
+def read_template(path: Path) -> str | None:
+    """The text of a chat template, or None if there is no such file."""
+    data = read_bytes(path)
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
 class Tokenizer:
     """The tokenizer of a model: encode, decode, and the special ids bos_id (or None) and eos_ids.
 
-    The settings of tokenizer_config.json hold what the vocabulary does not: bos_token_id, eos_token_ids, add_bos_token,
-    the tokens that a chat template may name (bos_token, eos_token ...), the added_tokens as a tokenizer.json has them,
-    if there is none or it has others, and for a tokenizer.model whether spaces are handled the `legacy` way.
+    The settings of tokenizer_config.json hold what the vocabulary does not: bos_token_id,
+    eos_token_ids, add_bos_token; the tokens that a chat template may name (bos_token, eos_token
+    and so on); the added_tokens, in the form of a tokenizer.json, if there is none or it lacks
+    some; and for a tokenizer.model, whether spaces are handled in the `legacy` way.
     """
 
     def __init__(self, source: TokenizerFiles | Path):
-        """source: a checkpoint directory, or what was read from another kind of files."""
+        """source: a checkpoint directory, or what was read from files of another kind."""
         files = source if isinstance(source, TokenizerFiles) else read_tokenizer_files(source)
-        config, self.path = files.settings, files.path
+        config = files.settings
+        self.path = files.path
         if config is None:
             raise UserError(f"{self.path} has no tokenizer_config.json")
-        bos, eos = config.get("bos_token_id"), config.get("eos_token_ids") or []
+        self.bos_id: int | None = config.get("bos_token_id")
+        eos = config.get("eos_token_ids") or []
         if not isinstance(eos, list):
             raise UserError(f"{self.path}: eos_token_ids {eos!r} is not a list of token ids")
-        for i in eos if bos is None else [bos, *eos]:
+        self.eos_ids: tuple[int, ...] = tuple(eos)
+        ids = list(eos)
+        if self.bos_id is not None:
+            ids.append(self.bos_id)
+        for i in ids:
             if type(i) is not int or i < 0:
                 raise UserError(f"{self.path}: {i!r} is not a token id")
-        self.bos_id: int | None = bos
-        self.eos_ids: tuple[int, ...] = tuple(eos)
+
         self.add_bos: bool = bool(config.get("add_bos_token")) and self.bos_id is not None
         texts = {name: text for name, text in config.items() if isinstance(text, str) and text}
         self.named_tokens = {name: text for name, text in texts.items() if name.endswith("_token")}
-        self.vocabulary = None  # a model without a tokenizer takes token ids only
-        try:
-            if files.json is not None or files.library is not None:
-                self.vocabulary = JsonVocabulary(files.json, files.library, config.get("added_tokens") or ())
-            elif files.model is not None:
-                self.vocabulary = SentencePieceVocabulary(files.model, config)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # of any kind; where Rust code panics, it is no Exception
-            name = "" if self.path.is_file() else "tokenizer.model" if files.model else "tokenizer.json"
-            raise UserError(f"{self.path / name} is not a readable tokenizer: {error}") from None
+        self.vocabulary = read_vocabulary(files)
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of a text. The BOS token comes first if the model expects one and add_bos is True.
+        """Token ids of a text.
 
-        Special tokens written out in the text ("<|im_start|>") become their ids.
+        The BOS token comes first if the model expects one and add_bos is True. Special tokens
+        written out in the text ("<|im_start|>") become their ids.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.path} has no tokenizer; give --prompt_ids instead of text")
@@ -117,18 +127,25 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise UserError("the text is not valid UTF-8 (or not in this locale)") from None
         ids = self.vocabulary.encode(text)
-        return [self.bos_id, *ids] if add_bos and self.add_bos else ids
+        if add_bos and self.add_bos:
+            return [self.bos_id, *ids]
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids without special tokens. Each invalid UTF-8 sequence becomes one U+FFFD."""
         return TextStream(self).add(ids, last=True)
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """A sentence about the first token that differs from the other tokenizer, or None if all tokens are equal."""
+        """A sentence about the first token that differs from the other tokenizer.
+
+        None if all tokens are equal.
+        """
+        if self.vocabulary is None and other.vocabulary is None:
+            return None
         if self.vocabulary is None or other.vocabulary is None:
-            neither = self.vocabulary is other.vocabulary
-            return None if neither else "only one of them has a tokenizer, so their tokens cannot be compared"
-        for i, (mine, theirs) in enumerate(itertools.zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())):
+            return "only one of them has a tokenizer, so their tokens cannot be compared"
+        pairs = itertools.zip_longest(self.vocabulary.tokens(), other.vocabulary.tokens())
+        for i, (mine, theirs) in enumerate(pairs):
             if mine != theirs:
                 return f"token {i} is {mine!r} there and {theirs!r} here"
         return None
@@ -141,16 +158,23 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = (), stop: Iterable[str] = (), shown_ids=()):
-        """context: the ids before the first added one (leading spaces depend on them). context_text is their text.
-        shown_ids: special tokens that count as text (others have none)."""
-        self.vocabulary, self.stops = tokenizer.vocabulary, StopSearch(stop)
+        """context: the ids before the first added one (leading spaces depend on them).
+
+        context_text becomes their text. shown_ids: special tokens that count as text (others have
+        none).
+        """
+        self.vocabulary = tokenizer.vocabulary
+        self.stops = StopSearch(stop)
         self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
-        """The text that these ids complete, which may be empty. last=True: also the text that was held back."""
+        """The text that these ids complete, which may be empty.
+
+        last=True: also the text that was held back.
+        """
         return self.stops.add(self._decode(ids, last), last)
 
     @property
@@ -163,16 +187,18 @@ class TextStream:
         data = b"".join(self.shown.get(i) or self.vocabulary.token_bytes(i) for i in ids)
         if data and not self.started:
             self.started = True
-            data = data.removeprefix(b" ") if self.vocabulary.begins_with_space else data
+            if self.vocabulary.begins_with_space:
+                data = data.removeprefix(b" ")
         return self.decoder.decode(data, final=last)
 
 
 class StopSearch:
     """Searches for stop strings in a text that comes in pieces.
 
-    The pieces that `add` returns, joined, are the text before the first stop string, exactly as if the whole text had
-    been searched. Text that may be the beginning of a stop string is held back. When one is found, `stop_string` is the
-    one (the shortest, if several begin there), and `add` returns no more text.
+    The pieces that `add` returns, joined, are the text before the first stop string, exactly as if
+    the whole text had been searched. Text that may be the beginning of a stop string is held back.
+    When a stop string is found, `stop_string` is set to it (to the shortest, if several begin
+    there), and `add` returns no more text.
     """
 
     def __init__(self, strings: Iterable[str] = ()):
@@ -185,17 +211,21 @@ class StopSearch:
         return self.stop_string is not None
 
     def add(self, text: str, last: bool = False) -> str:
-        """The text that is known to come before a stop string. last: nothing follows, so nothing is held back."""
+        """The text that is known to come before a stop string.
+
+        last: nothing follows, so nothing is held back.
+        """
         if self.stopped:
             return ""
         if not self.strings:
             return text
 
         text = self.held + text
-        stop_at = min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)
+        found = [text.find(string) for string in self.strings]
+        stop_at = min((at for at in found if at >= 0), default=None)
         end = len(text) if last else start_of_partial(text, self.strings)
 
-        # A complete stop string ends the text only if no other stop string may still turn out to begin before it.
+        # A stop string ends the text only if no other one may still turn out to begin before it.
         if stop_at is not None and stop_at <= end:
             end = stop_at
             self.stop_string = min((s for s in self.strings if text.startswith(s, stop_at)), key=len)
@@ -204,31 +234,38 @@ class StopSearch:
 
 
 def start_of_partial(text: str, strings: Iterable[str]) -> int:
-    """Where one of the strings may have begun whose rest is still to come: the start of the longest suffix of the text
-    that is a proper prefix of one of them. The length of the text if there is none."""
+    """Where the longest suffix of the text starts that is a proper prefix of one of the strings.
+
+    There, a string may have begun whose rest is still to come. The length of the text if there is
+    no such suffix.
+    """
     longest = max(map(len, strings), default=0)
-    starts = range(max(0, len(text) - longest + 1), len(text))
-    return next((at for at in starts if any(string.startswith(text[at:]) for string in strings)), len(text))
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(string.startswith(text[at:]) for string in strings):
+            return at
+    return len(text)
 
 
 # ---------------------------------------------------------------- conversations
 
 
-MAX_TEMPLATE_S = 2  # of processor time for a template to write a conversation; long ones take some ms
+MAX_TEMPLATE_S = 2  # processor time of a template for a conversation; long ones take some ms
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after the content of a message that is to be continued
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after a message that is to be continued
 
 
 class ChatTemplate:
-    """The chat template of a model: a Jinja2 program that writes a conversation as the model's text.
+    """The chat template of a model: a Jinja2 program that writes a conversation as one text.
 
-    The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's internals and from
-    changing its arguments, and time_limit bounds its time. Nothing limits its memory.
+    The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's
+    internals and from changing its arguments, and time_limit bounds its time. Nothing limits its
+    memory.
     """
 
     def __init__(self, source: TokenizerFiles | Path, tokenizer: Tokenizer):
         files = source if isinstance(source, TokenizerFiles) else read_tokenizer_files(source)
-        self.path, self.source = files.path, files.template
+        self.path = files.path
+        self.source = files.template
         self.tokenizer = tokenizer
         if self.source is None:
             raise UserError(f"{self.path} has no chat template; use the model without --chat and --system")
@@ -245,16 +282,19 @@ class ChatTemplate:
         variables: dict | None = None,
         continue_last: bool = False,
     ) -> str:
-        """The text of messages ({"role": "user", "content": "Hello"}), up to where the assistant's next answer begins.
+        """The text of messages ({"role": "user", "content": "Hello"}), up to the next answer.
 
-        tools: functions that the model may call, as in OpenAI's API. variables: further ones for the template, such as
-        enable_thinking. continue_last: the text ends with the last message's content, without what the template writes
-        after it, so that the model continues this message.
+        tools: functions that the model may call, as in OpenAI's API. variables: further ones for
+        the template, such as enable_thinking. continue_last: the text ends with the last message's
+        content, without what the template writes after it, so that the model continues this
+        message.
 
-        UserError if the template refuses the messages (some templates refuse a system message) or fails.
+        UserError if the template refuses the messages (some templates refuse a system message) or
+        fails.
         """
         if continue_last:
-            add_generation_prompt, last = False, messages[-1]
+            add_generation_prompt = False
+            last = messages[-1]
             messages = [*messages[:-1], last | {"content": last["content"] + CONTINUE_MARK}]
         values = {"documents": None} | (variables or {}) | self.tokenizer.named_tokens
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
@@ -263,18 +303,27 @@ class ChatTemplate:
                 text = self.template.render(values)
         except Exception as error:
             raise self._failure(error) from None
-        return self._cut_at_mark(text) if continue_last else text
+        if continue_last:
+            text = self._cut_at_mark(text)
+        return text
 
     def _cut_at_mark(self, text: str) -> str:
         """The text before CONTINUE_MARK, as transformers cuts it."""
         before, found, after = text.rpartition(CONTINUE_MARK.strip())
         if not found:
-            raise UserError(f"{self.path}: the chat template does not write the last message, which is to be continued")
-        return before if after.startswith(" ") else before.rstrip()  # the template strips spaces at the end of messages
+            why = "does not write the last message, which is to be continued"
+            raise UserError(f"{self.path}: the chat template {why}")
+        if after.startswith(" "):
+            return before
+        return before.rstrip()  # the template strips spaces at the end of messages
 
     def _failure(self, error: Exception) -> UserError:
-        """A UserError of one line, without terminal escape sequences, for any exception that the template raised."""
-        return UserError(f"{self.path}: the chat template fails: {printable(str(error) or type(error).__name__)}")
+        """A UserError for any exception that the template raised.
+
+        It is one line without terminal escape sequences.
+        """
+        reason = printable(str(error) or type(error).__name__)
+        return UserError(f"{self.path}: the chat template fails: {reason}")
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids of `render`."""
@@ -292,36 +341,45 @@ class ChatTemplate:
         return next((marks for marks in THINKING_MARKS if marks[1] in self.source), None)
 
     def end_ids(self) -> set[int]:
-        """The special tokens that the template writes after an answer: the model ends its own answers with them.
+        """The special tokens that the template writes after an answer.
 
-        Not every checkpoint lists them among its EOS tokens. There are two if the last answer of a conversation ends in
-        another way than those before it, as with OLMo 3, and none if no special token follows.
+        The model ends its own answers with them, but not every checkpoint lists them among its EOS
+        tokens. There are two if the last answer of a conversation ends in another way than those
+        before it, as with OLMo 3, and none if no special token follows.
         """
         answer = "An answer."
         question = {"role": "user", "content": "A question?"}
-        messages, ids = [question, {"role": "assistant", "content": answer}], set()
+        messages = [question, {"role": "assistant", "content": answer}]
+        ids = set()
         for conversation in (messages, [*messages, question]):
             try:
                 text = self.render(conversation, add_generation_prompt=False)
-            except UserError:  # the template accepts no such conversation
+            except UserError:  # the template refuses this conversation
                 continue
             _, found, rest = text.rpartition(answer)
-            after = self.tokenizer.encode(rest, add_bos=False) if found else []
-            ids |= set([i for i in after if i in self.tokenizer.vocabulary.special_ids][:1])
+            if found:
+                after = self.tokenizer.encode(rest, add_bos=False)
+                special = [i for i in after if i in self.tokenizer.vocabulary.special_ids]
+                ids.update(special[:1])
         return ids
 
 
 @contextmanager
 def time_limit(seconds: float):
-    """Raise TimeoutError in a template that needs more processor time. The clock is read at every hundredth line of the
-    template or call of a Python function."""
-    end, steps = time.thread_time() + seconds, itertools.count()
+    """Raise TimeoutError in a template that needs more processor time.
+
+    The clock is read at every hundredth line of the template or call of a Python function.
+    """
+    end = time.thread_time() + seconds
+    steps = itertools.count()
     others = sys.gettrace()
 
     def check(frame, event: str, argument):
         if next(steps) % 100 == 0 and time.thread_time() > end:
             raise TimeoutError(f"it takes more than {seconds} s")
-        return check if frame.f_code.co_filename == "<template>" else None  # whether its lines are traced, too
+        if frame.f_code.co_filename == "<template>":
+            return check  # called for each line of this function, too
+        return None
 
     sys.settrace(check)
     try:
@@ -331,8 +389,7 @@ def time_limit(seconds: float):
 
 
 def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that may end an answer: the EOS tokens, and what the chat template writes after an answer, if there is
-    one."""
+    """The EOS tokens, and those that the chat template writes after an answer, if there is one."""
     ids = set(tokenizer.eos_ids)
     with suppress(UserError):  # there is no chat template, or it fails
         ids |= ChatTemplate(source, tokenizer).end_ids()
@@ -340,14 +397,17 @@ def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[i
 
 
 def template_environment():
-    """A Jinja2 environment with everything that transformers offers to templates (chat_template_utils.py there)."""
+    """A Jinja2 environment with everything that transformers offers to templates.
+
+    It is the one of chat_template_utils.py in transformers.
+    """
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Generation(ext.Extension):
-        """{% generation %} marks the assistant's answers for training. Here only its content is rendered."""
+        """{% generation %} marks answers for training. Here its content is rendered."""
 
         tags = {"generation"}
 
@@ -357,7 +417,7 @@ def template_environment():
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
-        """Jinja2's namespace without private names, because the sandbox does not check names that a template sets."""
+        """Jinja2's namespace without private names, which the sandbox does not check here."""
 
         def __init__(*args, **kwargs):  # as in Jinja2, since a template may set a variable called self
             for name in dict(*args[1:], **kwargs):
@@ -375,7 +435,8 @@ def template_environment():
     def raise_exception(message):
         raise TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # Jinja2's own escapes HTML
+    # Jinja2's own filter escapes HTML.
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     extensions = [ext.loopcontrols, Generation]
@@ -390,31 +451,60 @@ def template_environment():
 # ---------------------------------------------------------------- vocabularies
 
 
+def read_vocabulary(files: TokenizerFiles):
+    """The vocabulary of a tokenizer, or None for a model that takes token ids only."""
+    try:
+        if files.json is not None or files.library is not None:
+            return JsonVocabulary(files.json, files.library, files.settings.get("added_tokens") or ())
+        if files.model is not None:
+            return SentencePieceVocabulary(files.model, files.settings)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust code is not an Exception
+        path = files.path
+        if not path.is_file():
+            path = path / ("tokenizer.model" if files.model else "tokenizer.json")
+        raise UserError(f"{path} is not a readable tokenizer: {error}") from None
+    return None
+
+
 class JsonVocabulary:
     """A tokenizer.json file, read with the `tokenizers` library."""
 
     def __init__(self, data: bytes | None, library=None, added: Iterable[dict] = ()):
-        """data: the contents of the file; or library: the library's object. added: tokens that it lacks, or that have
-        other flags there."""
+        """data: the contents of the file; or library: the library's object.
+
+        added: tokens that it lacks, or that have other flags there.
+        """
         from tokenizers import Tokenizer as Library
 
-        self.library = library = library or Library.from_buffer(data)
+        if library is None:
+            library = Library.from_buffer(data)
+        self.library = library
         library.no_truncation()  # some files contain the length limits of the program that wrote them
         library.no_padding()
+
+        # A token that was special before stays hidden, as in the library.
         before = library.get_added_tokens_decoder()
         library.add_tokens([make_added_token(token) for token in added])
         both = [*before.items(), *library.get_added_tokens_decoder().items()]
-        self.special_ids = {i for i, token in both if token.special}  # the library, too, hides a token that was special
-        kinds = decoder_kinds(json.loads(library.decoder.__getstate__())) if library.decoder else set()
-        self.byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self.join = library.decoder.decode if library.decoder else " ".join
+        self.special_ids = {i for i, token in both if token.special}
+
+        kinds = set()
+        self.join = " ".join
+        if library.decoder:
+            kinds = decoder_kinds(json.loads(library.decoder.__getstate__()))
+            self.join = library.decoder.decode
+        self.byte_level = "ByteLevel" in kinds
+        self.byte_fallback = "ByteFallback" in kinds
+        self.byte_of = byte_alphabet()
+
         # Whether the decoder drops the space before the first token. U+2581 stands for a space.
         words = ("x", "\u2581x")
         self.begins_with_space = any(self.join(["x", w]) == "x x" and self.join([w]) == "x" for w in words)
-        self.byte_of = byte_alphabet() if self.byte_level else {}
 
     def encode(self, text: str) -> list[int]:
-        # Unlike `encode`, this lets other threads of a server work meanwhile, and does not compute positions.
+        # Unlike `encode`, this lets other threads work meanwhile, and computes no positions.
         return self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def name(self, i: int) -> str:
@@ -425,14 +515,19 @@ class JsonVocabulary:
 
     def token_bytes(self, i: int) -> bytes:
         """The bytes that a token adds to the text, unless it is the first token."""
-        token = self.library.id_to_token(i) if 0 <= i < 2**32 else None
-        if token is None or i in self.special_ids:
+        if i in self.special_ids or not 0 <= i < 2**32:
             return b""
-        if self.byte_level:
-            in_alphabet = all(c in self.byte_of for c in token)  # added tokens may be plain text
-            return bytes(self.byte_of[c] for c in token) if in_alphabet else token.encode()
-        if self.byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
-            return bytes.fromhex(byte[1])
+        token = self.library.id_to_token(i)
+        if token is None:
+            return b""
+        if self.byte_level and all(c in self.byte_of for c in token):
+            return bytes(self.byte_of[c] for c in token)
+        if self.byte_level:  # an added token may be plain text
+            return token.encode()
+        if self.byte_fallback:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+            if byte:
+                return bytes.fromhex(byte[1])
         return self.join(["x", token]).removeprefix("x").encode()
 
 
@@ -442,18 +537,21 @@ def decoder_kinds(decoder: dict) -> set[str]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable bytes stand for themselves, the others are U+0100 and up."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    """GPT-2's characters for the 256 bytes.
+
+    A byte that is a printable character stands for itself. The others are U+0100 and up.
+    """
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class SentencePieceVocabulary:
     """A tokenizer.model file, read with the `sentencepiece` library.
 
-    The library does not look for added tokens in text, such as the special ones, so the text is split at them first.
-    The library also puts a space before every text that it encodes. After an added token, only vocabularies that
-    transformers calls `legacy` have this space.
+    The library does not look for added tokens in text, such as the special ones, so the text is
+    split at them first. The library also puts a space before every text that it encodes. After an
+    added token, only vocabularies that transformers calls `legacy` have this space.
     """
 
     def __init__(self, data: bytes, config: dict):
@@ -462,28 +560,35 @@ class SentencePieceVocabulary:
         self.library = SentencePieceProcessor(model_proto=data)
         self.size = self.library.get_piece_size()
         control = {self.library.id_to_piece(i): i for i in range(self.size) if self.library.is_control(i)}
-        control |= config.get("special_tokens") or {}  # of checkpoints of earlier versions
+        control |= config.get("special_tokens") or {}  # in checkpoints of earlier versions
         added = {text: {"content": text, "id": i, "special": True} for text, i in control.items()}
         added |= {token["content"]: token for token in config.get("added_tokens") or []}
         self.added_names = {token["id"]: text for text, token in added.items()}
         self.special_ids = {token["id"] for token in added.values() if token["special"]}
         self.splitter = AddedTokenSplitter(list(added.values()))
         self.legacy = bool(config.get("legacy", True))
-        self.newline_ids = self.library.encode("\n")  # with the space that the library puts before every text
+        self.newline_ids = self.library.encode("\n")  # with a space before it, as before every text
+
         ids = self.library.encode("x")
-        self.begins_with_space = self.library.id_to_piece(ids[0])[0] == "\u2581" and self.library.decode(ids) == "x"
+        has_space = self.library.id_to_piece(ids[0])[0] == "\u2581"
+        self.begins_with_space = has_space and self.library.decode(ids) == "x"
 
     def encode(self, text: str) -> list[int]:
         ids = []
         for added_id, part in self.splitter.split(text):
             if added_id is not None:
                 ids.append(added_id)
+            elif self.legacy or not ids:
+                ids += self.library.encode(part)
             else:
-                ids += self.library.encode(part) if self.legacy or not ids else self._encode_inside(part)
+                ids += self._encode_inside(part)
         return ids
 
     def name(self, i: int) -> str:
-        return self.added_names.get(i) or (self.library.id_to_piece(i) if i < self.size else "")
+        name = self.added_names.get(i)
+        if not name and i < self.size:
+            name = self.library.id_to_piece(i)
+        return name or ""
 
     def tokens(self) -> list[str | None]:
         names = {i: self.library.id_to_piece(i) for i in range(self.size)}
@@ -493,14 +598,17 @@ class SentencePieceVocabulary:
     def _encode_inside(self, text: str) -> list[int]:
         """Ids of text after an added token, without a space before it.
 
-        A newline is never part of a longer piece, so one can be put before the text and its ids removed again.
+        A newline is never part of a longer piece, so one can be put before the text and its ids
+        removed again.
         """
         return self.library.encode("\n" + text)[len(self.newline_ids) :]
 
     def token_bytes(self, i: int) -> bytes:
         """The bytes that a token adds to the text, unless it is the first token."""
+        if i in self.special_ids:
+            return b""
         if i in self.added_names:
-            return b"" if i in self.special_ids else self.added_names[i].encode()
+            return self.added_names[i].encode()
         if not 0 <= i < self.size:
             return b""
         piece = self.library.id_to_piece(i)
@@ -512,15 +620,19 @@ class SentencePieceVocabulary:
 
 
 class AddedTokenSplitter:
-    """Splits a text at added tokens as the `tokenizers` library does, which knows what their flags mean: `lstrip` and
-    `rstrip` tokens take the white space on their left and right, and a `single_word` token is not a part of a word."""
+    """Splits a text at added tokens with the `tokenizers` library, which applies their flags.
+
+    `lstrip` and `rstrip` tokens take the white space on their left and right, and a `single_word`
+    token is not a part of a word.
+    """
 
     def __init__(self, tokens: list[dict]):
         """tokens: their content, id and flags, as in the added_tokens of a tokenizer.json."""
         from tokenizers import Tokenizer as Library
         from tokenizers import models
 
-        self.library = Library(models.WordLevel({"": 0}, unk_token=""))  # text between two tokens is one unknown word
+        # To this library, the text between two added tokens is one unknown word.
+        self.library = Library(models.WordLevel({"": 0}, unk_token=""))
         self.library.add_tokens([make_added_token(token) for token in tokens])
         self.ids = {self.library.token_to_id(token["content"]): token["id"] for token in tokens if token["content"]}
 

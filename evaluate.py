@@ -1,12 +1,15 @@
-"""Measures how good a checkpoint is: perplexity on a text, KL divergence from a reference model, benchmark tasks.
+"""Measures how good a checkpoint is: perplexity on a text, KL divergence from a reference model,
+benchmark tasks.
 
-Read down: a Window is a piece of a text, of which some tokens are scored; `scores` runs the models over a window in one
-pass; `interval` is the confidence interval of a mean; `evaluate` puts them together; then the command. Windows do not
-depend on each other. Benchmark tasks are run by EleutherAI's harness: HarnessCalls turns the three calls that it makes
-into requests to the engine.
+Read down: a Window is a piece of a text, of which some tokens are scored; `scores` runs the models
+over a window in one pass; `interval` is the confidence interval of a mean; `evaluate` puts them
+together; then the tasks and the command. Windows do not depend on each other. Benchmark tasks are
+run by EleutherAI's harness: HarnessCalls turns the three calls that it makes into requests to the
+engine.
 
-Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); confidence intervals for
-tokens that are not independent within a window: cluster-robust standard errors (Liang and Zeger, Biometrika 73, 1986).
+Sources: perplexity with a stride (huggingface.co/docs/transformers/perplexity); confidence
+intervals for tokens that are not independent within a window: cluster-robust standard errors (Liang
+and Zeger, Biometrika 73, 1986).
 """
 
 import json
@@ -39,14 +42,14 @@ from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 MAX_NEW_TOKENS = 256  # per answer, if a task does not say
-POSITIONS = 128  # positions whose log-probabilities (POSITIONS,V) are in memory at the same time
+POSITIONS = 128  # log-probabilities (POSITIONS,V) of this many positions are in memory at a time
 
 # ---------------------------------------------------------------- windows of a text
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids, of which those from index `first` on are scored, given the tokens before them in the window."""
+    """Token ids, of which those from index `first` on are scored, given the tokens before them."""
 
     ids: list[int]
     first: int
@@ -55,68 +58,87 @@ class Window:
 def windows(ids: list[int], length: int, stride: int, bos: int | None = None) -> list[Window]:
     """Cut ids into windows that start `stride` (less than length) tokens apart.
 
-    Each token except the first of the text is scored once. At least length - stride tokens are before it in its window,
-    or all tokens before it in the text. bos: the token that takes the place of the first one in all windows but the
-    first. Some models, such as Gemma 3, predict badly without it.
+    Each token except the first of the text is scored once. At least length - stride tokens are
+    before it in its window, or all tokens before it in the text. bos: the token that takes the
+    place of the first one in all windows but the first. Some models, such as Gemma 3, predict badly
+    without it.
     """
-    out, scored = [], 1
+    found = []
+    scored = 1  # tokens at the start of the text, including the first one
     for start in range(0, len(ids), stride):
         end = min(start + length, len(ids))
         if end > scored:
-            first = ids[start] if bos is None or start == 0 else bos
-            out.append(Window([first, *ids[start + 1 : end]], scored - start))
+            window = ids[start:end]
+            if bos is not None and start > 0:
+                window[0] = bos
+            found.append(Window(window, scored - start))
             scored = end
-    return out
+    return found
 
 
 @torch.no_grad()
 def scores(models: list[Transformer], window: Window) -> dict[str, Tensor]:
     """The scores of the n scored tokens of a window: tensors (n,) of float64 on CPU, by name.
 
-    "loss" is the first model's -log p(token), in nats. With a second model, the reference, there are also "kl", which
-    is KL(reference || model) in nats, and "top1", whether both models have the same likeliest token.
+    "loss" is the first model's -log p(token), in nats. With a second model, the reference, there
+    are also "kl", which is KL(reference || model) in nats, and "top1", whether both models have the
+    same likeliest token.
     """
     ids = torch.tensor(window.ids, device=models[0].device)
     input_pos = torch.arange(len(ids), device=ids.device)
     states = [model.hidden(ids[None], input_pos[None])[0] for model in models]  # (S,D) each
+
     parts = []
     for start in range(window.first, len(ids), POSITIONS):
         targets = ids[start : start + POSITIONS]
-        before = slice(start - 1, start - 1 + len(targets))  # the positions whose logits predict them
+        before = slice(start - 1, start - 1 + len(targets))  # the positions that predict them
         logprobs = [model.head(x[before]).float().log_softmax(-1) for model, x in zip(models, states)]
         part = {"loss": -logprobs[0].gather(1, targets[:, None])[:, 0]}
         if len(models) == 2:
             p = logprobs[1].exp()
-            part["kl"] = torch.where(p == 0, 0, p * (logprobs[1] - logprobs[0])).sum(1)  # 0 log 0 is 0
+            terms = p * (logprobs[1] - logprobs[0])
+            part["kl"] = torch.where(p == 0, 0, terms).sum(1)  # 0 log 0 is 0
             part["top1"] = logprobs[0].argmax(1) == logprobs[1].argmax(1)
         parts.append({name: values.double().cpu() for name, values in part.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def interval(clusters: list[Tensor]) -> tuple[float, float]:
-    """(mean of all numbers, half the width of its 95 % confidence interval). Numbers in one tensor may be dependent."""
+    """(mean of all numbers, half the width of its 95 % confidence interval).
+
+    Numbers in one tensor may be dependent. A single tensor has no interval: NaN.
+    """
+    n = len(clusters)
     count = sum(map(len, clusters))
     mean = sum(float(values.sum()) for values in clusters) / count
+    if n == 1:
+        return mean, math.nan
     residuals = sum(float((values - mean).sum()) ** 2 for values in clusters)
-    n = len(clusters)
-    return mean, 1.96 * math.sqrt(residuals * n / (n - 1)) / count if n > 1 else math.nan
+    return mean, 1.96 * math.sqrt(residuals * n / (n - 1)) / count
 
 
 def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], length: int, stride: int) -> dict:
-    """Score a text's token ids with models[0], against the reference models[1] if given. Returns fields of --json."""
+    """Score a text's token ids with models[0], against the reference models[1] if there is one.
+
+    Returns fields of --json.
+    """
     for model in models:
         model.setup_caches(1, length)
-    results, bos = [], tokenizer.bos_id if tokenizer.add_bos else None
+    results = []
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
     with progress_bar(len(ids), "evaluating", " tokens", delay=2) as bar:
         for window in windows(ids, length, stride, bos):
             results.append(scores(models, window))
             bar.update(len(results[-1]["loss"]))
+
     total = float(sum(result["loss"].sum() for result in results))
     count = sum(len(result["loss"]) for result in results)
     size = sum(len(tokenizer.vocabulary.token_bytes(i)) for i in ids[1:])
-    perplexity = math.inf if total / count >= 700 else math.exp(total / count)  # NaN stays NaN
-    fields = {"perplexity": perplexity, "bits_per_byte": total / math.log(2) / size if size else math.nan}
-    fields["tokens"] = count
+    fields = {
+        "perplexity": math.inf if total / count >= 700 else math.exp(total / count),  # NaN stays NaN
+        "bits_per_byte": total / math.log(2) / size if size else math.nan,
+        "tokens": count,
+    }
     if len(models) == 2:
         fields["kl_nats"], fields["kl_ci95"] = interval([result["kl"] for result in results])
         fields["top1_agreement"], fields["top1_ci95"] = interval([result["top1"] for result in results])
@@ -125,20 +147,22 @@ def evaluate(models: list[Transformer], tokenizer: Tokenizer, ids: list[int], le
 
 # ---------------------------------------------------------------- tasks
 #
-# The harness (arXiv:2405.14782) decides everything but the model: the documents, the prompts, and how answers are
-# scored. It needs requirements-eval.txt, and is imported only for --tasks, because that takes seconds.
+# The harness (arXiv:2405.14782) decides everything but the model: the documents, the prompts, and
+# how answers are scored. It needs requirements-eval.txt, and is imported only for --tasks, because
+# that takes seconds.
 
 
 def run_tasks(model: "HarnessCalls", names: list[str], num_fewshot: int | None, limit: int | None, chat: bool) -> dict:
     """Run tasks and return {task: {metric: value}}.
 
-    names: tasks of the harness, or paths of YAML files that define tasks. num_fewshot: examples before each question.
-    limit: the number of documents to use of each task.
+    names: tasks of the harness, or paths of YAML files that define tasks. num_fewshot: examples
+    before each question. limit: how many documents of each task are used.
     """
     if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        # Python puts our directory first, but `import evaluate` in a task means a package, not our evaluate.py.
+        # Python puts our directory first, but `import evaluate` in a task means a package.
         sys.path.append(sys.path.pop(0))
-    # Its bootstrap otherwise forks workers, which inherit our threads and signal handlers, and sometimes never end.
+    # Its bootstrap otherwise forks workers, which inherit our threads and signal handlers,
+    # and may never end.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from lm_eval import simple_evaluate
     from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -158,16 +182,22 @@ def run_tasks(model: "HarnessCalls", names: list[str], num_fewshot: int | None, 
             )
         except UserError:
             raise
-        except Exception as error:  # an unknown task, a missing data set, or an error in the code of a task
-            raise UserError(f"--tasks {' '.join(names)}: {type(error).__name__}: {first_line(error)}") from error
-    return {
-        task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
-        for task, metrics in results["results"].items()
-    }
+        except Exception as error:  # an unknown task, a missing data set, an error in a task's code
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"--tasks {' '.join(names)}: {reason}") from error
+
+    found = {}
+    for task, metrics in results["results"].items():
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        found[task] = {name.removesuffix(",none"): value for name, value in numbers.items()}
+    return found
 
 
 def harness_model(*arguments) -> "HarnessCalls":
-    """A HarnessCalls that is also an instance of the harness's own base class, which only --tasks needs to import."""
+    """A HarnessCalls that is also an instance of the harness's own base class.
+
+    Only --tasks needs to import that class.
+    """
     from lm_eval.api.model import TemplateLM
 
     class HarnessModel(HarnessCalls, TemplateLM):
@@ -177,12 +207,17 @@ def harness_model(*arguments) -> "HarnessCalls":
 
 
 class HarnessCalls:
-    """A Transformer and its tokenizer behind the harness's interface, with up to batch_size rows at a time."""
+    """A Transformer and its tokenizer behind the harness's interface.
+
+    The engine runs up to batch_size rows at a time.
+    """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, batch_size: int, template: ChatTemplate | None = None):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
-        self.batch_size, self.template = batch_size, template
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.template = template
         self.max_length = model.config.max_seq_length
         if not tokenizer.eos_ids:
             raise UserError("--tasks needs a tokenizer with an EOS token, which this checkpoint does not have")
@@ -194,12 +229,17 @@ class HarnessCalls:
     @property
     def prefix_token_id(self):
         """The token before a text that has no context."""
-        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        if self.tokenizer.bos_id is None:
+            return self.eot_token_id
+        return self.tokenizer.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        ids, bos = self.tokenizer.encode(string, add_bos=False), self.tokenizer.bos_id
+        ids = self.tokenizer.encode(string, add_bos=False)
+        bos = self.tokenizer.bos_id
         add_bos = self.tokenizer.add_bos and add_special_tokens is not False
-        return [bos, *ids] if add_bos and ids[:1] != [bos] else ids  # a chat template may have written BOS
+        if add_bos and ids[:1] != [bos]:  # a chat template may have written BOS
+            return [bos, *ids]
+        return ids
 
     @property
     def tokenizer_name(self):
@@ -214,49 +254,59 @@ class HarnessCalls:
     # The three calls that the harness makes:
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
-        """For each (texts, context ids, continuation ids): the log-probability of the continuation in nats, and whether
-        greedy decoding would generate it.
+        """The log-probability of each continuation, in nats, and whether it is the greedy one.
+
+        requests: (texts, context ids, continuation ids).
         """
         scoring = []
         for _, context, continuation in requests:
-            if len(continuation) > self.max_length:
-                n = len(continuation)
-                raise UserError(f"a task scores {n} tokens at once, but the context holds {self.max_length}")
+            n = len(continuation)
+            if n > self.max_length:
+                limit = f"the context holds {self.max_length}"
+                raise UserError(f"a task scores {n} tokens at once, but {limit}")
             ids = (context + continuation)[-self.max_length - 1 :]
             scoring.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
         self.run(scoring, "scoring")
+
         answers = []
         for (texts, _, continuation), scored in zip(requests, scoring):
-            first = len(scored.prompt) - len(continuation)
-            tokens = list(zip(continuation, scored.prompt_token_logprobs[first - 1 :])) if continuation else []
-            greedy = all(likeliest == token for token, (_, [(likeliest, _)]) in tokens)
-            answers.append((sum(logprob for _, (logprob, _) in tokens), greedy))
+            # The first token of a prompt has no entry, hence - 1.
+            first = len(scored.prompt) - len(continuation) - 1
+            entries = scored.prompt_token_logprobs[first:]
+            logprob = sum(logprob for logprob, _ in entries)
+            likeliest = [top[0][0] for _, top in entries]
+            answers.append((logprob, likeliest == continuation))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """For each (text,): its log-probability in nats, summed over the windows into which the harness cuts it."""
+        """The log-probability of each (text,) in nats, summed over the harness's windows."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        windows, owner = [], []
+        pieces = []
+        owners = []  # for each piece, the index of its request
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
-                windows.append((None, *make_disjoint_window(pair)))
-                owner.append(i)
+                pieces.append((None, *make_disjoint_window(pair)))
+                owners.append(i)
+
         totals = [0.0] * len(requests)
-        for i, (logprob, _) in zip(owner, self._loglikelihood_tokens(windows)):
+        for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(pieces)):
             totals[i] += logprob
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """For each (context, settings): generated text, up to one of settings["until"] or an EOS token."""
+        """A generated text for each (context, settings).
+
+        It ends at one of settings["until"] or at an EOS token.
+        """
         answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
         self.run([answer.request for answer in answers], "generating")
-        texts = [answer.text + answer.stream.add([], last=True) for answer in answers]  # with what was held back
+        texts = [answer.finish() for answer in answers]
         for request, text in zip(requests, texts):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -289,7 +339,8 @@ class Answer:
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         new = settings["max_gen_toks"]
         if not 1 <= new < model.max_length:
-            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {model.max_length - 1}")
+            most = model.max_length - 1
+            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {most}")
         top_p = settings.get("top_p")
         try:
             params = SamplingParams(
@@ -300,9 +351,12 @@ class Answer:
             )
         except ValueError as error:
             raise UserError(f"a task has invalid sampling settings: {error}") from None
+
         until = settings.get("until") or []
-        until = [text for text in ([until] if isinstance(until, str) else until) if text]
-        self.stream, self.text = TextStream(model.tokenizer, stop=until), ""
+        if isinstance(until, str):
+            until = [until]
+        self.stream = TextStream(model.tokenizer, stop=[text for text in until if text])
+        self.text = ""
         prompt = model.tok_encode(context)[new - model.max_length :] or [model.prefix_token_id]
         self.request = Request(prompt, params, new, frozenset(model.tokenizer.eos_ids), self.add)
 
@@ -311,28 +365,35 @@ class Answer:
         self.text += self.stream.add([token])
         return self.stream.stopped
 
+    def finish(self) -> str:
+        """The whole text, with what was held back, since no token follows."""
+        return self.text + self.stream.add([], last=True)
+
 
 # ---------------------------------------------------------------- the command
 
 
 def parse_arguments():
-    at_least_2 = number(int, "at least 2", lambda n: n >= 2)
-    about = "Perplexity and KL divergence from a reference on a text; tasks of EleutherAI's lm-evaluation-harness."
+    about = "Perplexity and KL divergence from a reference on a text, and tasks of lm-evaluation-harness."
     parser = ArgumentParser(description=about, formatter_class=HelpFormatter)
     add_loading_options(parser)
     add = parser.add_argument_group("what to measure").add_argument
+    at_least_2 = number(int, "at least 2", lambda n: n >= 2)
     add("--reference_checkpoint_path", help="the model to compare with, by KL divergence and top token")
     add("--text", type=Path, help="a UTF-8 text file to score")
     add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
     add("--window", type=at_least_2, default=1024, help="tokens per window, at most the model's context")
-    add("--stride", type=positive, help="tokens from the start of one window to the next; default: half a window")
+    stride = "tokens from the start of one window to the next; default: half a window"
+    add("--stride", type=positive, help=stride)
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
-    add("--num_fewshot", type=number(int, "at least 0", lambda n: n >= 0), help="examples before each question")
+    at_least_0 = number(int, "at least 0", lambda n: n >= 0)
+    add("--num_fewshot", type=at_least_0, help="examples before each question")
     add("--limit", type=positive, help="use only this many documents of each task")
     add("--batch_size", type=positive, default=8, help="batch size for the tasks")
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
     add("--json", action="store_true", help="print one JSON object on stdout")
+
     args = parser.parse_args()
     if not args.text and not args.tasks:
         parser.error("nothing to evaluate: give --text or --tasks")
@@ -356,23 +417,27 @@ def evaluate_text(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     checkpoints = [checkpoint]
     if args.reference_checkpoint_path is not None:
         checkpoints.append(open_checkpoint(args.reference_checkpoint_path))
-    configs, tokenizer = [one.config for one in checkpoints], checkpoint.tokenizer
-    ids = read_ids(args.text, tokenizer, args.max_tokens)
+    configs = [one.config for one in checkpoints]
+    ids = read_ids(args.text, checkpoint.tokenizer, args.max_tokens)
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
     if stride >= length:
-        raise UserError(f"--stride {stride} must be less than the window of {length}, or tokens would have no context")
+        why = "tokens would have no context"
+        raise UserError(f"--stride {stride} must be less than the window of {length}, or {why}")
     if len({config.vocab_size for config in configs}) > 1:
         sizes = " and ".join(str(config.vocab_size) for config in configs)
-        raise UserError(f"the two checkpoints have vocabularies of {sizes}: their probabilities cannot be compared")
-    if max(ids) >= configs[0].vocab_size:
-        raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {configs[0].vocab_size} ids")
+        vocabularies = f"the two checkpoints have vocabularies of {sizes}"
+        raise UserError(f"{vocabularies}: their probabilities cannot be compared")
+    V = configs[0].vocab_size
+    if max(ids) >= V:
+        raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {V} ids")
+
     models = []
     for one in checkpoints:
         quantization = None if options.dequantize else one.quantization
         check_memory(one.config, choose_device(args.device), options.dtype, length + 8, quantization)
         models.append(load_model(one, options))
-    return evaluate(models, tokenizer, ids, length, stride)
+    return evaluate(models, checkpoint.tokenizer, ids, length, stride)
 
 
 def evaluate_tasks(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
@@ -381,10 +446,11 @@ def evaluate_tasks(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise UserError(f"--tasks needs more packages: pip install -r requirements-eval.txt ({error})") from None
-    tokenizer = checkpoint.tokenizer
-    template = ChatTemplate(checkpoint.tokenizer_files, tokenizer) if args.chat else None
+    template = None
+    if args.chat:
+        template = ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
     model = load_model(checkpoint, options)
-    calls = harness_model(model, tokenizer, args.batch_size, template)
+    calls = harness_model(model, checkpoint.tokenizer, args.batch_size, template)
     return run_tasks(calls, args.tasks, args.num_fewshot, args.limit, args.chat)
 
 
@@ -392,30 +458,41 @@ def without_nan(value):
     """The value with None in the place of NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def result_text(result: dict, dtype: str) -> str:
+    """The result as a few lines. dtype: the value of --dtype."""
+    lines = []
+    if "perplexity" in result:
+        line = f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
+        where = f"{result['tokens']} tokens in windows of {result['window']}, {result['stride']} apart"
+        lines.append(f"{line} ({where}, {dtype})")
+    if "kl_nats" in result:
+        line = f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats"
+        same = f"same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}"
+        lines.append(f"{line}; {same}")
+    for task, metrics in result.get("tasks", {}).items():
+        numbers = [f"{name} {value:.4f}" for name, value in metrics.items()]
+        lines.append(f"{task}: {', '.join(numbers)}")
+    return "\n".join(lines)
 
 
 def main():
     args = parse_arguments()
-    checkpoint, options = open_checkpoint(args.checkpoint_path), ModelOptions.from_arguments(args)
-    result = evaluate_text(args, checkpoint, options) if args.text else {}
+    checkpoint = open_checkpoint(args.checkpoint_path)
+    options = ModelOptions.from_arguments(args)
+    result = {}
+    if args.text:
+        result = evaluate_text(args, checkpoint, options)
     if args.tasks:
         result["tasks"] = evaluate_tasks(args, checkpoint, options)
     if args.json:
         print(json.dumps(without_nan(result), allow_nan=False))
-        return
-    if args.text:
-        print(
-            f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
-            f" ({result['tokens']} tokens in windows of {result['window']}, {result['stride']} apart, {args.dtype})"
-        )
-    if "kl_nats" in result:
-        print(
-            f"KL to the reference {result['kl_nats']:.5f} +- {result['kl_ci95']:.5f} nats;"
-            f" same top token at {result['top1_agreement']:.2%} +- {result['top1_ci95']:.2%}"
-        )
-    for task, metrics in result.get("tasks", {}).items():
-        print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    else:
+        print(result_text(result, args.dtype))
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ class Output:
         return self.stream.stopped
 
     def finish(self):
-        """Add the text that was held back in case that more tokens follow."""
+        """Add the text that was held back, since no token follows."""
         self.text += self.stream.add([], last=True)
 
     def json_fields(self) -> dict:

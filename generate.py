@@ -103,7 +103,7 @@ def add_printing_options(add):
     bound = "print only the bound on tokens per second at this bandwidth (no value: measure it)"
     gigabytes = number(float, "above 0 and at most 1e9", lambda n: 0 < n <= 1e9)
     add("--roofline", type=gigabytes, nargs="?", const=0.0, metavar="GB/s", help=bound)
-    add("--devices", type=positive, default=1, metavar="N", help="for --roofline: how many devices")
+    add("--devices", type=positive, default=1, metavar="N", help="for --roofline: how many share the weights")
     add("--profile", type=Path, help="write a trace for ui.perfetto.dev to this file; no rates then")
 
 

@@ -351,11 +351,12 @@ MUTANTS = {
     "decides by the noise that it draws with": [("ACCEPT = 1 ", "ACCEPT = 0 ")],
     "has the draft's noise": [("DRAFT_SEED = 0x5851F42D4C957F2D", "DRAFT_SEED = 0")],
     "subtracts what was not proposed": [(" * (offsets < lengths[:, None])[..., None]", "")],
-    "draws from the wrong place": [
-        ("p_target[row, accepted], p_draft[row, accepted]", "p_target[row, 0], p_draft[row, accepted]")
-    ],
+    "draws from the wrong place": [("target = p_target[row, accepted]", "target = p_target[row, 0]")],
     "has a draft that forgets its filters": [
-        ("probabilities(*arguments)[:, 0]", "torch.softmax(logits / sampling.temperature[rows, None], -1)")
+        (
+            "probabilities(logits[:, None], rows, position, before, sampling)[:, 0]",
+            "torch.softmax(logits / sampling.temperature[rows, None], -1)",
+        )
     ],
 }
 

@@ -1,7 +1,8 @@
-"""What a draft is: Draft, the base class of all drafts; the Batch that it gets; the Proposal that it makes.
+"""What a draft is.
 
-speculative.py verifies proposals, and controller.py decides which draft proposes how many tokens. The drafts are in the
-other files of this folder. Knows nothing of text.
+Read down: Batch, which a draft gets; Proposal, which it makes; Draft, the base class of all drafts.
+speculative.py verifies proposals, and controller.py decides which draft proposes how many tokens.
+The drafts are in the other files of this folder. Knows nothing of text.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from drafts.controller import PRIOR
 from engine import Engine
 from kernels import MAX_DECODE_TOKENS
 
-MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass then has as many tokens per row as a decode pass may have
-WIDTHS = (1, 2, 4, 8, 16)  # tokens per row of a pass of the target with fixed shapes: k + 1 is rounded up to one
+MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass has one more token per row
+WIDTHS = (1, 2, 4, 8, 16)  # with fixed shapes, k + 1 tokens per row are padded to the next of these
 
 
 @dataclass
 class Batch:
-    """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode; B may include padding rows."""
+    """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode. B may
+    include padding rows."""
 
     rows: list
     inputs: Tensor
@@ -33,26 +35,29 @@ class Batch:
 class Proposal:
     """The tokens that a draft proposes for a step."""
 
-    tokens: list[list[int]]  # of each row, at most k
+    tokens: list[list[int]]  # at most k tokens for each row
     k: int
-    p_draft: Tensor | None = None  # (B,k,V) float32: their distributions; None if the draft is deterministic
-    # For each token, the estimated probability that it is accepted if those before it are; needed if Draft.is_free.
+    # (B,k,V) float32: the distributions they were drawn from; None if the draft is deterministic
+    p_draft: Tensor | None = None
+    # For each token, the estimated probability that it is accepted if those before it are. Needed
+    # from free drafts (Draft.is_free).
     probs: list[list[float]] | None = None
 
 
 class Draft:
-    """The base class of drafts. A draft defines `propose`, its name, and what else differs from the defaults here.
+    """The base class of drafts. A draft defines `propose`, its name, and what else differs from the
+    defaults here.
 
-    If the model is split, each rank has a draft of its own, and all of them must propose the same tokens. Before a
-    measurement, the warm-up (compile.py) runs requests like any others.
+    If the model is split, each rank has a draft of its own, and all of them must propose the same
+    tokens. Before a measurement, the warm-up (compile.py) runs requests like any others.
     """
 
     name: str  # for the report
-    # Whether proposing takes next to no time. Such a draft is deterministic and asked in every step. Its proposals have
-    # `probs`, which decide how many of the tokens are used. Another draft runs only if it probably gains more than it
-    # costs.
+    # Whether proposing takes next to no time. Such a draft is deterministic and is asked in every
+    # step. Its proposals have `probs`, which decide how many of the tokens are used. Any other
+    # draft runs only if it probably gains more than it costs.
     is_free = False
-    observes = False  # whether `observe` is called: then plain steps are verifications of no tokens
+    observes = False  # whether `observe` is called; plain steps then verify proposals of no tokens
     prior = PRIOR  # the expected acceptance rate, as in controller.Controller
     max_k = MAX_K  # the most tokens that it proposes
 
@@ -61,29 +66,34 @@ class Draft:
         self.engine = engine
 
     def add(self, row: int, tokens: list[int], cached: int):
-        """The prompt of a request has been read into this cache row. tokens: the prompt and the first new token (-1 if
-        its logits were not finite). The engine had found the first `cached` of them in its cache."""
+        """The prompt of a request has been read into this cache row.
+
+        tokens: the prompt and the first new token (-1 if its logits were not finite). The engine
+        reused the keys and values of the first `cached` of them.
+        """
 
     def catch_up(self, rows: list) -> float:
-        """Called before `propose`: read what was not read yet of the prompts of these rows (engine.Row). Returns the
-        seconds that this took."""
+        """Called before `propose`: read what was not read yet of the prompts of these rows
+        (engine.Row). Returns the seconds that this took."""
         return 0.0
 
     def propose(self, batch: Batch, k: int) -> Proposal | None:
         """Propose up to k tokens for each row of a batch. None if there are none for any row.
 
-        A proposal must fit into the cache row, which has room for `engine.length - 1 - len(row.tokens)` tokens, where
-        row.tokens lacks the newest token. No token may be one of the ids from config.n_token on, which only pad the
-        vocabulary.
+        A proposal must fit into the cache row, which has room for
+        `engine.length - 1 - len(row.tokens)` tokens, where row.tokens lacks the newest token. No
+        token may be one of the ids from config.n_token on, which only pad the vocabulary.
         """
         raise NotImplementedError
 
     def observe(self, rows: list, hidden: Tensor):
-        """Called after each step with its rows and the hidden states (B,D) that their last tokens were sampled from."""
+        """Called after each step with its rows and the hidden states (B,D) that their last tokens
+        were sampled from."""
 
     def accepted(self, row: int, tokens: list[int]):
-        """These are the new tokens of a step for this cache row. The last one is the target model's own. They may go
-        beyond the end of the request, which is cut off later, and -1 stands for logits that were not finite."""
+        """A step has given this cache row these new tokens: the accepted ones, and one of the
+        target model's own. They may go beyond the end of the request, where they are cut off later.
+        -1 stands for logits that were not finite."""
 
     def remove(self, row: int):
         """The request in this cache row has ended, perhaps before `add` was called for it."""
@@ -93,8 +103,8 @@ class Draft:
         return full_width_choices(min(k, self.max_k))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        """The bytes of weights and of KV cache that proposing k tokens reads. positions: the number of filled cache
-        positions of each row."""
+        """The bytes of weights and of KV cache that proposing k tokens reads. positions: the number
+        of filled cache positions of each row."""
         return 0.0, 0.0
 
 
@@ -104,6 +114,9 @@ def width_of(k: int) -> int:
 
 
 def full_width_choices(k: int) -> list[int]:
-    """The numbers of tokens up to k that fill one of WIDTHS, and k: a compiled pass over fewer tokens would cost as
-    much, and of few choices each is measured sooner."""
+    """k, and the smaller numbers of tokens whose verifying pass fills one of WIDTHS, ascending.
+
+    A compiled pass over another number of tokens would cost as much as a full one. And of few
+    choices, each is measured sooner.
+    """
     return sorted({width - 1 for width in WIDTHS if 1 < width <= k} | {k})

@@ -1,7 +1,7 @@
-"""What the trainers of drafts share: their options, the loss against the teacher's probabilities, and the loop.
+"""What the trainers of drafts share: options, the loss against the teacher, the training loop.
 
-Read `Trainer` first. A batch is a function of its number alone, so a run that was stopped and resumed gives the same
-weights as one that was not.
+Read `Trainer` first. A batch is a function of its number alone, so a run that was stopped and
+resumed gives the same weights as one that was not.
 """
 
 import math
@@ -18,12 +18,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, progress_bar
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    first_line,
+    number,
+    positive,
+    print_status,
+    progress_bar,
+)
 
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 300.0  # seconds between two writes of the state file
 REPORTS = 20  # how often a run reports the quality of the draft
-ROWS = 256  # of logits in memory at a time: with 10,000 columns, they fit in the processor's caches
+# Positions whose logits are computed at a time: with 10,000 columns, they fit in the caches
+ROWS = 256
 
 # ---------------------------------------------------------------- the options
 
@@ -32,25 +42,35 @@ def make_parser(description: str) -> ArgumentParser:
     """A parser with the options that all trainers have."""
     parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--checkpoint_path", help="the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct")
+    add(
+        "--checkpoint_path",
+        help="the target, in any format, as for generate.py; default: SmolLM2-135M-Instruct",
+    )
     add("--text", type=Path, default=Path("self_text.jsonl"), help="a file of training/self_text.py")
     add("--epochs", type=positive, default=3, help="passes over the text")
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
-    add("--seed", type=seed, default=0, help="of the initial weights and of the order of the sequences")
+    add(
+        "--seed",
+        type=seed,
+        default=0,
+        help="seed of the initial weights and of the order of the sequences",
+    )
     return parser
 
 
 # ---------------------------------------------------------------- the loss
 
 
-def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | None = None):
-    """The mean over n positions of KL(p_target || p_draft), where p_draft is softmax(x @ matrix.T + bias), and p_target
-    is softmax(teacher_x @ teacher_matrix.T + bias).
+def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias=None):
+    """The mean over n positions of KL(p_target || p_draft), where p_draft is
+    softmax(x @ matrix.T + bias), and p_target is softmax(teacher_x @ teacher_matrix.T + bias).
 
-    x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D'), teacher_matrix (m,D') and bias (m,) are constants.
-    With a sampled vocabulary, bias gives each sampled token the weight of those that were not sampled. Products are
-    computed in bfloat16. The gradient of the logits is p_draft - p_target. It is computed and used for ROWS positions
-    at a time, so no tensor (n,m) is ever in memory.
+    x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D'), teacher_matrix (m,D') and bias
+    (m,) or None are constants. With a sampled vocabulary, bias gives each sampled token the weight
+    of those that were not sampled. Products are computed in bfloat16.
+
+    The gradient of the logits is p_draft - p_target. It is computed and used for ROWS positions at
+    a time, so no tensor (n,m) is ever in memory.
     """
     return KLDivergence.apply(x, matrix, teacher_x, teacher_matrix, bias)
 
@@ -58,29 +78,40 @@ def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: 
 class KLDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, matrix, teacher_x, teacher_matrix, bias):
-        n, total = len(x), torch.zeros(())
-        x, matrix, teacher_x, teacher_matrix = (y.to(torch.bfloat16) for y in (x, matrix, teacher_x, teacher_matrix))
+        n = len(x)
+        x = x.to(torch.bfloat16)
+        matrix = matrix.to(torch.bfloat16)
+        teacher_x = teacher_x.to(torch.bfloat16)
+        teacher_matrix = teacher_matrix.to(torch.bfloat16)
+        total = torch.zeros(())
         x_grad = torch.empty(x.shape)
         matrix_grad = torch.zeros(matrix.shape) if ctx.needs_input_grad[1] else None
+
         for start in range(0, n, ROWS):
             part = slice(start, start + ROWS)
-            draft, target = (x[part] @ matrix.t()).float(), (teacher_x[part] @ teacher_matrix.t()).float()
+            draft = (x[part] @ matrix.t()).float()  # (ROWS,m)
+            target = (teacher_x[part] @ teacher_matrix.t()).float()
             if bias is not None:
-                draft, target = draft.add_(bias), target.add_(bias)
-            draft, target = draft.log_softmax(-1), target.log_softmax(-1)  # (ROWS,m)
+                draft.add_(bias)
+                target.add_(bias)
+            draft = draft.log_softmax(-1)
+            target = target.log_softmax(-1)
             p_target = target.exp()
             total += (target.sub_(draft).mul_(p_target)).sum()
             logits_grad = draft.exp_().sub_(p_target).div_(n).to(torch.bfloat16)
             x_grad[part] = (logits_grad @ matrix).float()
             if matrix_grad is not None:
                 matrix_grad += (logits_grad.t() @ x[part]).float()
+
         ctx.save_for_backward(x_grad, matrix_grad)
         return total / n
 
     @staticmethod
     def backward(ctx, grad):
         x_grad, matrix_grad = ctx.saved_tensors
-        return x_grad * grad, None if matrix_grad is None else matrix_grad * grad, None, None, None
+        if matrix_grad is not None:
+            matrix_grad = matrix_grad * grad
+        return x_grad * grad, matrix_grad, None, None, None
 
 
 # ---------------------------------------------------------------- the state file
@@ -100,11 +131,13 @@ def load_state(path: Path) -> dict | None:
         return None
     try:
         state = torch.load(path, weights_only=True)
-        if not isinstance(state, dict) or state.keys() != {"settings", "step", "parameters", "optimizer"}:
+        keys = {"settings", "step", "parameters", "optimizer"}
+        if not isinstance(state, dict) or state.keys() != keys:
             raise ValueError("it is not the state of a training run")
         return state
     except Exception as error:  # torch raises errors of many types for a damaged file
-        raise UserError(f"{path} cannot be read as the state of a training run: {first_line(error)}") from None
+        reason = first_line(error)
+        raise UserError(f"{path} cannot be read as the state of a training run: {reason}") from None
 
 
 # ---------------------------------------------------------------- the training loop
@@ -115,26 +148,31 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     warm_up = min(WARM_UP, steps // 10 + 1)
     if step < warm_up:
         return peak * (step + 1) / warm_up
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @contextmanager
 def deferred_signals():
-    """Within the block, Ctrl-C and SIGTERM only append their signal number to a list, which the context yields."""
+    """Within the block, Ctrl-C and SIGTERM only append their signal number to a list, which the
+    context yields."""
     received = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {}
+    for n in (signal.SIGINT, signal.SIGTERM):
+        before[n] = signal.signal(n, lambda number, _: received.append(number))
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 class Trainer:
-    """Trains the parameters of a module that need gradients with AdamW, for a number of steps known in advance.
+    """Trains the parameters of a module that need gradients with AdamW, for a number of steps that
+    is known in advance.
 
-    state_path: the file from which an interrupted run resumes. settings: everything that determines the result, as
-    plain values; a state file with other settings is refused.
+    state_path: the file from which an interrupted run resumes. settings: everything that determines
+    the result, as plain values; a state file with other settings is refused.
     """
 
     def __init__(self, module: nn.Module, steps: int, peak: float, state_path: Path, settings: dict):
@@ -142,8 +180,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
-        self.step, self.steps = 0, steps
-        self.peak, self.state_path = peak, state_path
+        self.step = 0
+        self.steps = steps
+        self.peak = peak  # the largest learning rate
+        self.state_path = state_path
         self.settings = settings | {"steps": steps, "peak": peak}
         self.resume()
 
@@ -151,8 +191,10 @@ class Trainer:
         state = load_state(self.state_path)
         if state is None:
             return
-        if differing := [name for name in self.settings if state["settings"].get(name) != self.settings[name]]:
-            raise UserError(f"{self.state_path} belongs to a run with another {differing[0]}; delete it for a new run")
+        for name, value in self.settings.items():
+            if state["settings"].get(name) != value:
+                said = f"{self.state_path} belongs to a run with another {name}"
+                raise UserError(f"{said}; delete it for a new run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
@@ -166,20 +208,23 @@ class Trainer:
         save_state(self.state_path, state | {"optimizer": self.optimizer.state_dict()})
 
     def run(self, loss: Callable[[int], Tensor], report: Callable[[], str]):
-        """Train to the end. loss(step) computes the loss of a batch that depends on nothing but `step`.
+        """Train to the end.
 
-        report() describes the quality of the draft in a few words. Ctrl-C and SIGTERM take effect after the current
-        step, when the state file has been written.
+        loss(step) computes the loss of a batch that depends on nothing but `step`. report()
+        describes the quality of the draft in a few words. Ctrl-C and SIGTERM take effect after the
+        current step, when the state file has been written.
         """
-        every, saved = max(1, self.steps // REPORTS), time.monotonic()
-        losses = []
+        every = max(1, self.steps // REPORTS)
+        saved = time.monotonic()
+        losses = []  # those since the last report
         with deferred_signals() as signals, progress_bar(self.steps, "training", " steps") as bar:
             bar.update(self.step)
             while self.step < self.steps and not signals:
                 losses.append(self.take_step(loss(self.step)))
                 bar.update(1)
                 if self.step % every == 0 or self.step == self.steps:
-                    mean, losses = sum(losses) / len(losses), []
+                    mean = sum(losses) / len(losses)
+                    losses = []
                     bar.write(f"step {self.step} of {self.steps}: loss {mean:.3f}, {report()}")
                 if time.monotonic() - saved > SAVE_S or self.step == self.steps:
                     self.save()
@@ -187,7 +232,8 @@ class Trainer:
             if signals:
                 self.save()
         if signals:
-            print_status(f"stopped at step {self.step} of {self.steps}; the same command resumes there")
+            at = f"step {self.step} of {self.steps}"
+            print_status(f"stopped at {at}; the same command resumes there")
             signal.raise_signal(signals[0])
 
     def take_step(self, loss: Tensor) -> float:

@@ -1,11 +1,13 @@
 """Trains a small draft model for a target model, on the target's own text and probabilities.
 
-Read up from `main`. The draft is a Llama with a few narrow layers. Its tied embedding starts as the best low-rank
-approximation of the target's output head. It learns to predict the target's probabilities of each next token
-(distillation, arXiv:1503.02531), because a proposed token is accepted with probability sum min(p_target, p_draft).
+Read up from `main`. The draft is a Llama with a few narrow layers. Its tied embedding starts as the
+best low-rank approximation of the target's output head. It learns to predict the target's
+probabilities of each next token (distillation, arXiv:1503.02531), because a proposed token is
+accepted with probability sum min(p_target, p_draft).
 
-A step computes the logits of the target's most frequent tokens only, and of a random sample of all others, weighted to
-stand for them: the logits of tokens that are never trained would drift upwards.
+A step computes only the logits of the target's most frequent tokens, and those of a random sample
+of all other tokens, which are weighted to stand for all others. Without the sample, the logits of
+tokens that are never trained would drift upwards.
 """
 
 import sys
@@ -33,9 +35,12 @@ from writer import Writer, is_replaceable
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
-FREQUENT, OTHERS = 8192, 2048  # tokens with logits in every step, and others that are sampled for each step
+FREQUENT = 8192  # tokens that have logits in every step
+OTHERS = 2048  # other tokens, sampled for each step, that have logits in it
 SAMPLE = 4096  # hidden states of the target from which the draft's initial scale is estimated
-FIRST_SCALE = 0.2  # of the initial logits: they are still wrong, so they should be less confident than the target's
+# The initial logits are smaller than the target's by this factor: they are still wrong, so they
+# should be less confident.
+FIRST_SCALE = 0.2
 CHECKED = 32  # held-out sequences in the reports during training
 
 # ---------------------------------------------------------------- the draft model
@@ -45,45 +50,66 @@ def draft_config(target: Config, layers: int, width: int) -> Config:
     """A Llama of this size for the target's tokens and context."""
     head_dim = 64 if width % 64 == 0 else 32
     heads = width // head_dim
-    hidden_dim = -(-width * 8 // (3 * 64)) * 64
-    sizes = (layers, heads, heads, head_dim, width, hidden_dim, target.vocab_size, target.max_seq_length)
-    return Config(*sizes, norm_eps=1e-5, rope_base=target.rope_base, tied_embeddings=True, n_token=target.n_token)
+    return Config(
+        n_layer=layers,
+        n_head=heads,
+        n_kv_head=heads,
+        head_dim=head_dim,
+        dim=width,
+        hidden_dim=-(-width * 8 // (3 * 64)) * 64,
+        vocab_size=target.vocab_size,
+        max_seq_length=target.max_seq_length,
+        norm_eps=1e-5,
+        rope_base=target.rope_base,
+        tied_embeddings=True,
+        n_token=target.n_token,
+    )
 
 
 def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transformer:
     """A draft with random blocks, in float32 and with gradients.
 
-    head (V,D) and hidden (n,D) are the target's. With the eigenvectors v (D,width) of head^T head that have the largest
-    eigenvalues, head @ v is the embedding. The logits head @ hidden are nearly (head @ v) @ (v^T hidden), so the final
-    norm gives the draft's hidden states the scale of v^T hidden, times FIRST_SCALE.
+    head (V,D) and hidden (n,D) are the target's. With the eigenvectors v (D,width) of head^T head
+    that have the largest eigenvalues, head @ v is the embedding. The logits head @ hidden are
+    nearly (head @ v) @ (v^T hidden), so the final norm gives the draft's hidden states the scale of
+    v^T hidden, times FIRST_SCALE.
     """
     generator = torch.Generator().manual_seed(seed)
-    head, hidden = head.float(), hidden.float()
+    head = head.float()
     v = torch.linalg.eigh(head.t() @ head).eigenvectors.flip(1)  # (D,D), descending
-    draft, D = ck.empty_model(config), min(config.dim, head.shape[1])
-    weights = {"embedding.weight": torch.zeros(config.vocab_size, config.dim), "norm.weight": torch.ones(config.dim)}
-    weights["embedding.weight"][:, :D] = head @ v[:, :D]
-    weights["norm.weight"][:D] = FIRST_SCALE * (hidden @ v[:, :D]).square().mean(0).sqrt()
+    D = min(config.dim, head.shape[1])
+    v = v[:, :D]
+    embedding = torch.zeros(config.vocab_size, config.dim)
+    embedding[:, :D] = head @ v
+    norm = torch.ones(config.dim)
+    norm[:D] = FIRST_SCALE * (hidden.float() @ v).square().mean(0).sqrt()
+
+    draft = ck.empty_model(config)
+    weights = {"embedding.weight": embedding, "norm.weight": norm}
     for name, parameter in draft.named_parameters():
         if name.endswith("_norm.weight"):
             weights[name] = torch.ones(parameter.shape)
         elif name not in weights:
-            into_residual = name.endswith(("out.weight", "down.weight"))
-            scale = (parameter.shape[1] * (2 * config.n_layer if into_residual else 1)) ** -0.5
-            weights[name] = torch.randn(parameter.shape, generator=generator) * scale
+            terms = parameter.shape[1]  # of the sums that should have a variance of about 1
+            if name.endswith(("out.weight", "down.weight")):
+                terms *= 2 * config.n_layer  # the outputs of all blocks are added up
+            weights[name] = torch.randn(parameter.shape, generator=generator) * terms**-0.5
     draft.load_state_dict(weights, assign=True)
     return draft.requires_grad_()
 
 
 @dataclass
 class TrainingBatch:
-    """B sequences of at most L tokens, with padding on the right. The draft must predict the next token of g of them:
-    the last token of each prompt, and all new tokens but the last."""
+    """B sequences of at most L tokens, with padding on the right.
+
+    The draft learns to predict the tokens after g of these tokens: after the last token of each
+    prompt, and after each new token but the last.
+    """
 
     tokens: Tensor  # (B,L)
     input_pos: Tensor  # (B,L)
-    predicting: Tensor  # (B,L) bool: whether a token is one of these
-    indices: Tensor  # (g,) of these tokens in the whole text
+    predicting: Tensor  # (B,L) bool: whether a token is one of the g
+    indices: Tensor  # (g,): their positions in the whole text
 
 
 def make_batch(tokens: Tensor, sequences: list[Span]) -> TrainingBatch:
@@ -92,12 +118,13 @@ def make_batch(tokens: Tensor, sequences: list[Span]) -> TrainingBatch:
     predicting = torch.zeros(padded.shape, dtype=torch.bool)
     for row, (start, first_new, end) in enumerate(sequences):
         predicting[row, first_new - 1 - start : end - 1 - start] = True
-    return TrainingBatch(padded, input_pos, predicting, torch.tensor(new_token_positions(sequences)))
+    indices = torch.tensor(new_token_positions(sequences))
+    return TrainingBatch(padded, input_pos, predicting, indices)
 
 
 def draft_hidden_states(draft: Transformer, batch: TrainingBatch) -> Tensor:
-    """The draft's hidden states (g,D) from which the next tokens are predicted."""
-    draft.setup_caches(*batch.tokens.shape)  # new ones: those of the last batch are part of its graph
+    """The draft's hidden states (g,D) that predict the next tokens."""
+    draft.setup_caches(*batch.tokens.shape)  # the caches of the last batch are part of its graph
     with without_kernels():
         x = draft.hidden(batch.tokens, batch.input_pos)  # (B,L,D)
     return x[batch.predicting]
@@ -109,10 +136,21 @@ def draft_hidden_states(draft: Transformer, batch: TrainingBatch) -> Tensor:
 class Distillation:
     """The loss of each step, and the quality of the draft on held-out sequences."""
 
-    def __init__(self, draft: Transformer, head: Tensor, text: TeacherText, special: set[int], epochs: int, seed: int):
-        self.draft, self.head = draft, head
+    def __init__(
+        self,
+        draft: Transformer,
+        head: Tensor,
+        text: TeacherText,
+        special: set[int],
+        epochs: int,
+        seed: int,
+    ):
+        """head (V,D): the target's output head. special: tokens that always have logits."""
+        self.draft = draft
+        self.head = head
         draft.activation_dtype = torch.bfloat16  # as it will run
-        self.text, self.seed = text, seed
+        self.text = text
+        self.seed = seed
         self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
         self.frequent = frequent_tokens(text.answers, FREQUENT, special)
         is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
@@ -120,12 +158,14 @@ class Distillation:
         self.others = is_other.nonzero()[:, 0]
 
     def sample_vocabulary(self, step: int) -> tuple[Tensor, Tensor]:
-        """The tokens (m,) that have logits in a step, and the biases (m,) of their logits, with which the sampled
-        tokens stand for all that were not sampled."""
+        """The tokens (m,) that have logits in a step, and biases (m,) of these logits, with which
+        the sampled tokens stand for all that were not sampled."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        others = self.others[torch.randperm(len(self.others), generator=generator)[:OTHERS]].sort().values
+        chosen = torch.randperm(len(self.others), generator=generator)[:OTHERS]
+        others = self.others[chosen].sort().values
         weight = len(self.others) / max(1, len(others))
-        bias = torch.cat([torch.zeros(len(self.frequent)), torch.full((len(others),), weight).log()])
+        others_bias = torch.full((len(others),), weight).log()
+        bias = torch.cat([torch.zeros(len(self.frequent)), others_bias])
         return torch.cat([self.frequent, others]), bias
 
     def loss(self, step: int) -> Tensor:
@@ -136,20 +176,26 @@ class Distillation:
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)
 
     def hidden_states(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """The hidden states of draft (g,D) and target (g,D') from which the next tokens are predicted."""
+        """The hidden states of draft (g,D) and target (g,D') that predict the next tokens."""
         with torch.autocast("cpu", torch.bfloat16):
             x = draft_hidden_states(self.draft, batch)
         return x, self.text.hidden_states(batch.indices)
 
     @torch.no_grad()
     def report(self, sequences: list[Span] | None = None) -> str:
-        """The mean over held-out text of sum min(p_target, p_draft), the probability that a proposed token is accepted
-        at temperature 1, and how often both models have the same likeliest token."""
+        """Two means over held-out text, by default over few sequences of it: the probability that a
+        proposed token is accepted at temperature 1, which is sum min(p_target, p_draft), and how
+        often both models have the same likeliest token."""
+        if sequences is None:
+            sequences = self.held_out[:CHECKED]
         V = self.draft.config.n_token or self.draft.config.vocab_size
-        matrix, head = self.draft.embedding.weight[:V].to(torch.bfloat16), self.head[:V].to(torch.bfloat16)
+        matrix = self.draft.embedding.weight[:V].to(torch.bfloat16)
+        head = self.head[:V].to(torch.bfloat16)
+
         accepted = 0.0
-        agreed = n = 0
-        for sequence in self.held_out[:CHECKED] if sequences is None else sequences:
+        agreed = 0
+        n = 0
+        for sequence in sequences:
             x, hidden = self.hidden_states(make_batch(self.text.tokens, [sequence]))
             p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)
             p_target = (hidden.to(torch.bfloat16) @ head.t()).float().softmax(-1)  # (g,V)
@@ -175,9 +221,9 @@ def parse_arguments():
     parser = make_parser(__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--out", type=Path, help="the directory to write; default: NAME-draft, beside the target")
-    add("--layers", type=positive, default=3, help="of the draft")
+    add("--layers", type=positive, default=3, help="layers of the draft")
     multiple = number(int, "a positive multiple of 32", lambda n: n > 0 and n % 32 == 0)
-    add("--width", type=multiple, default=192, help="of the draft's hidden states")
+    add("--width", type=multiple, default=192, help="width of the draft's hidden states")
     return parser.parse_args()
 
 
@@ -187,12 +233,15 @@ def main():
     source = checkpoint.path.resolve()
     out = args.out or source.with_name(f"{checkpoint.name}-draft")
     if (out.exists() and not is_replaceable(out)) or not out.parent.is_dir():
-        raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
+        wanted = "a new directory, or a checkpoint to replace, in an existing directory"
+        raise UserError(f"--out {out} should be {wanted}")
     target = load_model(checkpoint)
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
-    megabytes = ck.total_weight_bytes(config, torch.bfloat16, Quantization("int8", 32, "int8")) / 1e6
+    int8 = Quantization("int8", 32, "int8")
+    megabytes = ck.total_weight_bytes(config, torch.bfloat16, int8) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
+
     head = output_head_rows(target, torch.arange(config.vocab_size)).to(torch.bfloat16)
     del target
     sample = text.hidden[:: max(1, len(text.hidden) // SAMPLE)]
@@ -202,12 +251,15 @@ def main():
     state_path = out.with_name(f"{out.name}.state")
     settings = {name: getattr(args, name) for name in ("layers", "width", "epochs", "seed")}
     settings |= {"checkpoint_path": str(source), "text": text.checksum}
-    Trainer(draft, len(task.batches), LEARNING_RATE, state_path, settings).run(task.loss, task.report)
+    trainer = Trainer(draft, len(task.batches), LEARNING_RATE, state_path, settings)
+    trainer.run(task.loss, task.report)
+
     print_status(task.report(task.held_out))
     write_draft(draft, checkpoint.tokenizer_files, out)
     state_path.unlink(missing_ok=True)
     print_status(f"to quantize it: python quantize.py --mode int8 --checkpoint_path {out}")
-    print_status(f"to use it: python generate.py --checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32")
+    options = f"--checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32"
+    print_status(f"to use it: python generate.py {options}")
     print(out)
 
 

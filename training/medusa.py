@@ -4,10 +4,10 @@
     python training/medusa.py --text self_text.jsonl --out heads.safetensors
     python generate.py --draft medusa:heads.safetensors --prompt "Hello"
 
-At each position of the text, head i gets the hidden state of the head before it and the i-th next token. It learns to
-predict the target's distribution of the token after that over the draft vocabulary (distillation), and the target's
-hidden state, as in EAGLE (arXiv:2401.15077). Only the matrices of the heads are trained. A run that was stopped can be
-resumed.
+At each position of the text, head i gets the hidden state of the head before it and the i-th next
+token. It learns to predict the target's distribution of the token after that over the draft
+vocabulary (distillation), and the target's hidden state, as in EAGLE (arXiv:2401.15077). Only the
+matrices of the heads are trained. A run that was stopped can be resumed.
 """
 
 import sys
@@ -29,30 +29,34 @@ from tokenizer import answer_end_ids
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate
-DRAFT_VOCABULARY_SIZE = 16384  # tokens that the file lists for draft models; the heads propose from the first of them
+# The number of tokens that the file lists for draft models. The heads propose from the first ones.
+DRAFT_VOCABULARY_SIZE = 16384
 REPORT_POSITIONS = 8192  # held-out positions on which the accuracy is measured
 
 
 class TrainedHeads(nn.Module):
     """The matrices of the heads, with gradients, and what they are trained against.
 
-    embedding: the target's, a function of tokens (n,). matrix (W,D): the rows of the target's output head for the draft
-    vocabulary.
+    embedding: the target's, a function of tokens (n,). matrix (W,D): the rows of the target's
+    output head for the draft vocabulary.
     """
 
     def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0):
         super().__init__()
         D = matrix.shape[1]
         width = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
-        gate_up = torch.randn(2 * width, 2 * D, generator=torch.Generator().manual_seed(seed)) * (2 * D) ** -0.5
-        self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(torch.zeros(D, width))
-        self.n, self.teacher = n, teacher
+        generator = torch.Generator().manual_seed(seed)
+        gate_up = torch.randn(2 * width, 2 * D, generator=generator) * (2 * D) ** -0.5
+        self.gate_up = nn.Parameter(gate_up)
+        self.down = nn.Parameter(torch.zeros(D, width))
+        self.n = n
+        self.teacher = teacher
         self.embedding = embedding
         self.matrix = matrix.to(torch.bfloat16)
 
     def hidden_states(self, positions: Tensor):
-        """For each head, yields its hidden states (n,D) for positions (n,) of the text, and the positions whose next
-        tokens these predict."""
+        """Yield for each head its hidden states (n,D) for positions (n,) of the text, and the
+        positions whose next tokens these predict."""
         hidden = self.teacher.hidden_states(positions).float()
         for i in range(1, self.n + 1):
             embedded = self.embedding(self.teacher.tokens[positions + i])  # (n,D)
@@ -71,51 +75,70 @@ class TrainedHeads(nn.Module):
 
     @torch.no_grad()
     def accuracy(self, positions: Tensor) -> tuple[list[float], list[float]]:
-        """For each head, the KL divergence, and how often its likeliest token is the target's; both within the draft
-        vocabulary."""
-        losses, hits = [], []
+        """For each head, the KL divergence, and how often its likeliest token is the target's; both
+        within the draft vocabulary."""
+        head = self.matrix.t()
+        losses = []
+        hits = []
         for hidden, at in self.hidden_states(positions):
             expected = self.teacher.hidden_states(at)
             losses.append(float(kl_divergence(hidden, self.matrix, expected, self.matrix)))
             pairs = zip(hidden.to(torch.bfloat16).split(1024), expected.split(1024))
-            same = [(x @ self.matrix.t()).argmax(1) == (y @ self.matrix.t()).argmax(1) for x, y in pairs]
+            same = [(x @ head).argmax(1) == (y @ head).argmax(1) for x, y in pairs]
             hits.append(float(torch.cat(same).float().mean()))
         return losses, hits
 
 
 def positions_of(batch: list, heads: int) -> Tensor:
     """The positions of a batch of sequences at which all heads have a token to predict."""
-    ends = [(start, first_new, end - heads) for start, first_new, end in batch if end - heads > first_new]
-    return torch.tensor(new_token_positions(ends), dtype=torch.int64)
+    shortened = [(start, first_new, end - heads) for start, first_new, end in batch]
+    long_enough = [span for span in shortened if span[1] < span[2]]
+    return torch.tensor(new_token_positions(long_enough), dtype=torch.int64)
 
 
 def train(heads: TrainedHeads, epochs: int, seed: int, state_path: Path):
+    """Train heads. state_path: the file from which an interrupted run resumes."""
     n = heads.n
     batches, held_out = heads.teacher.batches(BATCH_TOKENS, epochs, seed)
-    batches = [positions for batch in batches if len(positions := positions_of(batch, n))]
+    all_positions = [positions_of(batch, n) for batch in batches]
+    all_positions = [positions for positions in all_positions if len(positions)]
     test_positions = positions_of(held_out, n)[:REPORT_POSITIONS]
-    if not batches or not len(test_positions):
+    if not all_positions or not len(test_positions):
         raise UserError("the text is too short: no answer is longer than the number of heads")
+
+    def loss(step: int) -> Tensor:
+        return heads.loss(all_positions[step])
 
     def report() -> str:
         losses, hits = heads.accuracy(test_positions)
-        parts = (f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in enumerate(zip(losses, hits), 1))
+        numbered = enumerate(zip(losses, hits), 1)
+        parts = [f"{i}: {loss:.3f}, {hit:.1%}" for i, (loss, hit) in numbered]
         return "held-out loss and accuracy of head " + "; ".join(parts)
 
-    settings = {"heads": n, "epochs": epochs, "seed": seed, "vocabulary": len(heads.matrix)}
-    settings |= {"text": heads.teacher.checksum, "target": float(heads.matrix.float().sum())}
-    Trainer(heads, len(batches), PEAK, state_path, settings).run(lambda step: heads.loss(batches[step]), report)
+    settings = {
+        "heads": n,
+        "epochs": epochs,
+        "seed": seed,
+        "vocabulary": len(heads.matrix),
+        "text": heads.teacher.checksum,
+        "target": float(heads.matrix.float().sum()),
+    }
+    Trainer(heads, len(all_positions), PEAK, state_path, settings).run(loss, report)
 
 
 def main():
     parser = make_parser(__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
-    parser.add_argument("--heads", type=positive, default=3, help="tokens that the heads propose")
-    parser.add_argument("--vocabulary", type=positive, default=4096, help="tokens that the heads propose from")
-    parser.add_argument("--tokens", type=positive, help="tokens of the text to use; default: all")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("medusa.safetensors"), help="the file of the heads")
+    add("--heads", type=positive, default=3, help="tokens that the heads propose")
+    add("--vocabulary", type=positive, default=4096, help="tokens that the heads propose from")
+    add("--tokens", type=positive, help="tokens of the text to use; default: all")
     args = parser.parse_args()
-    if args.out.suffix != ".safetensors" or args.out.is_dir() or not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out} should be a file in an existing directory, and end in .safetensors")
+    out = args.out
+    if out.suffix != ".safetensors" or out.is_dir() or not out.parent.is_dir():
+        wanted = "a file in an existing directory, and end in .safetensors"
+        raise UserError(f"--out {out} should be {wanted}")
+
     checkpoint = open_checkpoint(args.checkpoint_path)
     model = load_model(checkpoint)
     teacher = read_teacher_text(args.text, model, args.tokens)
@@ -125,16 +148,19 @@ def main():
     for n in sorted({min(args.vocabulary, len(vocabulary)), len(vocabulary)}):
         covered = torch.isin(answers, vocabulary[:n]).float().mean()
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
+
     matrix = output_head_rows(model, vocabulary[: args.vocabulary])
     heads = TrainedHeads(args.heads, teacher, model.embedding, matrix, args.seed)
-    state_path = args.out.with_suffix(".state")
+    state_path = out.with_suffix(".state")
     train(heads, args.epochs, args.seed, state_path)
+
     packed = pack_heads({"gate_up": heads.gate_up.detach(), "down": heads.down.detach()})
     file = HeadsFile(packed, vocabulary, heads.n, len(heads.matrix))
-    save_heads(args.out, file, model, checkpoint.name)
+    save_heads(out, file, model, checkpoint.name)
     state_path.unlink(missing_ok=True)
-    print_status(f"{args.out} holds {args.heads} heads, {args.out.stat().st_size / 1e6:.2f} MB")
-    print_status(f"to use it: python generate.py --checkpoint_path {checkpoint.path} --draft medusa:{args.out}")
+    print_status(f"{out} holds {args.heads} heads, {out.stat().st_size / 1e6:.2f} MB")
+    options = f"--checkpoint_path {checkpoint.path} --draft medusa:{out}"
+    print_status(f"to use it: python generate.py {options}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Text in a model's own words, for training its drafts: the engine answers thousands of prompts in one large batch.
+"""Text in a model's own words, for training its drafts: the engine answers thousands of prompts.
 
-A draft predicts what this model generates, not what people write, so the model generates its training text. The prompts
-are made from the descriptions and docstrings of the installed Python packages: a task about a word or a passage, or a
-passage to continue. Others are questions that the model itself generates, as the user's turn of its chat template
+A draft predicts what this model generates, not what people write, so the model generates its
+training text, in large batches. Half of the prompts are made from the descriptions and docstrings
+of the installed Python packages: a task about a word or a passage, or a passage to continue. The
+others are questions that the model itself generates, as the user's turn of its chat template
 (arXiv:2406.08464). Half of the answers are greedy, half are sampled at temperature 0.8.
 
-The output is a text file with one JSON object per line: {"index", "prompt", "new"}, token ids both. A file beside it
-holds the hidden state that each new token was sampled from, in bfloat16, so that training need not run the model again.
-A run that was stopped can be resumed: prompt number `index` is a function of the seed and the packages only.
+The output is a text file with one JSON object {"index", "prompt", "new"} per line, whose prompt and
+new tokens are lists of ids. A file beside it holds the hidden state that each new token was sampled
+from, in bfloat16, so that training need not run the model again. A run that was stopped can be
+resumed: prompt number `index` is a function of the seed and the packages only.
 """
 
 import fcntl
@@ -28,7 +30,16 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import Checkpoint
-from cli import ArgumentParser, HelpFormatter, UserError, number, positive, print_status, progress_bar, run_command
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    number,
+    positive,
+    print_status,
+    progress_bar,
+    run_command,
+)
 from drafts.heads import fingerprint
 from engine import Engine, Request, StepFunctions, draw
 from load import load_model, open_checkpoint
@@ -36,22 +47,26 @@ from model import Transformer
 from sampling import SamplingParams
 from tokenizer import ChatTemplate
 
-FIRST_LINE = '{"index": '
+FIRST_LINE = '{"index": '  # how the first line of a file of samples begins
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
-QUESTION_TOKENS = 64
-PROMPT_TOKENS = 512  # of the longest prompt
+QUESTION_TOKENS = 64  # the most tokens of a question that the model generates
+PROMPT_TOKENS = 512  # the most tokens of a prompt
 COMPARED = 100  # samples of an existing file whose prompts are checked against the seed
 # Each text ends at a bar or at the end of its line.
-OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you|Could you explain|Explain|Describe
-Write a|Write a short|Write a Python function|Tell me|List|Give me|Name|Compare|Summarize|Translate|Create|Help me
-I am|I have|I need|Is it|Do you|Please||""".replace("\n", "|").split("|")
-TASKS = """What is {word}?|Explain {word} in simple words.|Write a short story about {word}.|Write a poem about {word}.
-Give me five tips about {word}.|What is the difference between {word} and {other}?|List three examples of {word}.
-Why is {word} important?|Describe the history of {word}.|How does {word} work?|Write a letter about {word} to a friend.
-Write a Python function about {word}.|What are the advantages and disadvantages of {word}?|Who uses {word}, and why?
-Summarize this text: {passage}|Explain this to a child: {passage}|Rewrite this in other words: {passage}
-Which questions does this text answer? {passage}|Continue this text: {passage}
-Describe a day in the life of {word}.""".replace("\n", "|").split("|")
+OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you
+Could you explain|Explain|Describe|Write a|Write a short|Write a Python function|Tell me|List
+Give me|Name|Compare|Summarize|Translate|Create|Help me|I am|I have|I need|Is it|Do you|Please||"""
+OPENINGS = OPENINGS.replace("\n", "|").split("|")
+TASKS = """What is {word}?|Explain {word} in simple words.|Write a short story about {word}.
+Write a poem about {word}.|Give me five tips about {word}.
+What is the difference between {word} and {other}?|List three examples of {word}.
+Why is {word} important?|Describe the history of {word}.|How does {word} work?
+Write a letter about {word} to a friend.|Write a Python function about {word}.
+What are the advantages and disadvantages of {word}?|Who uses {word}, and why?
+Summarize this text: {passage}|Explain this to a child: {passage}
+Rewrite this in other words: {passage}|Which questions does this text answer? {passage}
+Continue this text: {passage}|Describe a day in the life of {word}."""
+TASKS = TASKS.replace("\n", "|").split("|")
 
 
 # ---------------------------------------------------------------- prompts
@@ -61,33 +76,44 @@ class PackageTexts:
     """Passages and words of the descriptions and docstrings of the installed packages."""
 
     def __init__(self):
-        texts = [str(package.metadata.get_payload()) for package in importlib.metadata.distributions()]
+        packages = importlib.metadata.distributions()
+        texts = [str(package.metadata.get_payload()) for package in packages]
         texts += pydoc_data.topics.topics.values()
-        texts += [inspect.getdoc(item) or "" for module in (torch, torch.nn, F) for item in vars(module).values()]
-        texts = sorted(set(texts))
-        sentences = {part.strip() for text in texts for part in re.split(r"(?<=[.:!?])\s|\n\s*\n", text)}
-        words = Counter(word for text in texts for word in set(re.findall(r"\b[a-z]{4,12}\b", text)))
-        self.passages = sorted(part for part in sentences if 40 <= len(part) <= 400 and part.count(" ") > 4)
+        for module in (torch, torch.nn, F):
+            texts += [inspect.getdoc(item) or "" for item in vars(module).values()]
+
+        passages = set()
+        words = Counter()  # the number of texts that contain each word
+        for text in set(texts):
+            parts = [part.strip() for part in re.split(r"(?<=[.:!?])\s|\n\s*\n", text)]
+            passages |= {one for one in parts if 40 <= len(one) <= 400 and one.count(" ") > 4}
+            words.update(set(re.findall(r"\b[a-z]{4,12}\b", text)))
+        self.passages = sorted(passages)
         self.words = sorted(word for word, n in words.items() if n >= 3)
-        if len(self.passages) < 100:
-            raise UserError(f"the installed packages ship only {len(self.passages)} passages of text")
+        if len(passages) < 100:
+            raise UserError(f"the installed packages ship only {len(passages)} passages of text")
 
 
 class Prompts:
-    """Makes the request of each index. For every second index, the model first generates the question."""
+    """Makes the requests of each index. For odd ones, the model first generates the question."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int, max_new_tokens: int):
-        self.tokenizer, self.texts = checkpoint.tokenizer, PackageTexts()
-        self.seed, self.max_new_tokens = seed, max_new_tokens
+        self.tokenizer = checkpoint.tokenizer
+        self.texts = PackageTexts()
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
         if checkpoint.tokenizer_files.template is None:
-            raise UserError(f"{checkpoint.path} has no chat template, and training text needs a model that answers")
+            reason = "training text needs a model that answers"
+            raise UserError(f"{checkpoint.path} has no chat template, and {reason}")
         self.template = ChatTemplate(checkpoint.tokenizer_files, self.tokenizer)
         self.stop_ids = frozenset(self.template.end_ids().union(self.tokenizer.eos_ids))
         marker = "\x01"
-        self.user_turn = self.template.render([{"role": "user", "content": marker}]).partition(marker)[0]
+        turn = self.template.render([{"role": "user", "content": marker}])
+        self.user_turn = turn.partition(marker)[0]  # the text before what the user says
 
     def first(self, index: int) -> tuple[Request, str | None]:
-        """The first request of an index; also the first words of the question, if it asks the model for a question."""
+        """The first request of an index. If it asks the model for a question, also the first words
+        of the question, otherwise None."""
         rng = random.Random(f"{self.seed} {index}")
         if index % 2:
             opening = rng.choice(OPENINGS)
@@ -97,22 +123,34 @@ class Prompts:
         passage = rng.choice(self.texts.passages)
         if index % 8 == 0:
             return self.request(index, self.tokenizer.encode(passage)), None
-        return self.answer(index, rng.choice(TASKS).format(word=word, other=other, passage=passage)), None
+        task = rng.choice(TASKS).format(word=word, other=other, passage=passage)
+        return self.answer(index, task), None
 
     def check_samples(self, samples: list[dict], path: Path):
-        """UserError if the first samples of a file have other prompts. Those with an odd index, whose question the
-        model generated, cannot be checked."""
+        """UserError if the first samples of a file have other prompts. Those with an odd index,
+        whose question the model generated, cannot be checked."""
         for sample in samples[:COMPARED]:
-            if sample["index"] % 2 == 0 and sample["prompt"] != self.first(sample["index"])[0].prompt:
+            if sample["index"] % 2:
+                continue
+            request, _ = self.first(sample["index"])
+            if sample["prompt"] != request.prompt:
                 raise UserError(
-                    f"{path} has other prompts than --seed {self.seed} gives: another seed, or other Python packages "
-                    "were installed when it was written; take another --out"
+                    f"{path} has other prompts than --seed {self.seed} gives: it was written with "
+                    "another seed, or other Python packages were installed; take another --out"
                 )
 
+    def question(self, opening: str, new_tokens: list[int]) -> str:
+        """The question with these first words and what the model generated after them."""
+        ids = [token for token in new_tokens if token not in self.stop_ids]
+        return (opening + self.tokenizer.decode(ids)).strip() or "Hello!"
+
     def answer(self, index: int, question: str) -> Request:
+        """The request for the answer to a question."""
         return self.request(index, self.template.encode([{"role": "user", "content": question}]))
 
     def request(self, index: int, prompt: list[int]) -> Request:
+        """The request for the answer to a prompt. Answers of indices 2, 3, 6, 7, ... are greedy,
+        which is half of each kind."""
         params = SamplingParams(temperature=0.0) if index // 2 % 2 else self.sampled(index)
         return Request(prompt, params, self.max_new_tokens, self.stop_ids)
 
@@ -130,7 +168,8 @@ def read_samples(path: Path) -> list[dict]:
         if text and not FIRST_LINE.startswith(text[: len(FIRST_LINE)]):
             raise ValueError("its first line is not that of a sample")
         samples = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        if not all(isinstance(s, dict) and s.keys() == {"index", "prompt", "new"} and s["new"] for s in samples):
+        keys = {"index", "prompt", "new"}
+        if not all(isinstance(one, dict) and one.keys() == keys and one["new"] for one in samples):
             raise ValueError("some of its lines are not samples")
         return samples
     except (OSError, ValueError) as error:
@@ -138,14 +177,15 @@ def read_samples(path: Path) -> list[dict]:
 
 
 def hidden_path(path: Path, model: Transformer) -> Path:
-    """The file of the hidden states for a file of samples. Its name contains the fingerprint of the model."""
+    """The file of the hidden states for a file of samples. Its name contains the fingerprint of the
+    model."""
     return path.with_name(f"{path.stem}-{fingerprint(model)[:12]}.states")
 
 
 class RecordedSteps:
-    """Step functions for an engine that record the hidden states from which each row's new tokens are sampled.
+    """Step functions for an engine that record the hidden states from which new tokens are sampled.
 
-    They are kept by position. Remove those of each request that has ended.
+    When a request has ended, remove the entry of its cache row from `hidden`.
     """
 
     def __init__(self):
@@ -178,8 +218,11 @@ class SampleFile:
         hidden = hidden_path(path, model)
         try:
             self.lines = path.open("ab")
-            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed; first, or samples are missed
-            self.samples, self.hidden = read_samples(path), hidden.open("ab")
+            # The lock lasts until the file is closed. It comes before the file is read, because
+            # samples that another process writes in between would be missed.
+            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.samples = read_samples(path)
+            self.hidden = hidden.open("ab")
         except BlockingIOError:
             raise UserError(f"another process is writing {path}") from None
         except OSError as error:
@@ -187,14 +230,16 @@ class SampleFile:
         self.tokens = sum(len(sample["new"]) for sample in self.samples)
         size = 2 * model.config.dim * self.tokens  # bytes
         if self.hidden.tell() < size:
-            raise UserError(f"{hidden} is too short for {path}, or {path} was written by another model; remove both")
+            reason = f"{hidden} is too short for {path}, or {path} was written by another model"
+            raise UserError(f"{reason}; remove both")
         self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
         self.hidden.truncate(size)
 
     def add(self, sample: dict, hidden: torch.Tensor):
         self.hidden.write(hidden.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
         self.hidden.flush()
-        self.lines.write(json.dumps(sample).encode() + b"\n")  # last, so that each line has its hidden states
+        # The line is written last, so that each line has its hidden states
+        self.lines.write(json.dumps(sample).encode() + b"\n")
         self.lines.flush()
         self.samples.append(sample)
         self.tokens += len(sample["new"])
@@ -205,59 +250,72 @@ class SampleFile:
 
 
 def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
-    """Append samples to a file until it has this many new tokens. The engine runs the functions of `steps`."""
+    """Append samples to a file until it has this many new tokens. The engine runs the functions of
+    `steps`."""
     file = SampleFile(path, engine.model)
     done = {sample["index"] for sample in file.samples}
     index = 0
-    openings, indices = {}, {}  # by request
+    indices = {}  # request -> its index
+    openings = {}  # request for a question -> the first words of the question
     with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
         prompts.check_samples(file.samples, path)
         bar.update(file.tokens)
         while file.tokens < tokens:
             while len(engine.waiting) < max(1, len(engine.rows) // 4):
                 if index not in done:
-                    request, openings[request] = prompts.first(index)
+                    request, opening = prompts.first(index)
                     indices[request] = index
+                    openings[request] = opening
                     engine.add(request)
                 index += 1
+
             finished = engine.step()
-            for request, row in zip(finished, engine.released, strict=True):  # both in the order in which they ended
-                sample_index, opening = indices.pop(request), openings.pop(request)
-                states, first = steps.hidden.pop(row, {}), len(request.prompt) - 1
+            # Requests and rows are both in the order in which the requests ended
+            for request, row in zip(finished, engine.released, strict=True):
+                sample_index = indices.pop(request)
+                opening = openings.pop(request, None)
+                states = steps.hidden.pop(row, {})
                 if opening is not None:
-                    ids = [token for token in request.new_tokens if token not in prompts.stop_ids]
-                    answer = prompts.answer(sample_index, (opening + prompts.tokenizer.decode(ids)).strip() or "Hello!")
-                    indices[answer], openings[answer] = sample_index, None
+                    question = prompts.question(opening, request.new_tokens)
+                    answer = prompts.answer(sample_index, question)
+                    indices[answer] = sample_index
                     engine.add(answer)
                 elif request.finish_reason != "error":
-                    sample = {"index": sample_index, "prompt": request.prompt, "new": request.new_tokens}
-                    file.add(sample, torch.stack([states[first + i] for i in range(len(request.new_tokens))]))
+                    new = request.new_tokens
+                    first = len(request.prompt) - 1  # the position that the first new token follows
+                    hidden = torch.stack([states[first + i] for i in range(len(new))])
+                    sample = {"index": sample_index, "prompt": request.prompt, "new": new}
+                    file.add(sample, hidden)
                     if len(file.samples) % 500 == 0:
                         print_status(f"{file.tokens:,} of {tokens:,} tokens")
-                    bar.update(len(request.new_tokens))
+                    bar.update(len(new))
 
 
 def main():
     parser = ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=HelpFormatter)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--checkpoint_path",
         help="as for generate.py; a 4-bit version is fastest; default: SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or to continue")
-    parser.add_argument("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
-    parser.add_argument("--batch_size", type=positive, default=48, help="answers that are generated at the same time")
-    parser.add_argument("--max_new_tokens", type=positive, default=256, help="of each answer")
+    add("--out", type=Path, default=Path("self_text.jsonl"), help="the file to write or continue")
+    add("--tokens", type=positive, default=3_000_000, help="new tokens in the file at the end")
+    add("--batch_size", type=positive, default=48, help="answers generated at the same time")
+    add("--max_new_tokens", type=positive, default=256, help="the most new tokens of an answer")
     seed = number(int, "between 0 and 2^31", lambda n: 0 <= n <= 2**31)
-    parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampled answers")
+    add("--seed", type=seed, default=0, help="seed of the prompts and of the sampled answers")
     args = parser.parse_args()
+
     checkpoint = open_checkpoint(args.checkpoint_path)
     prompts = Prompts(checkpoint, args.seed, args.max_new_tokens)
     steps = RecordedSteps()
+    functions = StepFunctions(steps.prefill, steps.decode)
     length = min(PROMPT_TOKENS + args.max_new_tokens, checkpoint.config.max_seq_length)
-    engine = Engine(load_model(checkpoint), args.batch_size, length, StepFunctions(steps.prefill, steps.decode))
+    engine = Engine(load_model(checkpoint), args.batch_size, length, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
-    print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")
+    options = f"--checkpoint_path {checkpoint.path} --text {args.out}"
+    print_status(f"next: python training/medusa.py {options}")
 
 
 if __name__ == "__main__":

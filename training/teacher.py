@@ -1,7 +1,8 @@
-"""Training text for drafts: tokens that the target generated (self_text.py), and its hidden states for each of them.
+"""Training text for drafts: tokens that the target generated (self_text.py), and its hidden states.
 
-A hidden state times the output head gives the target's distribution of the next token. The drafts that are
-trained here learn to predict these distributions. The hidden states are also the input of Medusa heads.
+A hidden state times the output head gives the target's distribution of the next token. The drafts
+that are trained here learn to predict these distributions. The hidden states are also the input of
+Medusa heads.
 """
 
 import random
@@ -18,17 +19,20 @@ from model import Transformer
 
 HELD_OUT = 50  # every fiftieth sequence is held out for evaluation
 
-Span = tuple[int, int, int]  # a sequence of a text: (start, first_new, end), its prompt, then its answer from first_new
+# (start, first_new, end) of a sequence in a text: its prompt, and from first_new on its answer
+Span = tuple[int, int, int]
 
 
 @dataclass
 class TeacherText:
-    """Sequences of tokens one after the other, and the hidden states that their new tokens were sampled from."""
+    """Sequences of tokens one after the other, and the hidden states that their new tokens were
+    sampled from."""
 
     tokens: Tensor  # (N,) int64
     sequences: list[Span]  # as indices into `tokens`
     hidden: Tensor  # (n,D) bfloat16, for the n new tokens of all sequences
-    row: Tensor  # (N,) int64: the row of `hidden` that predicts the token after this one; -1 if there is none
+    # (N,) int64: for each token the row of `hidden` that predicts the next one; -1 if there is none
+    row: Tensor
 
     def hidden_states(self, positions: Tensor) -> Tensor:
         """The hidden states (n,D) that predict the tokens after positions (n,) of the text."""
@@ -44,21 +48,25 @@ class TeacherText:
         """Identifies the text in the state file of a training run."""
         return f"{len(self.tokens)} tokens with sum {self.tokens.sum()}"
 
-    def batches(self, batch_tokens: int, epochs: int, seed: int) -> tuple[list[list[Span]], list[Span]]:
-        """All batches of a run, of at most `batch_tokens` tokens each, and the held-out sequences."""
+    def batches(self, batch_tokens: int, epochs: int, seed: int) -> tuple:
+        """All batches of a run, as make_batches returns them, and the held-out sequences."""
         sequences, held_out = split_held_out(self.sequences)
         return make_batches(sequences, batch_tokens, epochs, seed), held_out
 
 
 def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) -> TeacherText:
-    """The first samples of a file of self_text.py that this model has written, up to about `limit` new tokens.
+    """The first samples of a file of self_text.py that this model has written, up to about `limit`
+    new tokens.
 
     The hidden states are memory-mapped, not read.
     """
-    tokens, row = [], []
-    sequences, n = [], 0
+    tokens = []
+    row = []
+    sequences = []
+    n = 0  # new tokens
     for sample in read_samples(text):
-        prompt, new = sample["prompt"], sample["new"]
+        prompt = sample["prompt"]
+        new = sample["new"]
         if len(sequences) > 1 and limit is not None and n + len(new) > limit:
             break
         first_new = len(tokens) + len(prompt)
@@ -67,10 +75,14 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
         row += [-1] * (len(prompt) - 1) + list(range(n, n + len(new))) + [-1]
         n += len(new)
     if len(sequences) < 2:
-        raise UserError(f"{text} holds {len(sequences)} samples; make more with training/self_text.py")
-    path, D = hidden_path(text, model), model.config.dim
+        count = len(sequences)
+        raise UserError(f"{text} holds {count} samples; make more with training/self_text.py")
+
+    path = hidden_path(text, model)
+    D = model.config.dim
     if not path.exists() or path.stat().st_size < 2 * D * n:
-        raise UserError(f"{path} is missing or too short: {text} was written by another model, or must be made again")
+        reason = f"{text} was written by another model, or must be made again"
+        raise UserError(f"{path} is missing or too short: {reason}")
     if max(tokens) >= model.config.vocab_size or min(tokens) < 0:
         raise UserError(f"{text} has token ids that the model does not have")
     hidden = torch.from_file(str(path), size=n * D, dtype=torch.bfloat16).view(n, D)
@@ -81,22 +93,26 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
 
 
 def frequent_tokens(tokens: Tensor, n: int, always: Iterable[int] = ()) -> Tensor:
-    """The ids of `always` in ascending order, followed by the n most frequent tokens of a text in descending order of
-    frequency (fewer if the text has fewer different tokens). Tokens that are equally frequent come in ascending order.
+    """The ids of `always` in ascending order, followed by the n most frequent tokens of a text.
+
+    The most frequent token comes first; of equally frequent ones, the one with the lowest id. If
+    the text has fewer than n different tokens, all of them are returned.
     """
     counts = torch.bincount(tokens)
     order = counts.argsort(descending=True, stable=True)[:n]
-    return torch.tensor(list(dict.fromkeys([*sorted(always), *order[counts[order] > 0].tolist()])))
+    frequent = order[counts[order] > 0].tolist()
+    return torch.tensor(list(dict.fromkeys([*sorted(always), *frequent])))
 
 
 def split_held_out(sequences: list[Span]) -> tuple[list[Span], list[Span]]:
-    """(training sequences, held-out sequences). Every fiftieth is held out, not the last ones, because long answers
-    finish last."""
+    """(training sequences, held-out sequences). Every fiftieth sequence is held out. The last ones
+    would be another kind of text, because long answers finish last."""
     return [s for i, s in enumerate(sequences) if i % HELD_OUT], sequences[::HELD_OUT]
 
 
 def make_batches(sequences: list[Span], batch_tokens: int, epochs: int, seed: int) -> list[list[Span]]:
-    """All batches of a run, of at most `batch_tokens` tokens each. An epoch has each sequence once, in random order."""
+    """All batches of a run, of at most `batch_tokens` tokens each. An epoch has each sequence once,
+    in random order."""
     batches = []
     for epoch in range(epochs):
         order = list(sequences)
@@ -113,5 +129,5 @@ def make_batches(sequences: list[Span], batch_tokens: int, epochs: int, seed: in
 
 
 def new_token_positions(batch: list[Span]) -> list[int]:
-    """The positions whose next token the teacher generated: those at which a draft learns to predict."""
+    """The positions whose next token the teacher generated, where a draft learns to predict it."""
     return [i for _, first_new, end in batch for i in range(first_new - 1, end - 1)]

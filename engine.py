@@ -1,15 +1,19 @@
 """The engine: requests in, tokens out. This is the only generation loop (continuous batching).
 
-Read down: Request; prefill and decode; PlainDecoding; Row; Plan; Engine, whose `step` is the body of the loop;
-`generate`, the loop. Knows token ids only: the caller handles text, in on_token. Speculation and the ranks of a split
-model are arguments.
+Read down: Request; `prefill` and `decode`; PlainDecoding; Row; Plan; Engine, whose `step` is the
+body of the loop; `generate`, the loop. The engine knows token ids only. Text is up to the caller,
+in on_token. Speculation and the ranks of a split model are arguments.
 
-Requests join and leave between steps. A step gives free cache rows to waiting requests, prefills a chunk of one prompt
-(or of all prompts while no row is decoding), and decodes one token for every other row, or several with speculation. A
-row keeps its keys and values after its request has ended, so that later prompts reuse a common prefix (prefix caching).
+Prefill reads the tokens of a prompt, many in one pass of the model, and yields the first new token.
+Decode then reads the newest token, and yields the next one. Both store the keys and values of the
+tokens that they read in a row of the KV cache, and each running request has a row.
+
+Requests join and leave between steps. A step gives free rows to waiting requests, prefills a chunk
+of one prompt (or of all prompts while no row is decoding), and decodes one token for every other
+row, or several with speculation. A row keeps its keys and values after its request has ended, so
+that later prompts reuse a common prefix (prefix caching).
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,41 +29,44 @@ from kernels import MAX_DECODE_TOKENS
 from model import WHOLE_MODEL, Transformer, pad_rows
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
-CHUNK_TOKENS = 128  # of a prompt, read between two decode steps
-PREFILL_TOKENS = 2048  # per prefill pass while no row is decoding: enough to be compute-bound, with bounded memory
+CHUNK_TOKENS = 128  # tokens of a prompt that are read between two decode steps
+# Tokens of a prefill pass while no row is decoding: enough to be compute-bound, in bounded memory
+PREFILL_TOKENS = 2048
 MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
-SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many positions at once, to bound the (n,V) tensor
+SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many at once: (n,V) stays small
 
 
 @dataclass(eq=False)
 class Request:
     """A prompt to continue, and the result, which the engine writes.
 
-    on_token(id) is called with each new token and ends the request by returning True. logprobs=n records the
-    log-probability of each new token and of the n likeliest ones, from the logits before penalties and temperature.
-    prompt_logprobs=n does the same for the prompt, which is then read in full, even if the cache holds a prefix of it.
-    grammar says which tokens may come next, as a grammar.Grammar does; it belongs to this request alone.
+    on_token(id) is called with each new token and ends the request by returning True. logprobs=n
+    records the log-probability of each new token and of the n likeliest ones, from the logits
+    before penalties and temperature. prompt_logprobs=n does the same for the prompt, which is then
+    read in full, even if the cache holds a prefix of it. grammar says which tokens may come next,
+    as a grammar.Grammar does; it belongs to this request alone.
     """
 
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 200  # fewer if the cache row is full; 0 only reads the prompt
-    stop_ids: frozenset[int] = frozenset()  # the first of these ends the request, and is its last token
+    stop_ids: frozenset[int] = frozenset()  # the first of these ends the request
     on_token: Callable[[int], bool] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: object | None = None
     # Written by the engine:
-    new_tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)  # with the token of stop_ids at the end
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: str | None = None  # a message, if finish_reason is "error"
     failure: BaseException | None = None  # the exception behind the error, if there was one
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
-    # An entry (log-probability of the token, [(id, log-probability), ...] of the likeliest ids) for each new token, and
-    # for each prompt token but the first.
+    # An entry (log-probability of the token, [(id, log-probability), ...] of the likeliest ids) for
+    # each new token, and for each prompt token but the first.
     token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
-    times: dict[str, float] = field(default_factory=dict)  # time.perf_counter: added, started, first_token, finished
+    # time.perf_counter() when it was "added", "started", had its "first_token" and was "finished"
+    times: dict[str, float] = field(default_factory=dict)
 
 
 def check_prompt(prompt: list[int], config: Config, length: int):
@@ -74,20 +81,25 @@ def check_prompt(prompt: list[int], config: Config, length: int):
 
 
 def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
-    """Read tokens (B,S) at positions (B,S) into cache rows (B,). Returns the logits (B,V) after the last tokens."""
+    """Read tokens (B,S) at positions (B,S) into cache rows (B,). Returns the logits (B,V) after the
+    last token of each row."""
     return model(tokens, input_pos, rows)
 
 
 def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """One new token for every row. inputs (3,B) int64: the last token, its position (-1: padding), the cache row.
-    Returns ids (B,1), their log-probabilities (B,1) and the logits (B,1,V)."""
+    """Read the newest token of every row, and sample the next one.
+
+    inputs (3,B) int64: the newest token, its position (-1: padding), the cache row. Returns ids
+    (B,1), their log-probabilities (B,1) and the logits (B,1,V).
+    """
     token, position, rows = inputs.unbind(0)
     logits = model(token[:, None], position[:, None], rows)
     return draw(model, logits, rows, position + 1, sampling)
 
 
 def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sampling: Sampling):
-    """Sample a token for each row from logits (B,V), for position (B,). All ranks use rank 0's tokens."""
+    """Sample a token for each row, from logits (B,V), for position (B,). All ranks use rank 0's
+    tokens. Returns what `decode` returns."""
     logits = logits[:, None, : model.config.n_token]  # (B,1,V), without padding of the vocabulary
     ids, logprobs = sample(logits, rows, position, None, sampling)
     return model.shard.broadcast(ids), logprobs, logits
@@ -95,14 +107,14 @@ def draw(model: Transformer, logits: Tensor, rows: Tensor, position: Tensor, sam
 
 @dataclass
 class StepResult:
-    """What a decode step has yielded for each row, and what a draft took."""
+    """The new tokens of a decode step, and the cost of a draft."""
 
-    new_tokens: list[list[int]]
+    new_tokens: list[list[int]]  # of each row
     logprobs: Tensor  # (B,n): the log-probability of each new token
     logits: Sequence[Tensor]  # B x (n,V)
-    draft_prefill_s: float = 0.0  # in which a draft model read prompts
-    draft_bytes: float = 0.0  # weights and
-    draft_kv_bytes: float = 0.0  # keys and values that the draft read
+    draft_prefill_s: float = 0.0  # seconds in which a draft model read prompts
+    draft_bytes: float = 0.0  # bytes of weights that the draft read
+    draft_kv_bytes: float = 0.0  # bytes of keys and values that the draft read
 
 
 @dataclass
@@ -116,7 +128,8 @@ class Timing:
     decode_steps: int = 0
     kv_bytes: float = 0  # keys and values read by decode steps
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
-    draft_prefill_s: float = 0.0  # in which a draft model read prompts; part of neither prefill_s nor decode_s
+    # In which a draft model read prompts. Neither prefill_s nor decode_s includes it.
+    draft_prefill_s: float = 0.0
 
     def add_step(self, seconds: float, tokens: int, kv_bytes: int, result: StepResult):
         self.decode_s += seconds - result.draft_prefill_s
@@ -129,43 +142,49 @@ class Timing:
 
 @dataclass
 class StepFunctions:
-    """The functions that the engine calls for a step: `prefill` and `decode` above, or compiled versions of them."""
+    """The functions that the engine calls in a step: `prefill` and `decode`, perhaps compiled."""
 
     prefill: Callable = prefill
     decode: Callable = decode
-    fixed_shapes: bool = False  # decode with 1 row or all rows only, as each number needs its own graph
-    compile: Callable = lambda function: function  # what compiled `decode`; speculation compiles its functions with it
+    fixed_shapes: bool = False  # decode 1 row or all rows only: each number needs its own graph
+    # What compiled `decode`. Speculation compiles its own functions with it.
+    compile: Callable = lambda function: function
 
 
 # ---------------------------------------------------------------- what the engine is given
 
 
 class PlainDecoding:
-    """Decodes one token for each row. speculative.Speculation has the same members, and decodes several tokens."""
+    """Decodes one token for each row.
+
+    speculative.Speculation has the same members, and decodes several tokens.
+    """
 
     draft_counts: dict[str, dict] = {}  # the counts of each draft, by its name
 
     def begin(self, engine: "Engine"):
-        """Called once, before all others."""
+        """Called once, before the other methods."""
         self.engine = engine
 
     def add(self, row: int, tokens: list[int], cached: int):
-        """A request has its first new token. tokens: its prompt and this token; `cached` of them were in the cache."""
+        """The request in this cache row has its first new token. tokens: the prompt and this token,
+        the first `cached` of which were in the cache already."""
 
     def remove(self, row: int):
         """The request in this cache row has ended."""
 
     def step(self, rows: list["Row"], inputs: Tensor) -> StepResult:
-        """The next tokens of these rows, which have their first ones from prefill. inputs: as in `decode`; they may
-        include rows of padding behind `rows`."""
+        """Decode the next tokens of these rows. inputs: as in `decode`; columns of padding may
+        follow those of the rows."""
         engine = self.engine
         engine.set_masks(rows)
-        with engine.threads.of("decode", len(rows), fixed=not engine.model.backend.thread_invariant):
+        fixed = not engine.model.backend.thread_invariant
+        with engine.threads.of("decode", len(rows), fixed):
             ids, logprobs, logits = engine.steps.decode(engine.model, inputs, engine.sampling)
         return StepResult(ids.tolist()[: len(rows)], logprobs, logits)
 
     def rehearsal(self):
-        """A context in which each step runs everything that a later step may need, so that it is compiled."""
+        """A context in which each step runs everything that later steps may need, to compile it."""
         return nullcontext()
 
     def numbers(self, profiled: bool) -> dict:
@@ -174,9 +193,10 @@ class PlainDecoding:
 
 
 class SingleProcess:
-    """The interface of ranks.Ranks for a run with one process, without torchrun."""
+    """Stands in for ranks.Ranks, which explains the methods, in a run without torchrun."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def device(self, name: str | None):
         return name
@@ -203,10 +223,11 @@ class SingleProcess:
 class EngineOptions:
     """How an engine works, apart from its model and the size of its cache."""
 
-    chunk_tokens: int | None = None  # of a prompt, read between two decode steps; None: CHUNK_TOKENS
+    chunk_tokens: int | None = None  # read between two decode steps; None: CHUNK_TOKENS
     always_chunk: bool = False  # read chunks of one prompt also while no row is decoding
     fixed_threads: bool = False  # do not tune the number of threads
-    ranks: object = SingleProcess()  # or a ranks.Ranks, if the model is split: rank 0 calls `step`, the others `follow`
+    # Or a ranks.Ranks, if the model is split. Rank 0 then calls `step`, the others `follow`.
+    ranks: object = SingleProcess()
 
 
 # ---------------------------------------------------------------- the engine
@@ -217,68 +238,88 @@ class Row:
     """A row of the KV cache."""
 
     index: int
-    tokens: list[int] = field(default_factory=list)  # the tokens whose keys and values the cache holds, from position 0
-    request: Request | None = None
-    last_used: float = 0.0
-    waited: int = 0  # chunks of other prompts read while this one waited
+    # The tokens whose keys and values the cache holds, from position 0 on
+    tokens: list[int] = field(default_factory=list)
+    request: Request | None = None  # None: the row is free
+    last_used: float = 0.0  # time.perf_counter() at the start of the last pass that wrote to it
+    waited: int = 0  # chunks of other prompts that were read while this one waited
 
     @property
     def unread(self) -> list[int]:
-        """The tokens whose keys and values the cache lacks: a part of the prompt, or while decoding the last token."""
+        """The request's tokens that are not in the cache: the rest of the prompt, or, while the row
+        is decoding, the newest token."""
         return (self.request.prompt + self.request.new_tokens)[len(self.tokens) :]
 
     @property
     def is_decoding(self) -> bool:
-        request = self.request
-        return bool(request.new_tokens) and len(self.tokens) == len(request.prompt) + len(request.new_tokens) - 1
+        """Whether the prompt has been read. The pass that reads its end samples the first token."""
+        return bool(self.request.new_tokens)
+
+
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """The number of tokens, from the first on, in which two lists are equal."""
+    for n, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return n
+    return min(len(a), len(b))
 
 
 @dataclass
 class Plan:
     """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
 
-    released: list[int] = field(default_factory=list)  # rows whose requests ended since the last plan
-    # (request, row, source, n): the request gets a row, which reuses the first n positions of the row `source`
+    released: list[int] = field(default_factory=list)  # rows whose requests have ended
+    # (request, row, source, n): the request gets a row, which reuses n positions of the row source
     admitted: list[tuple[Request, int, int, int]] = field(default_factory=list)
-    chunk: dict[int, int] = field(default_factory=dict)  # row -> number of prompt tokens to read; all in one pass
+    chunk: dict[int, int] = field(default_factory=dict)  # row -> prompt tokens to read, in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
 
 
 class Engine:
-    """Serves requests with one model, max_batch_size at a time, each with up to max_seq_length positions of context.
+    """Serves requests with one model.
 
-    steps: the functions to call, by default uncompiled ones. decoding: a speculative.Speculation, by default
-    PlainDecoding.
+    rows: the number of cache rows, and so of requests that run at the same time. length: the
+    positions of each row, for a prompt and its new tokens. steps: the functions to call, by default
+    uncompiled ones. decoding: a speculative.Speculation, by default PlainDecoding.
     """
 
-    def __init__(self, model, max_batch_size, max_seq_length, steps=None, decoding=None, options=None):
-        model.setup_caches(max_batch_size, max_seq_length)
-        self.model, self.length = model, max_seq_length
+    def __init__(self, model, rows, length, steps=None, decoding=None, options=None):
+        model.setup_caches(rows, length)
+        self.model = model
+        self.length = length
         self.options = options or EngineOptions()
         self.ranks = self.options.ranks
-        self.steps = self.next_steps = steps or StepFunctions()
-        self.rows, self.waiting = [Row(index) for index in range(max_batch_size)], deque()
+        self.steps = steps or StepFunctions()
+        self.next_steps = self.steps  # what replace_steps has given
         self.threads = model.backend.make_threads(self.options.fixed_threads)
+        self.sampling = Sampling.make(rows, model.config.vocab_size, model.device)
         self.timing = Timing()
-        self.sampling = Sampling.make(max_batch_size, model.config.vocab_size, model.device)
-        self.finished, self.cancelled = [], []  # requests, since the last step
-        self.released: list[int] = []  # rows, since the last step
+
+        self.rows = [Row(index) for index in range(rows)]
+        self.waiting: deque[Request] = deque()
+        # Since the last step:
+        self.cancelled: list[Request] = []
+        self.finished: list[Request] = []
+        self.released: list[int] = []  # rows
+
         self.decoding = decoding or PlainDecoding()
         self.decoding.begin(self)
 
     def add(self, request: Request):
-        """Queue a request until a row is free; raises UserError if no row could serve it."""
+        """Queue a request until a row is free. Raises UserError if no row could serve it."""
+        V = self.model.config.vocab_size
         check_prompt(request.prompt, self.model.config, self.length)
-        if outside := [
-            token for token, _ in request.params.logit_bias if not 0 <= token < self.model.config.vocab_size
-        ]:
+        if outside := [token for token, _ in request.params.logit_bias if not 0 <= token < V]:
             raise UserError(f"logit_bias: token id {outside[0]} is outside the vocabulary")
         assert not request.times, "a request is run once"
-        request.prompt, request.times["added"] = list(request.prompt), time.perf_counter()
+
+        request.prompt = list(request.prompt)  # a copy: the caller may change its own list
+        request.times["added"] = time.perf_counter()
         self.waiting.append(request)
 
     def cancel(self, request: Request):
-        """End a request at the start of the next step. It may be waiting or active; on_token may call this."""
+        """End a request at the start of the next step. It may be waiting or active; on_token may
+        call this."""
         self.cancelled.append(request)
 
     @property
@@ -292,13 +333,16 @@ class Engine:
         plan = self._plan()
         self.ranks.share(lambda: plan)
         self._run(plan)
-        finished, self.finished = self.finished, []
+
+        finished = self.finished
+        self.finished = []
         return finished
 
     def clear(self):
-        """Forget the tokens of free rows, so that the next prompts are read from their beginning."""
-        for row in [row for row in self.rows if row.request is None]:
-            row.tokens = []
+        """Forget the tokens of free rows, so that the next prompts are read from the beginning."""
+        for row in self.rows:
+            if row.request is None:
+                row.tokens = []
 
     def replace_steps(self, steps: StepFunctions):
         """Call other functions from the next step on. Another thread may call this."""
@@ -311,12 +355,16 @@ class Engine:
     def follow(self):
         """Do what rank 0 does, until it closes its engine."""
         while (plan := self.ranks.share()) is not None:
-            for row in [self.rows[index] for index in plan.released if self.rows[index].request is not None]:
-                self._finish(row.request, "cancelled", row)
-            for admission in plan.admitted:
-                self._start(*admission)
+            for row in [self.rows[index] for index in plan.released]:
+                if row.request is not None:
+                    self._finish(row.request, "cancelled", row)
+            for request, index, source, n in plan.admitted:
+                self._start(request, index, source, n)
             self._run(plan)
-            self.finished, self.released = [], []
+
+            # Rank 0 returns the finished requests, and its next plan has the released rows.
+            self.finished = []
+            self.released = []
 
     def close(self):
         """End the other ranks' `follow`."""
@@ -324,162 +372,238 @@ class Engine:
             self.ranks.share(lambda: None)
 
     def _plan(self) -> Plan:
-        for request in dict.fromkeys(self.cancelled):
+        """End cancelled requests, give free rows to waiting ones, and choose what to read."""
+        for request in dict.fromkeys(self.cancelled):  # once each, however often it was cancelled
             row = next((row for row in self.rows if row.request is request), None)
             if row is not None or request in self.waiting:
                 self._finish(request, "cancelled", row)
         self.waiting = deque(request for request in self.waiting if request.finish_reason is None)
+
         plan = Plan(self.released)
-        self.released, self.cancelled = [], []
+        self.cancelled = []
+        self.released = []
         while self.waiting and any(row.request is None for row in self.rows):
             request = self.waiting.popleft()
-            where = self._choose_row(request)
-            self._start(request, *where)
-            plan.admitted.append((replace(request, on_token=None, grammar=None), *where))  # which cannot be pickled
+            index, source, n = self._choose_row(request)
+            self._start(request, index, source, n)
+            # The other ranks get no on_token and no grammar: these cannot be pickled.
+            plan.admitted.append((replace(request, on_token=None, grammar=None), index, source, n))
+
         active = [row for row in self.rows if row.request is not None]
+        reading = [row for row in active if not row.is_decoding]
         plan.decoding = [row.index for row in active if row.is_decoding]
-        plan.chunk = self._choose_chunk([row for row in active if not row.is_decoding], bool(plan.decoding))
+        plan.chunk = self._choose_chunk(reading, bool(plan.decoding))
         return plan
 
     def _choose_row(self, request: Request) -> tuple[int, int, int]:
-        """The free row for a request, the row that holds the longest prefix of its prompt, and how long that is."""
-        # The last token is always read, because its logits are needed. With prompt_logprobs, all tokens are read.
+        """Choose a free row for a request. Returns its index, the index of the row that holds the
+        longest prefix of the prompt (source), and the length of this prefix."""
+        # The last token is always read, because its logits are needed. With prompt_logprobs, all
+        # tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        common = {row: len(os.path.commonprefix([row.tokens, wanted])) for row in self.rows}
+        common = {row: common_prefix_length(row.tokens, wanted) for row in self.rows}
+
+        # Of equal prefixes, take one in a free row, which the request may then continue in place.
+        # Of such rows take the least recently used: its other tokens will be overwritten.
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
-        row = min((row for row in self.rows if row.request is None), key=lambda row: row.last_used)
-        if source.request is None and 2 * common[source] >= len(source.tokens):
-            row = source  # otherwise copy the prefix: overwriting source would lose more tokens than are reused
-        return row.index, source.index, common[source]
+        n = common[source]
+        if source.request is None and 2 * n >= len(source.tokens):
+            return source.index, source.index, n
+
+        # Copy the prefix: source is busy, or would lose more tokens than are reused. (If source is
+        # the oldest free row, it loses them nevertheless, and nothing is copied.)
+        free = [row for row in self.rows if row.request is None]
+        oldest = min(free, key=lambda row: row.last_used)
+        return oldest.index, source.index, n
 
     def _start(self, request: Request, index: int, source: int, n: int):
+        """Give a row to a request, which reuses the first n positions of the row `source`."""
         if index != source and n:
             self.model.copy_cache(source, index, n)
         row = self.rows[index]
-        row.request, request.cached_tokens = request, n
-        row.tokens, row.waited = request.prompt[:n], 0
+        row.request = request
+        # Cutting the list is all that reuse takes. The cache still holds older keys and values from
+        # position n on, but a token attends to positions up to its own only, which are overwritten
+        # by then.
+        row.tokens = request.prompt[:n]
+        row.waited = 0
+        request.cached_tokens = n
         request.times["started"] = time.perf_counter()
         self.sampling.set_row(index, request.params, request.prompt)
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
-        """The prompts to read in this step, as row -> number of tokens: all of them, or one while rows are decoding."""
+        """Choose what this step reads, as row -> number of prompt tokens: a chunk of one prompt
+        while rows are decoding, otherwise a part of each."""
+        if not reading:
+            return {}
         if not (decoding or self.options.always_chunk):
-            return {row.index: min(max(1, PREFILL_TOKENS // len(reading)), len(row.unread)) for row in reading}
+            most = max(1, PREFILL_TOKENS // len(reading))
+            return {row.index: min(most, len(row.unread)) for row in reading}
+
+        # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.
         order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:
             row.waited += 1
         chunk_tokens = self.options.chunk_tokens or CHUNK_TOKENS
-        return {row.index: min(chunk_tokens, len(row.unread)) for row in order[:1]}
+        return {order[0].index: min(chunk_tokens, len(order[0].unread))}
 
     def _run(self, plan: Plan):
+        """Do the two passes of a step: prefill and decode."""
         self.steps = self.next_steps
-        if plan.chunk:  # fixed, because the results of torch's own products may depend on the number of threads
-            with self.threads.of("prefill", tuple(plan.chunk.values()), fixed=not self.model.backend.chunk_invariant):
+        if plan.chunk:
+            # The results of torch's own products may depend on the number of threads.
+            fixed = not self.model.backend.chunk_invariant
+            with self.threads.of("prefill", tuple(plan.chunk.values()), fixed):
                 self._read(plan.chunk)
         if plan.decoding:
             self._decode([self.rows[index] for index in plan.decoding])
 
     def _read(self, chunk: dict[int, int]):
-        """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of complete prompts.
-        A prompt's keys and values must not depend on how it was split into chunks. Where short passes would round
-        differently (the backend is not chunk_invariant), they are padded."""
-        start, model = time.perf_counter(), self.model
+        """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of
+        complete prompts."""
+        start = time.perf_counter()
         rows = [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
-        width = 0 if model.backend.chunk_invariant else MAX_DECODE_TOKENS + 1
-        padded = pad_rows(parts, [len(row.tokens) for row in rows], width)
-        inputs = [tensor.to(model.device) for tensor in (*padded, torch.tensor(list(chunk)))]
-        if any(row.request.prompt_logprobs is not None and not row.request.new_tokens for row in rows):
-            x = model.hidden(*inputs)  # (B,S,D)
-            self._score_prompts(rows, parts, x)
-            logits = model.head(torch.stack([states[len(part) - 1] for states, part in zip(x, parts)]))  # (B,V)
-        else:
-            logits = self.steps.prefill(model, *inputs)
-        for row, part, last in zip(rows, parts, logits[:, : model.config.n_token]):
-            row.tokens, row.last_used = row.tokens + part, start
-            if not row.unread and row.request.max_new_tokens < 1:
+        logits = self._prefill(rows, parts)  # (B,V)
+
+        for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
+            row.tokens += part
+            row.last_used = start
+            if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)
                 else:
                     self._append_token(row.request, row, -1)
-        if done := [i for i, row in enumerate(rows) if row.request is not None and not row.unread]:
-            self.set_masks([rows[i] for i in done])
-            targets = torch.tensor([(rows[i].index, len(rows[i].tokens)) for i in done], device=model.device)
-            ids, logprobs, logits = draw(model, logits[done], *targets.t().contiguous(), self.sampling)
-            self._append_tokens([rows[i] for i in done], ids.tolist(), logprobs, logits)
+
+        complete = [i for i, row in enumerate(rows) if row.request is not None and not row.unread]
+        if complete:
+            self._append_first_tokens([rows[i] for i in complete], logits[complete])
         else:
-            logits[0, 0].item()  # waits for a GPU, whose time would count as that of the next decode step
+            logits[0, 0].item()  # waits for a GPU, whose time would count as that of the next step
         self.timing.prefill_s += time.perf_counter() - start
         self.timing.prefill_tokens += sum(map(len, parts))
 
+    def _prefill(self, rows: list[Row], parts: list[list[int]]) -> Tensor:
+        """Read parts of the prompts of these rows. Returns the logits (B,V) after each part."""
+        model = self.model
+        # A prompt's keys and values must not depend on how it is split into chunks. Passes of up to
+        # MAX_DECODE_TOKENS run other kernels. If these round differently, such passes are padded.
+        width = 0 if model.backend.chunk_invariant else MAX_DECODE_TOKENS + 1
+        tokens, input_pos = pad_rows(parts, [len(row.tokens) for row in rows], width)  # (B,S)
+        tokens = tokens.to(model.device)
+        input_pos = input_pos.to(model.device)
+        cache_rows = torch.tensor([row.index for row in rows], device=model.device)
+        if all(row.request.prompt_logprobs is None for row in rows):
+            return self.steps.prefill(model, tokens, input_pos, cache_rows)
+
+        x = model.hidden(tokens, input_pos, cache_rows)  # (B,S,D)
+        self._score_prompts(rows, parts, x)
+        last = [states[len(part) - 1] for states, part in zip(x, parts)]
+        return model.head(torch.stack(last))
+
     def _score_prompts(self, rows: list[Row], parts: list[list[int]], x: Tensor):
-        """Record prompt_logprobs of a chunk from its hidden states (B,S,D), a few positions at a time."""
+        """Record the prompt_logprobs of a chunk, from its hidden states (B,S,D)."""
         for row, part, states in zip(rows, parts, x):
-            following = row.unread[1 : len(part) + 1]  # the tokens whose logits these states give
-            for start in range(0, len(following) if row.request.prompt_logprobs is not None else 0, SCORED_POSITIONS):
+            request = row.request
+            if request.prompt_logprobs is None:
+                continue
+            following = row.unread[1 : len(part) + 1]  # the tokens that these states predict
+            for start in range(0, len(following), SCORED_POSITIONS):
                 ids = following[start : start + SCORED_POSITIONS]
-                logits = self.model.head(states[start : start + len(ids)])[:, : self.model.config.n_token]  # (n,V)
-                row.request.prompt_token_logprobs += top_logprobs(logits, ids, row.request.prompt_logprobs)
+                logits = self.model.head(states[start : start + len(ids)])  # (n,V)
+                logits = logits[:, : self.model.config.n_token]
+                request.prompt_token_logprobs += top_logprobs(logits, ids, request.prompt_logprobs)
+
+    def _append_first_tokens(self, rows: list[Row], logits: Tensor):
+        """Sample the first new token of these rows, from the logits (B,V) after their prompts."""
+        self.set_masks(rows)
+        indices = torch.tensor([row.index for row in rows], device=logits.device)
+        positions = torch.tensor([len(row.tokens) for row in rows], device=logits.device)
+        ids, logprobs, logits = draw(self.model, logits, indices, positions, self.sampling)
+        self._append_tokens(rows, ids.tolist(), logprobs, logits)
 
     def set_masks(self, rows: list[Row], drafted: list[list[int]] | None = None):
-        """Let the grammars of rows say which tokens may come next, and after each drafted token of a row."""
-        if all(row.request.grammar is None for row in rows):
-            return
+        """Let the grammars of rows say which tokens may come next, and after each drafted token."""
         drafted = drafted or [[]] * len(rows)
-        pairs = [(row, row.request, ids) for row, ids in zip(rows, drafted) if row.request.grammar is not None]
-        self.sampling.set_masks(
-            [(row.index, len(r.prompt) + len(r.new_tokens), r.grammar, ids) for row, r, ids in pairs]
-        )
+        masked = []
+        for row, ids in zip(rows, drafted):
+            if row.request.grammar is not None:
+                position = len(row.request.prompt) + len(row.request.new_tokens)
+                masked.append((row.index, position, row.request.grammar, ids))
+        if masked:
+            self.sampling.set_masks(masked)
 
     def _decode(self, rows: list[Row]):
         start = time.perf_counter()
+        # A column of inputs has the newest token of a row, its position, and the cache row.
         columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in rows]
-        if self.steps.fixed_shapes and len(rows) > 1:  # pad the batch to all rows
+        if self.steps.fixed_shapes and len(rows) > 1:
+            # Pad the batch to all rows. Row 0 may be busy, but position -1 is its scratch slot.
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
-        result = self.decoding.step(rows, torch.tensor(list(zip(*columns)), device=self.model.device))
-        for row, tokens in zip(rows, result.new_tokens):
-            row.tokens += [row.request.new_tokens[-1], *tokens[:-1]]  # the tokens that this step has read and accepted
+        inputs = torch.tensor(list(zip(*columns)), device=self.model.device)  # (3,B)
+        result = self.decoding.step(rows, inputs)
+
+        for row, new in zip(rows, result.new_tokens):
+            # The cache now holds the token that was the newest, and all new tokens but the last:
+            # these were drafted, so the same pass has read them. The last was only sampled.
+            row.tokens += [row.request.new_tokens[-1], *new[:-1]]
             row.last_used = start
-        kv = self.model.kv_bytes([len(row.tokens) for row in rows])
+
+        kv_bytes = self.model.kv_bytes([len(row.tokens) for row in rows])
         count = self._append_tokens(rows, result.new_tokens, result.logprobs, result.logits)
-        self.timing.add_step(time.perf_counter() - start, count, kv, result)
+        self.timing.add_step(time.perf_counter() - start, count, kv_bytes, result)
 
     def _append_tokens(self, rows: list[Row], new_tokens: list[list[int]], logprobs: Tensor, logits: Tensor) -> int:
-        """Append new tokens to each row's request until it ends; returns how many. logprobs (B,n), logits B x (n,V)."""
-        requests = [row.request for row in rows]
-        before = sum(len(request.new_tokens) for request in requests)
-        self.sampling.count([(row.index, new) for row, new in zip(rows, new_tokens) if row.request.params.penalizes])
-        for i, (row, request) in enumerate(zip(rows, requests)):
-            if not request.new_tokens:
+        """Append new tokens to each row's request until it ends. Returns how many were appended.
+        logprobs (B,n), logits B x (n,V)."""
+        pairs = zip(rows, new_tokens)
+        self.sampling.count([(row.index, new) for row, new in pairs if row.request.params.penalizes])
+
+        count = 0
+        for i, row in enumerate(rows):
+            request = row.request  # a row whose request ends loses it
+            before = len(request.new_tokens)
+            if before == 0:
                 self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
-            request.times.setdefault("first_token", time.perf_counter())
+                request.times["first_token"] = time.perf_counter()
             if request.logprobs is not None:  # _finish drops those after the request's last token
-                request.token_logprobs += top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
+                entries = top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
+                request.token_logprobs += entries
             for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._append_token(request, row, token)
-        return sum(len(request.new_tokens) for request in requests) - before
+            count += len(request.new_tokens) - before
+        return count
 
     def _append_token(self, request: Request, row: Row, token: int):
-        """Append a token (-1: the logits are not finite) to a request, and finish it if this is its last token."""
+        """Append a token to a request, and finish it if this is its last one. -1 stands for logits
+        that are not finite."""
         if token < 0:
             row.tokens = []  # the cache may hold NaN
             return self._finish(request, "error", row, "the model's logits are not finite")
+
         request.new_tokens.append(token)
-        room = self.length + 1 - len(request.prompt)  # the last token is never read, so it needs no position
-        reason = "length" if len(request.new_tokens) >= min(request.max_new_tokens, room) else None
-        reason, error = "stop" if token in request.stop_ids else reason, None
+        room = self.length + 1 - len(request.prompt)  # the last token is not read: no position
+        reason = None
+        if len(request.new_tokens) >= min(request.max_new_tokens, room):
+            reason = "length"
+        if token in request.stop_ids:
+            reason = "stop"
         try:
-            reason = "stop" if request.grammar is not None and request.grammar.accept(token) else reason
-            reason = "stop" if request.on_token is not None and request.on_token(token) else reason
+            if request.grammar is not None and request.grammar.accept(token):
+                reason = "stop"
+            if request.on_token is not None and request.on_token(token):
+                reason = "stop"
         except Exception as failure:  # an error of the caller's code ends this request only
-            reason, error = "error", first_line(failure)
             request.failure = failure
+            return self._finish(request, "error", row, first_line(failure))
         if reason is not None:
-            self._finish(request, reason, row, error)
+            self._finish(request, reason, row)
 
     def _finish(self, request: Request, reason: str, row: Row | None, error: str | None = None):
-        request.finish_reason, request.error = reason, error
+        """End a request, and free its row; None if it was still waiting for one."""
+        request.finish_reason = reason
+        request.error = error
         request.times["finished"] = time.perf_counter()
         del request.token_logprobs[len(request.new_tokens) :]
         self.finished.append(request)
@@ -498,11 +622,12 @@ def generate(engine: Engine, requests: Iterable[Request]):
 
 
 def read_with_progress(engine: Engine, requests: list[Request]):
-    """Do the engine's steps until it has read the prompts of these requests. If that takes long, show how far it is."""
+    """Do the engine's steps until it has read the prompts of these requests. If that takes long,
+    show how much has been read."""
     total = sum(len(request.prompt) for request in requests)
     with progress_bar(total, "reading the prompt", " tokens", delay=2) as bar:
         while not all(request.new_tokens or request.finish_reason for request in requests):
             engine.step()
-            reading = [row for row in engine.rows if row.request is not None and not row.is_decoding]
+            reading = [row for row in engine.rows if row.request and not row.is_decoding]
             unread = sum(len(row.unread) for row in reading)
             bar.n = total - unread - sum(len(request.prompt) for request in engine.waiting)

@@ -1,7 +1,8 @@
-"""What concerns torch.compile: the compiled steps, compiling them while a server runs, warming up before a measurement.
+"""What concerns torch.compile: compiled steps, compiling them while a server runs, and warming up.
 
-Read down: `compiled_steps`, which the engine runs in the place of its own; the guards of their graphs; `warm_up`, which
-compiles them. Without --compile and --compile_prefill, the compiled steps are the plain ones, and nothing is warmed up.
+Read down: `compiled_steps`, which the engine runs in the place of its own; the guards of their
+graphs; `warm_up`, which compiles them before a measurement. Without --compile and
+--compile_prefill, the compiled steps are the plain ones, and nothing is warmed up.
 """
 
 import re
@@ -23,22 +24,25 @@ from sampling import SamplingParams
 
 
 def compiled_steps(decoding: bool, prefilling: bool) -> StepFunctions:
-    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # scales are float16, which torch 2.13 warns about
+    """The functions of a step. decoding, prefilling: whether decode and prefill are compiled."""
+    # Scales are float16, which torch 2.13 warns about.
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")
     compiled = prefill
     if prefilling:
         options = {"guard_filter_fn": drop_global_state_guards}
         compiled = torch.compile(prefill, dynamic=True, fullgraph=True, options=options)
     if not decoding:
         return StepFunctions(compiled)
-    return StepFunctions(compiled, compile_per_shape(decode), fixed_shapes=True, compile=compile_per_shape)
+    per_shape = compile_per_shape(decode)
+    return StepFunctions(compiled, per_shape, fixed_shapes=True, compile=compile_per_shape)
 
 
 def compile_per_shape(function: Callable) -> Callable:
-    """Compile function(model, ...) as one graph for each model, cache size and shapes of the arguments.
+    """Compile function(model, ...) as one graph for each model, cache size and shapes of arguments.
 
-    The graphs skip Dynamo's guards on the model, and on other modules that are arguments: a model has about 2,000,
-    which take a fifth of a step of the default model in int4. Therefore only the contents of a model's caches may
-    change between steps. All arguments are positional.
+    The graphs skip Dynamo's guards on the model, and on other modules that are arguments: a model
+    has about 2,000, which take a fifth of a step of the default model in int4. Therefore only the
+    contents of a model's caches may change between steps. All arguments are positional.
     """
     graphs = {}
 
@@ -47,14 +51,15 @@ def compile_per_shape(function: Callable) -> Callable:
         if case not in graphs:
             names = zip(function.__code__.co_varnames, (model, *arguments))
             modules = {name for name, value in names if isinstance(value, nn.Module)}
-            # Dynamo stores graphs by code object, so each case gets its own copy of the code.
-            own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
             options = {
                 "triton.cudagraphs": True,  # like mode="reduce-overhead"
                 "guard_filter_fn": partial(drop_module_guards, modules),
             }
-            if model.backend.thread_invariant:  # the kernels have their own threads; other operations are small
-                options["cpp.threads"] = 1
+            if model.backend.thread_invariant:
+                options["cpp.threads"] = 1  # the kernels have their own; other operations are small
+            # Dynamo stores graphs by code object, so each case gets its own copy of the code.
+            code = function.__code__.replace()
+            own = types.FunctionType(code, function.__globals__, function.__name__)
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
 
@@ -62,31 +67,35 @@ def compile_per_shape(function: Callable) -> Callable:
 
 
 def shapes_of(arguments: tuple) -> Iterator:
-    """The shapes of all tensors of the arguments, those in tuples included, and the values of integers."""
+    """The shapes of all tensors in the arguments, those in tuples included, and the values of
+    integers. Any other argument counts as None."""
     for x in arguments:
         if isinstance(x, tuple):
             yield from shapes_of(x)
+        elif isinstance(x, Tensor):
+            yield x.shape
         else:
-            yield x.shape if isinstance(x, Tensor) else x if isinstance(x, int) else None
+            yield x if isinstance(x, int) else None
 
 
 def drop_global_state_guards(guards) -> list[bool]:
-    """For each guard of a graph, whether it is kept: all are, except for that on torch's global state. The number of
-    threads is a part of this state, and changes from step to step."""
+    """Which guards of a graph are kept: all but that on torch's global state. This state includes
+    the number of threads, which changes from step to step."""
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def drop_module_guards(modules: set[str], guards) -> list[bool]:
-    """`drop_global_state_guards` for `compile_per_shape`, which also drops all guards on some of the function's
-    parameters and what they contain. Guards have names such as `model.blocks` or `L['model'].blocks`."""
-    roots = (re.match(r"(?:L\[')?(\w*)", guard.name)[1] for guard in guards)
+    """Which guards of a graph are kept: those of `drop_global_state_guards`, except for guards on
+    the function's parameters `modules` and what they contain. The names of guards look like
+    `model.blocks` or `L['model'].blocks`."""
+    roots = [re.match(r"(?:L\[')?(\w*)", guard.name)[1] for guard in guards]
     kept = drop_global_state_guards(guards)
     return [keep and root not in modules for keep, root in zip(kept, roots)]
 
 
 def compile_counts() -> tuple[int, int]:
     """(graphs compiled, graph breaks) in this process so far."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled: an import, only to read zeros, would take a second
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second, and would count nothing
         return 0, 0
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
@@ -99,7 +108,8 @@ def compile_counts() -> tuple[int, int]:
 def compile_while_serving(engine: Engine):
     """Compile the decode step for one row and for all rows, and then let the engine use it.
 
-    The rows are padding, so this writes only to the caches' scratch slots, and the engine may run beside it.
+    It runs steps that have rows of padding only. They write to the caches' scratch slots alone, so
+    the engine may run at the same time.
     """
     steps = compiled_steps(True, False)
     try:
@@ -114,24 +124,33 @@ def compile_while_serving(engine: Engine):
 
 
 def warm_up(engine: Engine, prompts: list[list[int]], random: bool) -> float:
-    """Compile the steps by running some of each kind. Returns the seconds that this took, which no rate includes.
+    """Compile the steps by running some of each kind. Returns the seconds that this took, which no
+    rate includes.
 
     Decode gets two graphs, one for a single row and one for all rows.
     """
-    parts = ["decode"] if engine.steps.fixed_shapes else []
-    parts += ["prefill"] if engine.steps.prefill is not prefill else []
-    if not parts:
+    kinds = []
+    if engine.steps.fixed_shapes:
+        kinds.append("decode")
+    if engine.steps.prefill is not prefill:
+        kinds.append("prefill")
+    if not kinds:
         return 0.0
+
+    batches = [prompts]
+    if len(engine.rows) > 1:
+        batches.insert(0, prompts[:1])
+    params = SamplingParams(temperature=1.0 if random else 0.0)
+    hint = "seconds to minutes the first time; torch keeps the result on disk"
     try:
-        first = "seconds to minutes the first time; torch keeps the result on disk"
-        with Stopwatch(f"compiling {' and '.join(parts)}", first) as watch, engine.decoding.rehearsal():
-            params = SamplingParams(temperature=1.0 if random else 0.0)
-            for batch in (prompts[:1], prompts) if len(engine.rows) > 1 else (prompts,):
+        with Stopwatch(f"compiling {' and '.join(kinds)}", hint) as watch, engine.decoding.rehearsal():
+            for batch in batches:
                 generate(engine, [Request(list(prompt), params, 3) for prompt in batch])
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if "InvalidCxxCompiler" not in repr(error):
             raise
         raise UserError("--compile needs a C++ compiler (g++ or clang++, or CXX=...), and none was found") from None
+
     engine.clear()
     engine.reset_timing()
     engine.threads.forget()

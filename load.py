@@ -1,7 +1,8 @@
-"""From options to a running engine: the checkpoint, the device, the kernels, the weights, the drafts.
+"""From options to an engine: the checkpoint, the device, the kernels, the weights, the drafts.
 
-Read down: ModelOptions and the command-line options that it is made of; `open_checkpoint`; `load_engine`; `load_model`;
-the kernels. The files of optional features are imported only if they are used.
+Read down: ModelOptions and the command-line options that it is made of; `open_checkpoint`;
+`load_engine`; `load_model`; the kernels. The files of optional features are imported only if they
+are used.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from model import SCRATCH_SLOTS, WHOLE_MODEL, Transformer
 DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "medusa", "medusa:FILE", "int4-self", "none")
 KERNEL_CHOICES = ("auto", "avx2", "torch")
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
-CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # a few lengths only, so that compiled graphs are reused
+CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # only a few: each needs its own compiled graphs
 
 # ---------------------------------------------------------------- options
 
@@ -50,15 +51,19 @@ class DraftOption:
     @classmethod
     def parse(cls, text: str) -> "DraftOption":
         kind, _, path = text.partition(":")
-        if (f"{kind}:FILE" if path else text) not in DRAFT_KINDS:
+        form = f"{kind}:FILE" if path else text
+        if form not in DRAFT_KINDS:
             raise UserError(f"--draft {text!r} is not one of {', '.join(DRAFT_KINDS)}")
         return cls(kind, path)
 
 
 @dataclass
 class ModelOptions:
-    """Which model runs, and how. The fields have the names of the command-line options (`add_model_options`), and take
-    their values. UserError if one is wrong, or if some contradict each other."""
+    """Which model runs, and how.
+
+    The fields have the names of the command-line options (`add_model_options`), and take their
+    values. Raises UserError if one is wrong, or if some contradict each other.
+    """
 
     checkpoint_path: str | None = None  # None: the default model
     device: str | None = None  # None: the fastest that is available
@@ -73,14 +78,17 @@ class ModelOptions:
     draft_checkpoint_path: str | None = None
     draft: list[DraftOption | str] = field(default_factory=list)
     speculate_k: int | str | None = None
-    lookup_by_default: bool = False  # prompt lookup is the draft where it cannot change a token; not an option
+    # Not a command-line option. True: prompt lookup is the draft where it cannot change a token.
+    lookup_by_default: bool = False
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
-        """The options of a command line, which may have some of them only. converses: whether the program holds
-        conversations, in which prompt lookup is the draft by default."""
-        options = cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
-        options.lookup_by_default = converses and not (args.draft or options.draft_checkpoint_path or options.compile)
+        """The options of a command line, which may have some of them only. converses: whether the
+        program holds conversations, in which prompt lookup is the draft by default."""
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
+        options = cls(**{name: getattr(args, name) for name in names})
+        if converses and not (args.draft or options.draft_checkpoint_path or options.compile):
+            options.lookup_by_default = True
         return options
 
     def __post_init__(self):
@@ -91,6 +99,7 @@ class ModelOptions:
             raise UserError(f"--kernels {self.kernels!r} is not one of {', '.join(KERNEL_CHOICES)}")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise UserError(f"--threads must be between 1 and 1024, not {self.threads}")
+
         given = [DraftOption.parse(draft) if isinstance(draft, str) else draft for draft in self.draft]
         self.draft = [draft for draft in given if draft.kind != "none"]
         if self.speculate_k is not None:
@@ -111,8 +120,10 @@ class ModelOptions:
     @property
     def heads_path(self) -> Path:
         """The file of --draft medusa:FILE, by default that of the default model."""
-        path = next((draft.path for draft in self.draft if draft.kind == "medusa"), "")
-        return Path(os.path.expanduser(path)) if path else DEFAULT_HEADS
+        for draft in self.draft:
+            if draft.kind == "medusa" and draft.path:
+                return Path(os.path.expanduser(draft.path))
+        return DEFAULT_HEADS
 
     @property
     def speculates(self) -> bool:
@@ -131,17 +142,21 @@ class ListModels(argparse.Action):
 
 
 def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
-    """The options that say which model is loaded, and how. Returns the method that adds others to the same group."""
+    """Add the options that say which model is loaded, and how. Returns the method that adds others
+    to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
     what = (
-        "a .gguf file, a Hugging Face directory or hub id, a GGUF file of the hub (organization/name:Q4_K_M), a short "
+        "a .gguf file, a Hugging Face directory or hub id, a GGUF file of the hub "
+        "(organization/name:Q4_K_M), a short name (--list), or a checkpoint directory; "
+        "default: SmolLM2-135M-Instruct, a small demo"
     )
-    what += "name (--list), or a checkpoint directory; default: SmolLM2-135M-Instruct, a small demo"
     add("--checkpoint_path", metavar="MODEL", help=what)
     add("--list", action=ListModels, nargs=0, help="list the models that are on this machine, with their sizes")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
-    add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
+    dtype = "the type of the KV cache, and of weights that are not quantized"
+    add("--dtype", choices=DTYPES, default="bfloat16", help=dtype)
+    dequantize = "unpack quantized weights to --dtype, which takes more memory"
+    add("--dequantize", action="store_true", help=dequantize)
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
     exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
@@ -150,7 +165,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
 
 
 def add_model_options(parser: argparse.ArgumentParser, default_length: str):
-    """The options that say which model runs, and how: those of ModelOptions. default_length: of a row, in words."""
+    """Add the options of ModelOptions. default_length: that of --max_seq_length, in words."""
     add = add_loading_options(parser)
     add("--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
@@ -159,13 +174,17 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     add("--compile_prefill", action="store_true", help="compile prefill with torch.compile")
 
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
-    add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
-    kinds = "prompt-lookup: propose what followed the latest tokens earlier in the text; lookup:FILE: search this text"
+    smaller = "a smaller model with the same vocabulary proposes tokens"
+    add("--draft_checkpoint_path", metavar="PATH", help=smaller)
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
-    kinds += f" file, too; medusa or medusa:FILE: heads that were trained for the model (default: {heads}); int4-self: "
-    kinds += "the model itself in 4 bits (--draft_checkpoint_path may name that copy). May be repeated; none: no "
-    kinds += "draft. Default: prompt-lookup in conversations and in serve.py, with the CPU kernels and without "
-    kinds += "--compile; otherwise none"
+    kinds = (
+        "prompt-lookup: propose what followed the latest tokens earlier in the text; "
+        "lookup:FILE: search this text file, too; "
+        f"medusa or medusa:FILE: heads that were trained for the model (default: {heads}); "
+        "int4-self: the model itself in 4 bits (--draft_checkpoint_path may name that copy). "
+        "May be repeated; none: no draft. Default: prompt-lookup in conversations and in serve.py, "
+        "with the CPU kernels and without --compile; otherwise none"
+    )
     add("--draft", metavar="KIND", action="append", default=[], help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
     add("--speculate_k", metavar="N", help=how_many)
@@ -173,9 +192,12 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
 
 def draft_length(given: int | str) -> int | str:
     """The value of --speculate_k."""
-    text, most = str(given), MAX_DECODE_TOKENS - 1  # drafts.draft.MAX_K
-    if text == "auto" or (text.isdecimal() and 1 <= int(text) <= most):
-        return text if text == "auto" else int(text)
+    text = str(given)
+    most = MAX_DECODE_TOKENS - 1  # drafts.draft.MAX_K
+    if text == "auto":
+        return text
+    if text.isdecimal() and 1 <= int(text) <= most:
+        return int(text)
     raise UserError(f"--speculate_k must be auto, or between 1 and {most}, not {text}")
 
 
@@ -183,10 +205,11 @@ def draft_length(given: int | str) -> int | str:
 
 
 def open_checkpoint(name: str | None = None, ranks=None, dequantize: bool = False) -> Checkpoint:
-    """The model that --checkpoint_path names. All but directories of ours need the files of sources/.
+    """Open the model that --checkpoint_path names. Only our own directories can be read without the
+    files of sources/.
 
-    ranks: a ranks.Ranks if torchrun has started several processes. dequantize: the quantized tensors of a .gguf file
-    are read as float32.
+    ranks: a ranks.Ranks if torchrun has started several processes. dequantize: the quantized
+    tensors of a .gguf file are read as float32.
     """
     ranks = ranks or SingleProcess()
     checkpoint = ranks.in_turn(lambda: find_checkpoint(name, dequantize))
@@ -203,7 +226,9 @@ def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
     try:
         from sources.opening import open_named
     except ModuleNotFoundError as error:
-        what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
+        what = "the default model is a GGUF file"
+        if name:
+            what = f"{path} is not a checkpoint directory"
         raise UserError(f"{what}, and {error.name} is missing to read it") from None
     return open_named(name, dequantize)
 
@@ -212,59 +237,83 @@ def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
 
 
 def choose_cache_length(given: int | None, config: Config, needed: int = 1, wanted: int = 0) -> int:
-    """Cache positions per row: what --max_seq_length gives, if the context allows it, or else `needed` rounded up to a
-    common length, and at least `wanted`, within the context. With longrope that is the original context, in which rows
-    have the short factors, unless more is needed."""
-    context = config.max_seq_length
+    """Choose the number of cache positions per row.
+
+    given: --max_seq_length, which is returned as it is if the context allows it. If it is None,
+    `needed` is rounded up to one of CACHE_LENGTHS, and the result is at least `wanted` and at most
+    the context. With longrope, rows longer than the original (training) context have the long
+    factors, so the original context is the limit unless more is needed.
+    """
     if given is not None:
-        if given > context and not config.alibi:  # ALiBi has no maximum context
-            raise UserError(f"--max_seq_length {given} is more than the model's context of {context}")
+        check_cache_length(given, config)
         return given
+    context = config.max_seq_length
     if needed <= config.short_context:
         context = config.short_context
     common = next((length for length in CACHE_LENGTHS if length >= needed), needed)
     return min(max(common, wanted), context)
 
 
+def check_cache_length(length: int, config: Config):
+    """Raise UserError if rows of this length are longer than the context. With ALiBi any length is
+    allowed."""
+    if length > config.max_seq_length and not config.alibi:
+        context = config.max_seq_length
+        raise UserError(f"--max_seq_length {length} is more than the model's context of {context}")
+
+
 def load_engine(
     checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions | None = None
 ) -> Engine:
-    """An engine with the model of a checkpoint, and `rows` cache rows of `length` positions (at most the context)."""
+    """Load a model, and its drafts, into an engine with `rows` cache rows of `length` positions."""
     how = how or EngineOptions()
-    ranks, length = how.ranks, choose_cache_length(length, checkpoint.config)
+    ranks = how.ranks
+    config = checkpoint.config
+    check_cache_length(length, config)
     if min(rows, length) < 1:
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     device = choose_device(ranks.device(options.device))
-    options, quantization = replace(options, device=str(device)), checkpoint.quantization
-    drafts_itself = "int4-self" in options.draft_kinds and not options.draft_checkpoint_path
-    if drafts_itself and quantization and quantization.bits < 8 and checkpoint.path.is_file():
+    options = replace(options, device=str(device))
+    if is_own_draft(checkpoint, options):
         options.dequantize = True
         if ranks.rank == 0:
             what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
             print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
-    if options.dequantize:
-        quantization = None
+
     drafts = None
-    if options.speculates:
+    if options.speculates:  # errors in these options are reported before the model is read
         from drafts.loading import Drafts
 
         drafts = Drafts(checkpoint, Loader(options, ranks))
 
+    quantization = None if options.dequantize else checkpoint.quantization
     slots = rows * (length + SCRATCH_SLOTS)
-    check_memory(checkpoint.config, device, options.dtype, slots, quantization, ranks.portion(device))
+    check_memory(config, device, options.dtype, slots, quantization, ranks.portion(device))
     model = load_model(checkpoint, options, ranks.shard(device))
-    decoding = None if drafts is None else make_speculation(drafts.load(model), options.speculate_k)
+    decoding = None
+    if drafts is not None:
+        decoding = make_speculation(drafts.load(model), options.speculate_k)
     if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
         decoding = default_speculation()
+
     chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, decoding, how)
-    if checkpoint.config.is_longrope and ranks.rank == 0:
-        kind = "long" if checkpoint.config.has_long_factors(length) else "short"
-        original = f"the original context is {checkpoint.config.short_context}"
+    if config.is_longrope and ranks.rank == 0:
+        kind = "long" if config.has_long_factors(length) else "short"
+        original = f"the original context is {config.short_context}"
         print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
     return engine
+
+
+def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
+    """Whether the file of a model is itself the draft of --draft int4-self: a .gguf file of fewer
+    than 8 bits, whose dequantized weights are then the target."""
+    if "int4-self" not in options.draft_kinds or options.draft_checkpoint_path:
+        return False
+    quantization = checkpoint.quantization
+    return quantization is not None and quantization.bits < 8 and checkpoint.path.is_file()
 
 
 def make_speculation(drafts: list, speculate_k: int | str | None):
@@ -280,7 +329,7 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
 
 
 def default_speculation():
-    """Prompt lookup; or None if its files have been deleted, as they may be."""
+    """A Speculation with prompt lookup, or None if the optional files that it needs are missing."""
     try:
         from drafts.retrieval import RetrievalDraft
         from speculative import Speculation
@@ -291,7 +340,7 @@ def default_speculation():
 
 @dataclass
 class Loader:
-    """How drafts are loaded beside the model that they are for: on its device, with its kernels."""
+    """Loads the drafts of a model: on its device, with its kernels."""
 
     options: ModelOptions
     ranks: Any
@@ -312,14 +361,16 @@ class Loader:
 def load_model(
     checkpoint: Checkpoint | Path, options: ModelOptions | None = None, shard=WHOLE_MODEL, **fields
 ) -> Transformer:
-    """The model of a checkpoint, or of a checkpoint directory, with its weights, and with kernels as `install_kernels`
-    says.
+    """Load the model of a checkpoint or of a checkpoint directory, and install its kernels, as
+    `install_kernels` does.
 
-    options: how to load it; or some of the fields of ModelOptions as keyword arguments. shard: a tp.Shard, to read one
-    rank's slices only. On a CPU, this also sets the number of threads, and how much freed memory the process keeps.
+    options: how to load it. Instead, some fields of ModelOptions may be given as keyword arguments.
+    shard: a tp.Shard, to read one rank's slices only. On a CPU, this also sets the number of
+    threads, and how much freed memory the process keeps.
     """
     options = options or ModelOptions(**fields)
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_directory(checkpoint)
     device = choose_device(options.device)
     make_installer = choose_installer(device, options.kernels)
     make_installer.prepare_process(options.threads)
@@ -334,9 +385,11 @@ def load_model(
 
 
 def choose_device(name: str | None) -> torch.device:
+    """The device with this name, or the fastest one. UserError if it cannot be used."""
     name = fastest_device() if name is None else str(name)
     if name.split(":")[0] not in ("cpu", "cuda", "mps"):
-        raise UserError(f"--device {name} cannot be used here: known are cpu, cuda, cuda:1 (and so on) and mps")
+        known = "known are cpu, cuda, cuda:1 (and so on) and mps"
+        raise UserError(f"--device {name} cannot be used here: {known}")
     try:
         torch.zeros(1, device=name)
         return torch.device(name)
@@ -345,16 +398,21 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def fastest_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "cpu"
 
 
 # ---------------------------------------------------------------- the kernels
 
 
-@cache  # so that what is missing is reported once
+@cache  # so that a missing module is reported once
 def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
-    """What installs the kernels for a device: a CpuInstaller for CPUs, which also manages memory and threads; a
-    TritonInstaller for CUDA, unless `kernels` is "torch"; for others, one that does nothing."""
+    """Choose the class that installs the kernels for a device: CpuInstaller for CPUs, which also
+    manages memory and threads; TritonInstaller for CUDA, unless `kernels` is "torch"; otherwise
+    Installer, which does nothing."""
     try:
         if device.type == "cpu":
             from cpu.install import CpuInstaller
@@ -366,7 +424,7 @@ def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
             from kernels_triton import TritonInstaller
 
             return TritonInstaller
-    except ModuleNotFoundError as error:  # of Triton or of the file: models run without either
+    except ModuleNotFoundError as error:  # Triton or an optional file: models run without them
         print_status(f"{error.name} is missing: torch's own operations are used instead of our kernels")
     return Installer
 
@@ -374,11 +432,11 @@ def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
 def install_kernels(
     model: nn.Module, kernels: str = "auto", exact_activations: bool = False, installer: Installer | None = None
 ) -> nn.Module:
-    """Install the kernels for the device of a model (or of its Medusa heads) if they can run there, unless `kernels` is
-    "torch". Returns the model.
+    """Install the kernels for the device of a model (or of its Medusa heads) if they can run there,
+    unless `kernels` is "torch". Returns the model.
 
-    exact_activations: quantized layers do not quantize their activations (CPU). installer: one that has packed layers
-    of this model already.
+    exact_activations: quantized layers do not quantize their activations (CPU). installer: one that
+    has packed layers of this model already.
     """
     installer = installer or choose_installer(model.device, kernels)(model, kernels, exact_activations)
     backend = installer.finish()
@@ -389,12 +447,16 @@ def install_kernels(
 
 
 def unpack_without_kernels(model: Transformer, kernels: str):
-    """Unpack the quantized weights for which no kernels are installed, because products with unpacked weights are
-    several times as fast as the reference, which unpacks them in every step. With `kernels` "torch" they stay."""
+    """Unpack the quantized weights for which no kernels are installed, if memory allows it.
+
+    Products with unpacked weights are several times as fast as the reference, which unpacks them in
+    every step. With `kernels` "torch" the weights stay packed.
+    """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     if kernels == "torch" or not layers:
         return
     extra = sum(layer.in_features * layer.out_features for layer in layers) * model.dtype.itemsize
     if extra < available_memory(model.device):
         return repack_layers(model, ())
-    print_status("no kernels, and no memory to unpack the quantized weights: each step unpacks them, which is slow")
+    what = "no kernels, and no memory to unpack the quantized weights"
+    print_status(f"{what}: each step unpacks them, which is slow")

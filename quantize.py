@@ -1,10 +1,12 @@
 """Writes a checkpoint with its matrices in 8 or 4 bits: `python quantize.py --mode int4`.
 
-Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves are in formats.py.
+Read up from `main`: the command, which packs tensor by tensor; then GPTQ. The formats themselves
+are in formats.py.
 
-A mode is a format of formats.py, and rounds each weight to the nearest level. int4-gptq (arXiv:2210.17323) writes the
-same format as int4, but quantizes column by column, and adjusts the weights of the remaining columns to compensate for
-each column's error. The adjustment is computed from the layer's inputs on calibration text.
+A mode is a format of formats.py, and rounds each weight to the nearest level. int4-gptq
+(arXiv:2210.17323) writes the same format as int4, but quantizes column by column, and adjusts the
+weights of the remaining columns to compensate for each column's error. The adjustment is computed
+from the layer's inputs on calibration text.
 """
 
 import re
@@ -29,28 +31,35 @@ from writer import Writer, print_written
 # ---------------------------------------------------------------- GPTQ
 
 GPTQ_BLOCK = 128  # columns that are quantized before the columns after the block are adjusted
-SEQUENCES, SEQUENCE_LENGTH = 32, 512  # sequences of calibration text, tokens in each
+SEQUENCES = 32  # the number of sequences of calibration text
+SEQUENCE_LENGTH = 512  # the number of tokens in each
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,C) with the scales and mins of int4, and levels that change the layer's outputs little.
+    """Quantize w (N,C) with the scales and mins of int4, and levels that change the layer's outputs
+    little.
 
-    hessian: (C,C), the sum of x x^T over the layer's inputs. Returns the parts of int4. Columns with the largest
-    inputs are quantized first, while many other columns can still compensate for them (GPTQ's "act-order"). The
-    packed columns and groups keep their original order.
+    hessian: (C,C), the sum of x x^T over the layer's inputs. Returns the parts of int4.
+
+    Columns with the largest inputs are quantized first, while many other columns can still
+    compensate for them (GPTQ's "act-order"). The packed columns and groups keep their order.
     """
+    C = w.shape[1]
     scales, mins = int4_grid(w, groupsize)
-    C, size = w.shape[1], groupsize or w.shape[1]
     H = hessian.double()
     diagonal = H.diagonal()
-    diagonal += 0.01 * diagonal.mean() + (diagonal == 0)  # dampening; an input that is always 0 would make H singular
+    # Dampen H, which would be singular if an input were always 0.
+    diagonal += 0.01 * diagonal.mean() + (diagonal == 0)
     order = diagonal.argsort(descending=True)
     H = H[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
     U = torch.linalg.cholesky(inverse, upper=True).float()
+
     # From here on w is transposed, (C,N), so that each column of the layer is contiguous.
     w = w.float().t()[order].contiguous()
-    step, minimum = (numbers.float().t()[order // size].contiguous() for numbers in (scales, mins))
+    group = order // (groupsize or C)  # (C,)
+    step = scales.float().t()[group].contiguous()  # (C,N)
+    minimum = mins.float().t()[group].contiguous()
     levels = torch.empty_like(w)
     for start in range(0, C, GPTQ_BLOCK):
         end = min(start + GPTQ_BLOCK, C)
@@ -62,44 +71,51 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
             w[i + 1 : end] -= U[i, i + 1 : end, None] * error
             errors[i - start] = error
         w[end:] -= U[start:end, end:].t() @ errors
+
     return {"packed": pack_nibbles(levels.t().to(torch.uint8)), "scales": scales, "mins": mins}
 
 
 @torch.no_grad()
 def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None]) -> dict[str, dict]:
-    """Quantize the int4 matrices block by block, in one pass of the model over all sequences. Each block's inputs come
-    from the blocks already quantized.
+    """Quantize the int4 matrices block by block, in one pass of the model over all sequences. Each
+    block's inputs come from the blocks that are quantized already.
 
-    sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4 modules are quantized.
-    Returns the packed tensors by module name, and replaces the model's weights by the rounded ones.
+    sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4
+    modules are quantized. Returns the packed tensors by module name, and replaces the model's
+    weights by the rounded ones.
     """
-    int4 = {name: scheme.groupsize for name, scheme in schemes.items() if scheme and scheme.format == "int4"}
+    int4 = [name for name, scheme in schemes.items() if scheme and scheme.format == "int4"]
     packed = {}
     tokens = torch.tensor(sequences)  # (n,S)
     input_pos = torch.arange(tokens.shape[1])[None]
     model.setup_caches(1, tokens.shape[1])
-    x, ropes = model.block_inputs(tokens), model.positions.ropes(input_pos)
+    x = model.block_inputs(tokens)  # (n,S,D)
+    ropes = model.positions.ropes(input_pos)
     for i, block in enumerate(model.blocks):
         run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
-        linears = {name: module for name, module in block.named_modules(prefix=f"blocks.{i}") if name in int4}
+        modules = dict(block.named_modules(prefix=f"blocks.{i}"))
+        linears = {name: modules[name] for name in int4 if name in modules}
         hessians = collect_hessians(linears, run)
         for name, module in linears.items():
             C = module.in_features
-            packed[name] = pack_gptq(module.weight, hessians[name], int4[name])
-            module.weight.copy_(FORMATS["int4"].unpack(packed[name], int4[name] or C, C))
+            groupsize = schemes[name].groupsize
+            packed[name] = pack_gptq(module.weight, hessians[name], groupsize)
+            module.weight.copy_(FORMATS["int4"].unpack(packed[name], groupsize or C, C))
         x = run()
         print_status(f"block {i + 1} of {len(model.blocks)}")
     return packed
 
 
 def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
-    """A block's outputs (n,S,D) for n sequences, one after the other, because the cache has one row."""
+    """Run a block on n sequences one after the other, because the cache has one row. Returns its
+    outputs (n,S,D)."""
     return torch.cat([block(states[None], rope, input_pos, None) for states in x])
 
 
 def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
-    """For each layer by name, the sum of x x^T over its inputs x during run(), (C,C) float32."""
-    sums = {name: torch.zeros(module.in_features, module.in_features) for name, module in linears.items()}
+    """The sum of x x^T over the inputs x of each layer during run(): name -> (C,C) float32."""
+    widths = {name: module.in_features for name, module in linears.items()}
+    sums = {name: torch.zeros(C, C) for name, C in widths.items()}
 
     def add(name, module, inputs):
         x = inputs[0].flatten(0, -2).float()
@@ -115,29 +131,31 @@ def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
-    """SEQUENCES lists of SEQUENCE_LENGTH token ids, from a text file or else sampled from the model itself.
+    """SEQUENCES lists of SEQUENCE_LENGTH token ids, from a text file, or sampled from the model.
 
     Each sampled sequence begins with a random token. The seeds are fixed.
     """
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
         ids = tokenizer.encode(read_text(path, f"--calibration_file {path}"))
-        if max(ids, default=0) >= model.config.vocab_size:
-            raise UserError(
-                f"{path}: the text has token id {max(ids)}, but the vocabulary has {model.config.vocab_size} ids"
-            )
+        V = model.config.vocab_size
+        if max(ids, default=0) >= V:
+            raise UserError(f"{path}: the text has token id {max(ids)}, but the vocabulary has {V} ids")
         if len(ids) < 4 * length:
-            raise UserError(f"--calibration_file {path} has {len(ids)} tokens, but at least {4 * length} are needed")
-        gap = (len(ids) - length) / (SEQUENCES - 1)  # sequences are spread over the text, and may overlap
+            found = f"{len(ids)} tokens, but at least {4 * length} are needed"
+            raise UserError(f"--calibration_file {path} has {found}")
+        gap = (len(ids) - length) / (SEQUENCES - 1)  # spreads them over the text; they may overlap
         return [ids[int(i * gap) : int(i * gap) + length] for i in range(SEQUENCES)]
-    generator = torch.Generator().manual_seed(0)
+
     V = model.config.n_token or model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
     first_tokens = torch.randint(0, V, (SEQUENCES, 1), generator=generator).tolist()
     requests = [Request(first, SamplingParams(seed=i), length - 1) for i, first in enumerate(first_tokens)]
     engine = Engine(model, SEQUENCES, length)
     for request in requests:
         engine.add(request)
-    with progress_bar(SEQUENCES * (length - 1), "writing the calibration text", " tokens", delay=2) as bar:
+    total = SEQUENCES * (length - 1)
+    with progress_bar(total, "writing the calibration text", " tokens", delay=2) as bar:
         while engine.has_requests:
             engine.step()
             bar.n = sum(len(request.new_tokens) for request in requests)
@@ -152,46 +170,40 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
 def quantize_checkpoint(
     source: Checkpoint | Path, out: Path, quantization: Quantization, calibration_file: Path | None = None
 ) -> list[str]:
-    """Quantize a source, or a checkpoint directory, and write it to `out`. Returns the names of unquantized tensors.
+    """Quantize a source, or a checkpoint directory, and write it to `out`. Returns the names of the
+    tensors that are not quantized.
 
-    At most one tensor is in memory, or with int4-gptq the whole model. UserError, with the name, if a tensor cannot be
-    packed.
+    At most one tensor is in memory, or with int4-gptq the whole model. Raises UserError, with the
+    name, if a tensor cannot be packed.
     """
-
-    source = source if isinstance(source, Checkpoint) else ck.open_directory(source)
+    if not isinstance(source, Checkpoint):
+        source = ck.open_directory(source)
     config = source.config
-    if source.quantization is not None:
-        raise UserError(
-            f"{source.path} is quantized already ({source.quantization.mode}); "
-            "quantize the checkpoint that it was made from"
-        )
-    if out.resolve() == source.path.resolve():
-        raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
-    schemes = {name: quantization.scheme(name) for name, _ in matrices(ck.empty_model(config))}
-    columns = min(module.in_features for _, module in matrices(ck.empty_model(config)))
-    if quantization.groupsize > columns:
-        raise UserError(
-            f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"
-        )
-    expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
-    total = sum(t.nbytes for t in ck.empty_model(config).state_dict().values())
+    model = ck.empty_model(config)
+    check_quantizable(source, out, model, quantization)
+
+    schemes = {name: quantization.scheme(name) for name, _ in matrices(model)}
     gptq_packed = {}
     if quantization.mode == GPTQ:
         gptq_packed = run_gptq(source, schemes, calibration_file)
-    kept, from_directory = [], source.path.is_dir()  # whose dtype is kept
+    tensors = model.state_dict()
+    expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
+    total = sum(t.nbytes for t in tensors.values())
+    kept = []
     with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
         weights = source.open_weights()
-        for name in ck.empty_model(config).state_dict():
+        for name in tensors:
             tensor = weights.read(name)
             bar.update(4 * tensor.numel())
             if not all(torch.isfinite(x) for x in torch.aminmax(tensor)):  # aminmax makes no copy
                 raise UserError(f"{source.path}: {name} holds NaN or infinity")
-            module, _, kind = name.rpartition(".")
-            scheme = schemes.get(module) if kind == "weight" else None
+            module = name.removesuffix(".weight")
+            scheme = schemes.get(module)
             if scheme is None:
                 kept.append(name)
-                dtype = tensor.dtype if from_directory else ck.dtype_of(name, tensor, config, torch.bfloat16)
-                writer.add(name, tensor.to(dtype))
+                if not source.path.is_dir():  # a directory's dtypes are kept
+                    tensor = tensor.to(ck.dtype_of(name, tensor, config, torch.bfloat16))
+                writer.add(name, tensor)
                 continue
             try:
                 packed = gptq_packed.pop(module, None) or pack(tensor, *scheme)
@@ -206,44 +218,72 @@ def quantize_checkpoint(
     return kept
 
 
+def check_quantizable(source: Checkpoint, out: Path, model: Transformer, quantization: Quantization):
+    """Raise UserError if a source cannot be quantized in this way. model: its empty model."""
+    if source.quantization is not None:
+        raise UserError(
+            f"{source.path} is quantized already ({source.quantization.mode}); "
+            "quantize the checkpoint that it was made from"
+        )
+    if out.resolve() == source.path.resolve():
+        raise UserError(f"--out {out} is the checkpoint to be quantized; name another directory")
+    columns = min(module.in_features for _, module in matrices(model))
+    if quantization.groupsize > columns:
+        raise UserError(
+            f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"
+        )
+
+
 def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
-    """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by module name."""
+    """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by
+    module name."""
     ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
     model = ck.read_weights(source, source.empty_model())
-    print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
+    what = "the model writes its calibration text"
+    if calibration_file:
+        what = "reading the calibration text"
+    print_status(what)
     sequences = calibration_text(model, source.tokenizer, calibration_file)
     try:
         return gptq(model, sequences, schemes)
     except ValueError as error:
         raise UserError(f"{source.path}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
-        raise UserError(f"{source.path}: the activations on the calibration text are too large or not finite") from None
+        what = "the activations on the calibration text are too large or not finite"
+        raise UserError(f"{source.path}: {what}") from None
 
 
 def rounding_error(source: Checkpoint, quantization: Quantization) -> float:
-    """How far rounding moves the weights of the first block: the root mean square, over that of the weights."""
-    moved = size = 0.0
+    """The root mean square by which rounding moves the weights of the first block, divided by that
+    of the weights."""
+    moved = 0.0
+    size = 0.0
     weights = source.open_weights()
     for name, _ in matrices(source.empty_model()):
         scheme = quantization.scheme(name)
         if not name.startswith("blocks.0.") or scheme is None:
             continue
         tensor = weights.read(f"{name}.weight").float()
-        C, parts = tensor.shape[1], pack(tensor, *scheme)
+        C = tensor.shape[1]
+        parts = pack(tensor, *scheme)
         difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or C, C) - tensor
-        moved, size = moved + difference.square().sum().item(), size + tensor.square().sum().item()
+        moved += difference.square().sum().item()
+        size += tensor.square().sum().item()
     return (moved / size) ** 0.5 if size else 0.0
 
 
 def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
-    """The source of a command-line argument. The weights of a quantized .gguf file are dequantized, and one line says
-    what rounding them again loses, and how large the result is."""
+    """Open the source of a command-line argument.
+
+    The weights of a quantized .gguf file are dequantized. A message says what rounding them again
+    loses, and how large the result is.
+    """
     source = open_checkpoint(name)
     if source.quantization is None or source.path.is_dir():
         return source
     before = source.quantization
-    texts = [before.mode, before.head, *before.exceptions.values()]
-    known = ", ".join(sorted({piece for text in texts for piece in text.split("+")} - {"none"}))
+    texts = "+".join([before.mode, before.head, *before.exceptions.values()])
+    formats = ", ".join(sorted({*texts.split("+")} - {"none"}))
     dense = open_checkpoint(name, dequantize=True)
     try:
         with announced("comparing the weights of the first block before and after rounding"):
@@ -253,11 +293,22 @@ def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
     nbytes = sum(size for _, size in source.files.sizes())
     result = ck.total_weight_bytes(source.config, torch.bfloat16, quantization)
     print_status(
-        f"{source.path} is quantized already ({known}); rounding its weights again, to {quantization.mode}, changes "
-        f"those of the first block by {error:.1%}; the checkpoint will have {size_text(result)}, the file has "
-        f"{size_text(nbytes)}"
+        f"{source.path} is quantized already ({formats}); rounding its weights again, "
+        f"to {quantization.mode}, changes those of the first block by {error:.1%}; "
+        f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"
     )
     return dense
+
+
+def default_directory(args, source: Checkpoint) -> Path:
+    """The value of --out if it is not given."""
+    name = f"{source.name}-{args.mode}-"
+    name += f"g{args.groupsize}" if args.groupsize else "channel"
+    if args.head != "int8":
+        name += f"-head-{args.head}"
+    if args.checkpoint_path is not None and Path(args.checkpoint_path).expanduser().is_dir():
+        return source.path.resolve().parent / name
+    return ck.CHECKPOINTS / name
 
 
 def main():
@@ -268,12 +319,10 @@ def main():
     add("--mode", choices=(*encoded, GPTQ), required=True, help="format of the matrices in the blocks")
     sizes = "columns that share a scale (32); 0: a whole row"
     add("--groupsize", type=int, choices=(0, 32, 64, 128), default=32, help=sizes)
-    add("--head", choices=(*encoded, "none"), default="int8", help="format of the embedding and the output head (int8)")
-    add(
-        "--calibration_file",
-        type=Path,
-        help="calibration text for int4-gptq (default: text sampled from the model itself)",
-    )
+    head = "format of the embedding and the output head (int8)"
+    add("--head", choices=(*encoded, "none"), default="int8", help=head)
+    text = "calibration text for int4-gptq (default: text sampled from the model itself)"
+    add("--calibration_file", type=Path, help=text)
     add("--out", type=Path, help="the directory to write (beside the source, NAME-MODE-gGROUPSIZE)")
     args = parser.parse_args()
     if args.calibration_file and args.mode != GPTQ:
@@ -282,12 +331,9 @@ def main():
         quantization = Quantization(args.mode, args.groupsize, args.head)
     except ValueError as error:
         parser.error(str(error))
+
     source = open_dense(args.checkpoint_path, quantization)
-    group = f"g{args.groupsize}" if args.groupsize else "channel"
-    head = "" if args.head == "int8" else f"-head-{args.head}"
-    is_directory = args.checkpoint_path is not None and Path(args.checkpoint_path).expanduser().is_dir()
-    folder = source.path.resolve().parent if is_directory else ck.CHECKPOINTS
-    out = args.out or folder / f"{source.name}-{args.mode}-{group}{head}"
+    out = args.out or default_directory(args, source)
     kept = quantize_checkpoint(source, out, quantization, args.calibration_file)
     kinds = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in kept})
     print_status(f"not quantized: {', '.join(kinds)}")

@@ -423,8 +423,8 @@ class Engine:
         row = self.rows[index]
         row.request = request
         # Cutting the list is all that reuse takes. The cache still holds older keys and values from
-        # position n on, but a token attends to positions up to its own only, which are overwritten
-        # by then.
+        # position n on, but a token attends only to positions up to its own, and by then all of
+        # these hold tokens of this request.
         row.tokens = request.prompt[:n]
         row.waited = 0
         request.cached_tokens = n

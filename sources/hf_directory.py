@@ -105,7 +105,12 @@ def weight_paths(directory: Path) -> list[Path]:
 
 
 class HfFiles:
-    """The tensors of a directory, by the names that a layout gives them. Of .bin files, one is open at a time."""
+    """The tensors of a directory, by the names that a layout gives them.
+
+    The tensors of a layer may be in several .bin files, and opening a file takes milliseconds. So a
+    mapped file stays open until all its tensors have been read. A file in the older format cannot be
+    mapped and is read into memory, so only one of them is kept.
+    """
 
     is_mapped = True  # a tensor may be a part of a mapped file
 
@@ -113,7 +118,8 @@ class HfFiles:
         self.directory, self.layout = directory, layout
         self.paths = weight_paths(directory)
         self.stored: dict[str, tuple[Path, str]] = {}  # by name: the file that holds it, and its name there
-        self.open_path, self.open_tensors = None, {}
+        # The open .bin files, each with the tensors that have not been read yet.
+        self.unread: dict[Path, dict[str, torch.Tensor]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by name. UserError if one is there twice."""
@@ -132,15 +138,28 @@ class HfFiles:
         return {name: tensor.shape for name, tensor in self.open_bin(path).items()}
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """A tensor that `shapes` has found. It may be a mapped file."""
+        """A tensor that `shapes` has found. It may be a part of a mapped file."""
         path, stored_name = self.stored[name]
-        return read_tensor(path, stored_name) if path.suffix == ".safetensors" else self.open_bin(path)[stored_name]
+        if path.suffix == ".safetensors":
+            return read_tensor(path, stored_name)
+        if stored_name not in self.unread.get(path, {}):
+            self.open_bin(path)
+        return self.unread[path].pop(stored_name)
 
     def open_bin(self, path: Path) -> dict[str, torch.Tensor]:
-        if path != self.open_path:
-            self.open_tensors = {}  # closes the file before
-            self.open_path, self.open_tensors = path, read_pickle(path)
-        return self.open_tensors
+        """Open a .bin file, and return all its tensors by their names in the file."""
+        if not can_map(path):
+            self.unread.clear()
+        self.unread[path] = read_pickle(path)
+        return self.unread[path]
+
+
+def can_map(path: Path) -> bool:
+    """Whether a .bin file is a zip archive, as torch.save has written them since version 1.6."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # torch.load then says what is wrong
+        return False
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
@@ -148,7 +167,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         with warnings.catch_warnings():  # torch's warnings about unusual files do not help the user
             warnings.simplefilter("ignore")
-            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map(path))
     except pickle.UnpicklingError:  # torch's own message suggests running the code anyway
         why = "it is damaged, or it would run code"
         raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None

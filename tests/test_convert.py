@@ -362,6 +362,25 @@ def test_every_format_gives_the_same_checkpoint(tmp_path):
         assert same(out, tmp_path / "expected"), name
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_bin_files_whose_tensors_alternate(tmp_path, monkeypatch, zipped):
+    """A mapped file is opened once. Of files in the older format, which are read into memory, one is kept at a time."""
+    state = {str(i): torch.full((3,), i) for i in range(8)}
+    weight_map = {name: f"{int(name) % 2}.bin" for name in state}
+    for file in ("0.bin", "1.bin"):
+        part = {name: state[name] for name in state if weight_map[name] == file}
+        torch.save(part, tmp_path / file, _use_new_zipfile_serialization=zipped)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    opened = mock.Mock(wraps=hf_directory.read_pickle)
+    monkeypatch.setattr(hf_directory, "read_pickle", opened)
+    files = hf_directory.HfFiles(tmp_path, FAMILIES["llama"].layout)
+    assert files.shapes() == dict.fromkeys(state, (3,))
+    for name in state:
+        assert torch.equal(files.read(name), state[name])
+        assert len(files.unread) == (2 if zipped else 1)
+    assert opened.call_count == (2 if zipped else 2 + 8)
+
+
 def test_our_own_shards(tiny, tmp_path, monkeypatch):
     """A checkpoint larger than a shard is written in several shards with an index, and loads the same."""
     expected = tiny("llama-mha")[2]

@@ -1,10 +1,11 @@
 """The model families that can be read: one record each, in the table FAMILIES at the end.
 
-Read down: Layout, which says how the tensors of a kind of file are named and stored; Family; the functions that read
-the fields of config.json; the functions that change tensors while they are read; the table.
+Read down: Layout, which says how the tensors of a kind of file are named and stored; Family; the
+functions that read the fields of config.json; the functions that change tensors while they are
+read; the table.
 
-A record says everything that the other files need to know about a family. What can be computed when a checkpoint is
-converted, such as another order of rows, needs no switch in the model.
+A record says everything that the other files need to know about a family. What can be changed while
+a tensor is read, such as the order of its rows, needs no switch in the model.
 """
 
 from collections.abc import Callable
@@ -21,21 +22,24 @@ from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 class Layout:
     """How the tensors of one kind of file are named and stored.
 
-    names: our module name -> the names in the file, without ".weight" and ".bias". If there are several, these tensors
-    are stacked by rows, in this order.
+    names: our module name -> the names in the file, without ".weight" and ".bias". If there are
+    several, these tensors are stacked by rows, in this order.
     """
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
-    prefixes: dict[str, str] = field(default_factory=dict)  # how names begin in some files -> how they should begin
-    # A name in the file -> how its weight and bias are changed while they are read. If a weight is quantized, this
-    # happens to each of its packed tensors, which have the same rows, so it may only move rows.
+    # How names begin in some files -> how they should begin.
+    prefixes: dict[str, str] = field(default_factory=dict)
+    # A name in the file -> the function that changes its weight and bias while they are read. If a
+    # matrix is quantized, the function gets each of its packed tensors, so it may only move rows.
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
 
     def renamed(self, name: str) -> str:
-        """A name in a file, with another beginning if it is one of `prefixes`."""
-        found = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
-        return name if found is None else self.prefixes[found] + name.removeprefix(found)
+        """A name in a file, with its beginning replaced if that is one of `prefixes`."""
+        for prefix, replacement in self.prefixes.items():
+            if name.startswith(prefix):
+                return replacement + name.removeprefix(prefix)
+        return name
 
 
 LLAMA_NAMES = {
@@ -78,9 +82,13 @@ BLOOM_NAMES = {
     "mlp.up": ["mlp.dense_h_to_4h"],
     "mlp.down": ["mlp.dense_4h_to_h"],
 }
-POST_NORMS = {"attention_post_norm": ["post_attention_layernorm"], "mlp_post_norm": ["post_feedforward_layernorm"]}
+POST_NORM_NAMES = LLAMA_NAMES | {
+    "attention_post_norm": ["post_attention_layernorm"],
+    "mlp_norm": ["pre_feedforward_layernorm"],
+    "mlp_post_norm": ["post_feedforward_layernorm"],
+}
 LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
-POST_NORM_LAYOUT = replace(LLAMA_LAYOUT, names=LLAMA_NAMES | POST_NORMS | {"mlp_norm": ["pre_feedforward_layernorm"]})
+POST_NORM_LAYOUT = Layout(POST_NORM_NAMES, "model.layers.")
 GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.")
 
 
@@ -88,17 +96,18 @@ GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.")
 class Family:
     """What a model family's files mean. The defaults are those of Llama and most of its relatives."""
 
-    model_type: str  # as in config.json
-    architectures: list[str]  # names in transformers; error messages show the first
+    model_type: str  # the name in config.json
+    architectures: list[str]  # the names of its classes in transformers; messages show the first
     read_fields: Callable[[Fields], dict]  # the fields of config.json -> the fields of our Config
-    defaults: dict = field(default_factory=dict)  # Fields.defaults
+    defaults: dict = field(default_factory=dict)  # the values of fields that config.json may lack
     multimodal: str | None = None  # the model_type of multimodal models with such a text_config
-    layout: Layout = LLAMA_LAYOUT  # of Hugging Face files
-    padded_vocabulary: bool = False  # the embedding table may have more rows than the tokenizer has tokens
-    gguf_architecture: str | None = None  # None: there are no GGUF files with an architecture of this family's own
+    layout: Layout = LLAMA_LAYOUT  # the tensors of Hugging Face files
+    padded_vocabulary: bool = False  # the embedding table may have more rows than there are tokens
+    gguf_architecture: str | None = None  # None: no GGUF file names this family as its architecture
     gguf_layout: Layout = GGUF_LAYOUT
-    partial_rotary: bool = False  # whether a part of each head may be rotated, in GGUF files
-    gguf_fields: Callable[[Config], dict] = lambda config: {}  # the fields of Config that are not in the metadata
+    partial_rotary: bool = False  # a part of each head may be rotated, in GGUF files
+    # The Config of a GGUF file -> the fields of Config that the metadata lacks.
+    gguf_fields: Callable[[Config], dict] = lambda config: {}
 
 
 # ---------------------------------------------------------------- config.json
@@ -106,9 +115,12 @@ class Family:
 
 def shared_fields(fields: Fields, **rope) -> dict:
     """The fields of Config that Llama and its relatives have in common. rope: arguments of hf_rope."""
-    n_head, n_layer = fields.take("num_attention_heads"), fields.take("num_hidden_layers")
-    check_positive_int("n_layer", n_layer)  # first, because lists of this many layers are made
+    n_head = fields.take("num_attention_heads")
+    n_layer = fields.take("num_hidden_layers")
+    # This is checked first, because the functions below make lists with an entry for each layer.
+    check_positive_int("n_layer", n_layer)
     base, scaling, context = hf_rope(fields, **rope)
+
     return {
         "n_layer": n_layer,
         "n_head": n_head,
@@ -135,43 +147,58 @@ def biases(fields: Fields) -> dict:
 
 def layer_types(fields: Fields) -> list[str] | None:
     """The kind of attention of each layer, or None if config.json does not list them."""
-    kinds, n_layer = fields.take("layer_types", None), fields.take("num_hidden_layers")
-    if kinds is not None and (len(kinds) != n_layer or set(kinds) - {"full_attention", "sliding_attention"}):
+    kinds = fields.take("layer_types", None)
+    if kinds is None:
+        return None
+    n_layer = fields.take("num_hidden_layers")
+    if len(kinds) != n_layer or set(kinds) - {"full_attention", "sliding_attention"}:
         fields.refuse("layer_types", f"must be full_attention or sliding_attention for each of {n_layer} layers")
     return kinds
 
 
 def sliding_layers(fields: Fields, slides: Callable[[int], bool], default: bool = False) -> dict:
-    """A sliding window in some layers, if use_sliding_window is set. slides: which ones, if layer_types is missing.
-    default: the value of use_sliding_window where it is missing; if it is true, these layers must have a window."""
-    window, kinds = fields.take("sliding_window", None), layer_types(fields)
+    """The fields of Config for a sliding window in some layers, if use_sliding_window is set.
+
+    slides: which layers have the window, if layer_types is missing.
+    default: the value of use_sliding_window where it is missing; if True, a window is required.
+    """
+    window = fields.take("sliding_window", None)
+    kinds = layer_types(fields)
     if default and window is None:
         fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
     if not fields.take("use_sliding_window", default) or window is None:
         return {}
-    n_layer = fields.take("num_hidden_layers")
-    layers = [i for i in range(n_layer) if (kinds[i] == "sliding_attention" if kinds else slides(i))]
-    return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
+
+    if kinds is None:
+        layers = [i for i in range(fields.take("num_hidden_layers")) if slides(i)]
+    else:
+        layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not layers:
+        return {}
+    return {"sliding_window": window, "sliding_layers": tuple(layers)}
 
 
 def llama_fields(fields: Fields) -> dict:
-    found, kinds = shared_fields(fields), layer_types(fields)
-    if fields.take("sliding_window", None) is not None or "sliding_attention" in (kinds or ()):
+    found = shared_fields(fields) | biases(fields)
+    kinds = layer_types(fields) or ()
+    if fields.take("sliding_window", None) is not None or "sliding_attention" in kinds:
         fields.refuse("sliding_window", "is ignored by transformers' Llama; remove it if the model has no window")
-    return found | biases(fields)
+    return found
 
 
 def mistral_fields(fields: Fields, **rope) -> dict:
-    found, kinds = shared_fields(fields, **rope), layer_types(fields)
+    found = shared_fields(fields, **rope)
+    kinds = layer_types(fields) or ()
     window = fields.take("sliding_window", None)
-    if kinds is not None and window is not None and "full_attention" in kinds:
+    if window is not None and "full_attention" in kinds:
         fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
     return found | {"sliding_window": window}
 
 
 def ministral3_fields(fields: Fields) -> dict:
     beta = fields.take("rope_parameters").get("llama_4_scaling_beta")
-    return mistral_fields(fields, own_keys=["llama_4_scaling_beta"]) | {"query_scale_beta": beta or None}
+    found = mistral_fields(fields, own_keys=["llama_4_scaling_beta"])
+    return found | {"query_scale_beta": beta or None}
 
 
 def qwen_fields(fields: Fields) -> dict:
@@ -180,17 +207,22 @@ def qwen_fields(fields: Fields) -> dict:
 
 
 def smollm3_fields(fields: Fields) -> dict:
-    found, interval = shared_fields(fields) | biases(fields), fields.take("no_rope_layer_interval", 4)
+    found = shared_fields(fields) | biases(fields)
+    n_layer = found["n_layer"]
     has_rope = fields.take("no_rope_layers", None)  # despite its name, 1 means that the layer has RoPE
+    interval = fields.take("no_rope_layer_interval", 4)
     if has_rope is None:
         check_positive_int("no_rope_layer_interval", interval)
-        has_rope = [int((i + 1) % interval > 0) for i in range(found["n_layer"])]
-    if not isinstance(has_rope, list) or len(has_rope) < found["n_layer"] or not set(has_rope) <= {0, 1}:
-        fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {found['n_layer']} layers")
-    if "sliding_attention" in (layer_types(fields) or ()) and not fields.take("use_sliding_window", False):
+        has_rope = [int((i + 1) % interval > 0) for i in range(n_layer)]
+    if not isinstance(has_rope, list) or len(has_rope) < n_layer or not set(has_rope) <= {0, 1}:
+        fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {n_layer} layers")
+    without = tuple(i for i in range(n_layer) if not has_rope[i])
+
+    kinds = layer_types(fields) or ()
+    if "sliding_attention" in kinds and not fields.take("use_sliding_window", False):
         fields.refuse("layer_types", "has sliding_attention, but use_sliding_window is not set")
-    without = tuple(i for i in range(found["n_layer"]) if not has_rope[i])
-    return found | sliding_layers(fields, lambda i: i in without) | {"layers_without_rope": without}
+    windows = sliding_layers(fields, lambda i: i in without)
+    return found | windows | {"layers_without_rope": without}
 
 
 def gemma3_fields(fields: Fields) -> dict:
@@ -198,16 +230,13 @@ def gemma3_fields(fields: Fields) -> dict:
         fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
     pattern = fields.take("sliding_window_pattern", 6)
     check_positive_int("sliding_window_pattern", pattern)
+
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
-    return (
-        found
-        | sliding_layers(fields, lambda i: (i + 1) % pattern > 0, default=True)
-        | {
-            "max_seq_length": fields.take("max_position_embeddings"),  # of the scaled RoPE
-            "attention_scale": fields.take("query_pre_attn_scalar") ** -0.5,
-        }
-        | gemma3_constants(found["dim"])
-    )
+    found |= sliding_layers(fields, lambda i: (i + 1) % pattern > 0, default=True)
+    found |= gemma3_constants(found["dim"])
+    found["max_seq_length"] = fields.take("max_position_embeddings")  # the context of the scaled RoPE
+    found["attention_scale"] = fields.take("query_pre_attn_scalar") ** -0.5
+    return found
 
 
 def gemma3_constants(dim: int) -> dict:
@@ -221,47 +250,41 @@ def gemma3_constants(dim: int) -> dict:
 
 
 def gemma3_gguf_fields(config: Config) -> dict:
-    """As in llama.cpp: the layers that slide, and that the scores of the 27B model have another scale."""
-    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.factor
-    width = config.dim // config.n_head if config.n_layer == 62 else config.head_dim
-    return (
-        gguf_windows(config, 6, 10000.0)
-        | gemma3_constants(config.dim)
-        | {
-            "attention_scale": width**-0.5,
-            "max_seq_length": int(config.max_seq_length / factor),  # the file has the context of the scaled RoPE
-        }
-    )
+    """What a file leaves out, because llama.cpp has it in its program: which layers slide, and scales."""
+    width = config.head_dim
+    if config.n_layer == 62:  # the 27B model scales its attention scores by another width
+        width = config.dim // config.n_head
+    found = gguf_windows(config, 6, 10000.0) | gemma3_constants(config.dim)
+    found["attention_scale"] = width**-0.5
+    if config.rope_scaling is not None:  # the file has the context of the scaled RoPE
+        found["max_seq_length"] = int(config.max_seq_length / config.rope_scaling.factor)
+    return found
 
 
 def phi3_fields(fields: Fields) -> dict:
     found = shared_fields(fields, own_keys=["partial_rotary_factor"])
-    return (
-        found | rotated_dimensions(fields, found["head_dim"]) | {"sliding_window": fields.take("sliding_window", None)}
-    )
+    found |= rotated_dimensions(fields, found["head_dim"])
+    return found | {"sliding_window": fields.take("sliding_window", None)}
 
 
 def granite_fields(fields: Fields) -> dict:
     divisor = fields.take("logits_scaling", 1.0)
     check_positive("logits_scaling", divisor)
-    return (
-        shared_fields(fields)
-        | biases(fields)
-        | {
-            "embedding_scale": float(fields.take("embedding_multiplier", 1.0)),
-            "attention_scale": float(fields.take("attention_multiplier", 1.0)),
-            "residual_scale": float(fields.take("residual_multiplier", 1.0)),
-            "logits_scale": 1 / divisor,
-        }
-    )
+    scales = {
+        "embedding_scale": float(fields.take("embedding_multiplier", 1.0)),
+        "attention_scale": float(fields.take("attention_multiplier", 1.0)),
+        "residual_scale": float(fields.take("residual_multiplier", 1.0)),
+        "logits_scale": 1 / divisor,
+    }
+    return shared_fields(fields) | biases(fields) | scales
 
 
 OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
 
 def olmo3_fields(fields: Fields) -> dict:
-    slides = sliding_layers(fields, lambda i: (i + 1) % 4 > 0, default=True)
-    return shared_fields(fields, by_kind=True) | attention_bias(fields) | slides | sliding_rope(fields) | OLMO2
+    found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
+    return found | sliding_layers(fields, lambda i: (i + 1) % 4 > 0, default=True) | OLMO2
 
 
 def olmo2_gguf_fields(config: Config) -> dict:
@@ -270,28 +293,39 @@ def olmo2_gguf_fields(config: Config) -> dict:
 
 
 def gguf_windows(config: Config, period: int, base: float) -> dict:
-    """What a GGUF file leaves out about sliding layers: all slide but every period-th, and their RoPE has this base."""
+    """The fields of Config about sliding layers that a GGUF file leaves out.
+
+    All layers slide but every period-th, and `base` is that of RoPE in the layers that slide.
+    """
     if config.sliding_window is None:
         return {}
-    layers = tuple(i for i in range(config.n_layer) if (i + 1) % period)
-    return {
-        "sliding_layers": layers if config.sliding_layers is None else config.sliding_layers,
-        "sliding_rope_base": config.sliding_rope_base or base,
-    }
+    layers = config.sliding_layers
+    if layers is None:
+        layers = tuple(i for i in range(config.n_layer) if (i + 1) % period)
+    return {"sliding_layers": layers, "sliding_rope_base": config.sliding_rope_base or base}
 
 
 def bloom_fields(fields: Fields) -> dict:
-    """The fields of Config for BLOOM. Its context is the length of training sequences, although ALiBi has no limit."""
+    """The fields of Config for BLOOM.
+
+    Its context is the length of the training sequences, although ALiBi has no limit.
+    """
 
     def either(old, new):
         """The value of a field that older configs have under the name `old`."""
-        a, b = fields.take(old, None), fields.take(new, None)
-        if a is not None and b is not None and a != b:
+        a = fields.take(old, None)
+        b = fields.take(new, None)
+        if a is None:
+            return fields.take(new)
+        if b is not None and a != b:
             fields.refuse(old, f"is not equal to {new} = {b!r}, another name for the same field")
-        return fields.take(new) if a is None else a
+        return a
 
-    H, D = either("n_head", "num_attention_heads"), either("n_embed", "hidden_size")
+    H = either("n_head", "num_attention_heads")
+    D = either("n_embed", "hidden_size")
     context = fields.take("seq_length", None)
+    if context is None:
+        context = 2048
     return {
         "n_layer": either("n_layer", "num_hidden_layers"),
         "n_head": H,
@@ -300,7 +334,7 @@ def bloom_fields(fields: Fields) -> dict:
         "dim": D,
         "hidden_dim": 4 * D,
         "vocab_size": fields.take("vocab_size"),
-        "max_seq_length": 2048 if context is None else context,
+        "max_seq_length": context,
         "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
         "tied_embeddings": fields.take("tie_word_embeddings", True) or False,
         "norm": "layer",
@@ -308,14 +342,20 @@ def bloom_fields(fields: Fields) -> dict:
         "alibi": True,
         "embedding_norm": True,
         "post_norm_residual": fields.take("apply_residual_connection_post_layernorm", False) or False,
-    } | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    }
 
 
 # ---------------------------------------------------------------- tensors that are changed while they are read
 
 
 def separate_pairs(config: Config, tensor: Tensor) -> Tensor:
-    """Rows of q or k for RoPE that rotates neighbours (2i, 2i+1), reordered for ours, which rotates (i, i + E/2)."""
+    """Rows of q or k for RoPE that rotates neighbours (2i, 2i+1), reordered for ours.
+
+    Ours rotates (i, i + E/2).
+    """
     E = config.head_dim
     return tensor.reshape(-1, E // 2, 2, tensor[0].numel()).transpose(1, 2).reshape(tensor.shape)
 
@@ -332,9 +372,10 @@ def plus_one(config: Config, weight: Tensor) -> Tensor:
 
 
 def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
-    """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head, reordered for ours,
-    which rotates (i, i + E/2)."""
-    E, R = config.head_dim, config.rotary_dim or config.head_dim
+    """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head,
+    reordered for ours, which rotates (i, i + E/2)."""
+    E = config.head_dim
+    R = config.rotary_dim or E
     middle = (E + R) // 2
     order = [*range(R // 2), *range(R, middle), *range(R // 2, R), *range(middle, E)]
     heads = tensor.reshape(-1, E, *tensor.shape[1:])  # (H+2K,E,...)
@@ -343,13 +384,19 @@ def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
 
 
 PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k"), separate_pairs))
-BLOOM_LAYOUT = Layout(BLOOM_NAMES, "h.", {"transformer.": ""}, {"self_attention.query_key_value": separate_qkv})
+BLOOM_LAYOUT = Layout(
+    BLOOM_NAMES,
+    "h.",
+    prefixes={"transformer.": ""},
+    folds={"self_attention.query_key_value": separate_qkv},
+)
 MULTIMODAL_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 MISTRAL_LAYOUT = replace(LLAMA_LAYOUT, prefixes=MULTIMODAL_PREFIXES)
+GEMMA3_NORMS = [names[0] for module, names in POST_NORM_NAMES.items() if module.endswith("norm")]
 GEMMA3_LAYOUT = replace(
     POST_NORM_LAYOUT,
     prefixes=MULTIMODAL_PREFIXES,
-    folds={name: plus_one for names in POST_NORM_LAYOUT.names.values() for name in names if name.endswith("norm")},
+    folds=dict.fromkeys(GEMMA3_NORMS, plus_one),
 )
 PHI3_LAYOUT = replace(
     LLAMA_LAYOUT,
@@ -358,14 +405,21 @@ PHI3_LAYOUT = replace(
 )
 PHI3_GGUF_LAYOUT = replace(
     GGUF_LAYOUT,
-    names=GGUF_NAMES | {"attention.qkv": ["attn_qkv"], "mlp.gate_up": ["ffn_up"]},  # ffn_up holds the gate, too
+    # ffn_up holds the gate, too.
+    names=GGUF_NAMES | {"attention.qkv": ["attn_qkv"], "mlp.gate_up": ["ffn_up"]},
     folds={"attn_qkv": rotated_pairs},
 )
 
 # ---------------------------------------------------------------- the table
 
 RECORDS = [
-    Family("llama", ["LlamaForCausalLM"], llama_fields, gguf_architecture="llama", gguf_layout=PAIRED_GGUF_LAYOUT),
+    Family(
+        "llama",
+        ["LlamaForCausalLM"],
+        llama_fields,
+        gguf_architecture="llama",
+        gguf_layout=PAIRED_GGUF_LAYOUT,
+    ),
     # Mistral's GGUF files have the architecture llama.
     Family(
         "mistral",
@@ -379,10 +433,15 @@ RECORDS = [
         "ministral3",
         ["Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"],
         ministral3_fields,
-        defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+        },
         multimodal="mistral3",
         layout=MISTRAL_LAYOUT,
-        gguf_architecture="mistral3",  # also of multimodal models with a text_config of Mistral
+        gguf_architecture="mistral3",  # multimodal models with a text_config of Mistral have it, too
         gguf_layout=PAIRED_GGUF_LAYOUT,
     ),
     Family(
@@ -411,7 +470,8 @@ RECORDS = [
         },
         gguf_architecture="smollm3",
         gguf_layout=PAIRED_GGUF_LAYOUT,
-        gguf_fields=lambda config: {"layers_without_rope": tuple(range(3, config.n_layer, 4))},  # as in llama.cpp
+        # llama.cpp's program has this as a constant.
+        gguf_fields=lambda config: {"layers_without_rope": tuple(range(3, config.n_layer, 4))},
     ),
     Family(
         "gemma3_text",
@@ -441,7 +501,11 @@ RECORDS = [
         "phi3",
         ["Phi3ForCausalLM"],
         phi3_fields,
-        defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
         layout=PHI3_LAYOUT,
         gguf_architecture="phi3",
         gguf_layout=PHI3_GGUF_LAYOUT,
@@ -472,7 +536,7 @@ RECORDS = [
     ),
     Family(
         "bloom",
-        ["BloomForCausalLM", "BloomModel"],  # published configs name the model without its tied head
+        ["BloomForCausalLM", "BloomModel"],  # published configs name the class without the tied head
         bloom_fields,
         layout=BLOOM_LAYOUT,
         padded_vocabulary=True,

@@ -1,7 +1,7 @@
-"""The fields of a Hugging Face config.json: which ones were used, which are harmless, and how RoPE is described.
+"""The fields of a Hugging Face config.json: which ones were used, which are harmless, and RoPE's.
 
-Every field is used, known to be harmless, refused, or warned about. Fields have the meaning and the defaults that they
-have in transformers. families.py says which fields a family has.
+Every field is used, known to be harmless, refused, or warned about. Fields have the meaning and the
+defaults that they have in transformers. families.py says which fields a family has.
 """
 
 import json
@@ -12,79 +12,109 @@ from pathlib import Path
 from cli import UserError, print_status, printable
 from config import RopeScaling
 
-# Fields that do not change what the model computes: they are for training or other programs, or defaults of sampling.
+# Fields that do not change what the model computes. They are for training, for sampling, or for
+# other programs.
 HARMLESS = """
     _attn_implementation _name_or_path _sliding_window_pattern architectures attention_dropout
-    attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens bias_dropout_fusion
-    bos_token_id cache_implementation chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
-    hidden_dropout_prob id2label initializer_range is_llama_config label2id length_penalty masked_softmax_fusion
-    max_length max_sequence_length max_window_layers min_length model_max_length n_inner no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
-    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id skip_bias_add skip_bias_add_qkv
-    slow_but_exact suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
-    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bias_dropout_fusion bos_token_id cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
+    length_penalty masked_softmax_fusion max_length max_sequence_length max_window_layers min_length
+    model_max_length n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences offset_alibi output_attentions output_hidden_states output_scores
+    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id skip_bias_add
+    skip_bias_add_qkv slow_but_exact suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
 """.split()  # noqa: SIM905
 # Fields that change what the model computes, with the values at which they have no effect.
 NEUTRAL = {
+    "add_cross_attention": [None, False],
+    "attention_bias": [None, False],
+    "attention_multiplier": [None],
+    "attn_logit_softcapping": [None],
+    "clip_qkv": [None],
+    "dual_chunk_attention_config": [None],
+    "embedding_multiplier": [None, 1],
+    "final_logit_softcapping": [None],
+    "full_attn_mod": [None, 1],
     "hidden_act": ["silu", "swish"],
+    "interpolate_factor": [None, 1],
     "is_decoder": [None, False, True],
+    "is_encoder_decoder": [None, False],
+    "lm_head_bias": [None, False],
+    "logit_scale": [None, 1],
+    "logits_scaling": [None, 1],
+    "mlp_bias": [None, False],
     "no_bias": [None, True],
     "no_rope_layers": [None, []],
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "rope_interleaved", "use_mrope"), [None, False]),
-    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), [None, 1]),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "full_attn_mod", "interpolate_factor"), [None, 1]),
-    **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias", "use_bidirectional_attention"), [None, False]),
-    **dict.fromkeys(("num_experts", "num_local_experts"), [None, 0, 1]),
-    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), [None]),
-    **dict.fromkeys(("dual_chunk_attention_config", "quantization_config"), [None]),
+    "num_experts": [None, 0, 1],
+    "num_local_experts": [None, 0, 1],
+    "partial_rotary_factor": [None, 1],
+    "quantization_config": [None],
+    "residual_multiplier": [None, 1],
+    "rope_interleaved": [None, False],
+    "rotary_pct": [None, 1],
+    "use_bidirectional_attention": [None, False],
+    "use_mrope": [None, False],
 }
 
 SHOWN = 150  # characters at either end of a long value in a message
 
 
 class Fields:
-    """The fields of a source's config.json. It records which ones were taken, and `finish` checks the others."""
+    """The fields of a config.json. It records which ones were taken, and `finish` checks the others.
 
-    def __init__(self, path: Path, fields: dict, defaults: dict):
-        """defaults: the values of missing fields, where the family has others than its relatives."""
-        self.path, self.all = path, fields
-        self.defaults, self.taken = defaults, set()
+    defaults: the values of missing fields, where a family has others than its relatives.
+    """
+
+    def __init__(self, path: Path, fields: dict):
+        self.path = path
+        self.all = fields
+        self.defaults = {}
+        self.taken = set()
 
     def take(self, name: str, *default):
-        """The value of a field, or the default. UserError if the field is missing and there is no default."""
+        """The value of a field, or its default. UserError if it is missing and has no default."""
         self.taken.add(name)
         if name in self.all:
             return self.all[name]
-        if name not in self.defaults and not default:
+        if name in self.defaults:
+            return self.defaults[name]
+        if not default:
             raise UserError(f"{self.path} lacks {name}")
-        return self.defaults[name] if name in self.defaults else default[0]
+        return default[0]
 
     def refuse(self, name: str, why: str):
         value = json.dumps(self.all.get(name))
-        value = value if len(value) <= 2 * SHOWN else f"{value[:SHOWN]} ... {value[-SHOWN:]}"
+        if len(value) > 2 * SHOWN:
+            value = f"{value[:SHOWN]} ... {value[-SHOWN:]}"
         raise UserError(f"{self.path}: {name} = {value} {why}")
 
     def finish(self):
-        """Refuse the remaining fields that change what the model computes, and warn about unknown ones."""
+        """Refuse the remaining fields that change what the model computes; warn about unknown ones."""
         for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
             value = self.all[name]
             if name not in NEUTRAL:
-                print_status(printable(f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored"))
+                line = f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored"
+                print_status(printable(line))
             elif value not in NEUTRAL[name]:
                 self.refuse(name, "changes what the model computes and is not supported")
 
 
 # ---------------------------------------------------------------- RoPE
 
+YARN_FIELDS = ["beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"]
 ROPE_FIELDS = {
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
-    "yarn": ["factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"],
+    "yarn": ["factor", *YARN_FIELDS],
     "longrope": ["factor", "short_factor", "long_factor", "attention_factor"],
 }
 
@@ -96,14 +126,21 @@ REQUIRED_ROPE_FIELDS = {
 
 
 def rope_fields(fields: Fields, by_kind: bool = False) -> tuple[str, dict]:
-    """The field of config.json that describes RoPE, and its value; by_kind: that of layers with full attention."""
-    name = "rope_parameters" if fields.take("rope_parameters", None) is not None else "rope_scaling"
+    """(name, value) of the field of config.json that describes RoPE.
+
+    by_kind: RoPE may differ by the kind of attention, and that of full attention is returned.
+    """
+    name = "rope_parameters"
+    if fields.take(name, None) is None:
+        name = "rope_scaling"
     rope = fields.take(name, None) or {}
-    return name, dict(rope.get("full_attention", rope) or {} if by_kind else rope)
+    if by_kind:
+        rope = rope.get("full_attention", rope) or {}
+    return name, dict(rope)
 
 
 def sliding_rope(fields: Fields) -> dict:
-    """The field of Config for families in which RoPE is scaled in the layers with full attention only."""
+    """The field of Config for families that scale RoPE only in layers with full attention."""
     base = fields.take("rope_local_base_freq", fields.take("rope_theta", None))
     rope = (fields.take("rope_parameters", None) or {}).get("sliding_attention") or {}
     if rope.get("rope_type", "default") != "default":
@@ -112,22 +149,34 @@ def sliding_rope(fields: Fields) -> dict:
 
 
 def rotated_dimensions(fields: Fields, head_dim: int) -> dict:
-    """The field of Config for families in which a part of each head is rotated."""
-    part = rope_fields(fields)[1].get("partial_rotary_factor", fields.take("partial_rotary_factor", None))
-    return {} if part in (None, 1) else {"rotary_dim": int(head_dim * part)}
+    """The field of Config for families in which RoPE rotates only a part of each head."""
+    part = fields.take("partial_rotary_factor", None)
+    _, rope = rope_fields(fields)
+    part = rope.get("partial_rotary_factor", part)
+    if part in (None, 1):
+        return {}
+    return {"rotary_dim": int(head_dim * part)}
 
 
-def hf_rope(fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ()) -> tuple:
-    """(base, scaling or None, longest context), from transformers 5's rope_parameters or 4's rope_theta and
-    rope_scaling. by_kind: whether RoPE may differ in sliding layers, whose RoPE the caller then reads (`sliding_rope`).
-    own_keys: keys of the family that the caller reads."""
-    context, base = fields.take("max_position_embeddings", 2048), fields.take("rope_theta", 10000.0)
+def hf_rope(
+    fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ()
+) -> tuple[float, RopeScaling | None, int]:
+    """(base, scaling or None, longest context), from rope_parameters as transformers 5 writes it,
+    or from rope_theta and rope_scaling as transformers 4 does.
+
+    by_kind: RoPE may differ in layers with sliding attention; the caller reads theirs (`sliding_rope`).
+    own_keys: the family's own keys in this field, which the caller reads.
+    """
+    context = fields.take("max_position_embeddings", 2048)
+    base = fields.take("rope_theta", 10000.0)
     name, rope = rope_fields(fields, by_kind)
     base = float(rope.pop("rope_theta", base))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # an older name
+    if kind == "su":  # an older name
+        kind = "longrope"
     if kind not in ROPE_FIELDS:
         fields.refuse(name, f"asks for RoPE scaling {kind!r}; known: {', '.join(ROPE_FIELDS)}")
+
     for key in own_keys:
         rope.pop(key, None)
     if rope.pop("partial_rotary_factor", 1) not in (None, 1):
@@ -140,37 +189,54 @@ def hf_rope(fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ())
         rope.pop(key, None)
     if rope:
         fields.refuse(name, f"has {', '.join(sorted(rope))}, which is not supported with {kind!r}")
+
     if kind == "default":
         return base, None, context
-    if lacking := [key for key in REQUIRED_ROPE_FIELDS.get(kind, []) if key not in values]:
-        fields.refuse(name, f"lacks {lacking[0]}")
+    for key in REQUIRED_ROPE_FIELDS.get(kind, []):
+        if key not in values:
+            fields.refuse(name, f"lacks {key}")
     if kind == "yarn":
-        magnitudes = values.pop("mscale", None), values.pop("mscale_all_dim", None)
-        values.setdefault("attention_factor", yarn_attention_factor(values.get("factor", 1.0), *magnitudes))
+        values = yarn(values)
     if kind == "longrope":
         values = longrope(values, context / original, original)
     if kind != "linear":
         values["original_max_seq_length"] = int(original)
-    # The scaled context may be used even if max_position_embeddings is still the original one.
-    scaled_context = context if context > original else int(original * values.get("factor", 1.0))
-    return base, RopeScaling(kind, **values), scaled_context
+    if context <= original:  # max_position_embeddings may be the context before it was extended
+        context = int(original * values.get("factor", 1.0))
+    return base, RopeScaling(kind, **values), context
+
+
+def yarn(values: dict) -> dict:
+    """The fields of a RopeScaling with the kind "yarn", from those of config.json."""
+    mscale = values.pop("mscale", None)
+    mscale_all_dim = values.pop("mscale_all_dim", None)
+    attention = yarn_attention_factor(values.get("factor", 1.0), mscale, mscale_all_dim)
+    return {"attention_factor": attention} | values
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22). With mscale and mscale_all_dim, as
-    DeepSeek's models have them, it is the ratio of two such factors."""
+    """YaRN's factor on cos and sin: 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22).
+
+    With mscale and mscale_all_dim, as DeepSeek's models have them, it is the ratio of two such factors.
+    """
+    if factor <= 1:
+        return 1.0
 
     def magnitude(m):
-        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+        return 0.1 * m * math.log(factor) + 1
 
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
 
 
 def longrope(values: dict, extension: float, original: int) -> dict:
-    """The fields of a RopeScaling with the kind "longrope" (arXiv:2402.13753). values: those of config.json. extension:
-    the context as a multiple of the original one."""
+    """The fields of a RopeScaling with the kind "longrope" (arXiv:2402.13753), from those of
+    config.json. extension: the context as a multiple of the original one."""
     factor = values.get("factor", extension)
-    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention = 1.0
+    if factor > 1:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original))
     return {
         "factors": tuple(map(float, values["short_factor"])),
         "long_factors": tuple(map(float, values["long_factor"])),

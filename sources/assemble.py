@@ -1,8 +1,9 @@
 """Turns the tensors of a file of another project into those of our model: names, rows, order.
 
-A file of this folder reads tensors by the file's own names. AssembledWeights knows from the model which of them are
-needed, in which shapes, and stacks q, k, v and gate, up. A tensor that is left over, missing or of the wrong shape is
-refused by name. families.py says how the tensors of each family are called.
+The file is a GgufFile or an HfFiles, which read tensors by the names in the file. AssembledWeights
+knows from the model which of them are needed and in which shapes, and stacks q, k, v and gate, up.
+A tensor that is left over, missing or of the wrong shape is refused by name. families.py says how
+the tensors of each family are called.
 """
 
 import re
@@ -20,27 +21,32 @@ from config import Config
 from formats import piece_rows
 from sources.families import Layout
 
-# Of the tensors of a source that is not quantized. Others, such as float8, need scales that are stored elsewhere.
+# The dtypes of tensors that are not quantized. Others, such as float8, need scales that are stored
+# elsewhere.
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass
 class Destination:
-    """Where a tensor of the source goes: to some rows of one of our tensors."""
+    """Where a tensor of the file goes: to some rows of one of our tensors."""
 
-    target: str
-    shape: torch.Size
-    fold: Callable[[Config, torch.Tensor], torch.Tensor] | None  # how it is changed, or None
+    target: str  # the name of our tensor
+    shape: torch.Size  # the shape that the tensor of the file must have
+    # The function that changes the tensor while it is read, or None.
+    fold: Callable[[Config, torch.Tensor], torch.Tensor] | None
 
 
 def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
-    """source name -> Destination, for every tensor that the model needs, in the model's order."""
+    """name in the file -> Destination, for every tensor that the model needs, in the model's order."""
     found = {}
     for target, tensor in empty_model(config).state_dict().items():
-        layer, ours, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target).groups()
+        name_parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target)
+        layer, ours, kind = name_parts.groups()
         prefix = "" if layer is None else f"{layout.layer}{layer}."
         names = layout.names[ours]
-        row_counts = piece_rows(config, ours) if len(names) > 1 else [tensor.shape[0]]
+        row_counts = [tensor.shape[0]]
+        if len(names) > 1:
+            row_counts = piece_rows(config, ours)
         for name, rows in zip(names, row_counts):
             shape = torch.Size([rows, *tensor.shape[1:]])
             found[f"{prefix}{name}.{kind}"] = Destination(target, shape, layout.folds.get(name))
@@ -48,15 +54,17 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
 
 
 class AssembledWeights:
-    """The weights of a model in a file of another project. UserError if the file does not hold exactly its tensors."""
+    """The weights of a model in a file of another project. UserError if its tensors do not fit the model."""
 
     def __init__(self, path: Path, file: Any, config: Config, layout: Layout, unneeded: Callable[[str], bool]):
-        """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether the tensor of a name, which the model
-        does not have, may be left out."""
-        self.path, self.file = path, file
+        """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether a tensor of this
+        name, which the model does not have, may be left out."""
+        self.path = path
+        self.file = file
         self.is_mapped = file.is_mapped
         self.config = config
         self.places = destinations(config, layout)
+
         found = file.shapes()
         for name, shape in found.items():
             if name not in self.places:
@@ -69,7 +77,8 @@ class AssembledWeights:
         if missing := [name for name in self.places if name not in found]:
             raise UserError(f"{path} lacks tensor {and_more(missing)}")
 
-        self.stacks = defaultdict(list)  # our name -> the names of the tensors that are stacked there
+        # The name of our tensor -> the names of the file's tensors that are stacked in it.
+        self.stacks = defaultdict(list)
         for name, place in self.places.items():
             self.stacks[place.target].append(name)
 
@@ -77,7 +86,8 @@ class AssembledWeights:
         """One of our tensors, or a part of it (a tp.Slice)."""
         layer = layer_of(name)
         *number, kind = name.removeprefix(f"{layer}.").split(".")
-        stack = self.stacks[f"{layer}.bias" if kind == "bias" else f"{layer}.weight"]
+        # The packed tensors of a matrix come from the tensors in the file that are its weight.
+        stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
         if number:  # one of the pieces of a formats.StackedLinear
             stack = [stack[int(number[0])]]
 
@@ -86,8 +96,10 @@ class AssembledWeights:
         return whole if part is None else part.cut(whole)
 
     def read_piece(self, name: str, kind: str) -> torch.Tensor:
-        """A tensor of the file, in the form that our model has. kind: "weight", "bias", or a part of a quantized
-        matrix, which is checked by the file."""
+        """A tensor of the file, in the form that our model has.
+
+        kind: "weight", "bias", or a part of a quantized matrix, whose values the file checks.
+        """
         tensor = self.file.read(name, kind)
         if kind in ("weight", "bias"):
             check_dense(tensor, f"{self.path}: {name}")
@@ -99,5 +111,5 @@ def check_dense(tensor: torch.Tensor, name: str):
     if tensor.dtype not in DENSE_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{name} holds {kind}, expected floating-point numbers of 16, 32 or 64 bits")
-    if not all(map(torch.isfinite, tensor.aminmax())):  # which makes no copy
+    if not all(map(torch.isfinite, tensor.aminmax())):  # aminmax makes no copy
         raise UserError(f"{name} holds NaN or infinity")

@@ -1,9 +1,10 @@
 """Reads GGUF files: the Config and the tensors.
 
-gguf_header.py parses the header, and gguf_tokenizer.py reads the tokenizer. This file knows what the metadata means
-(with the names that llama.cpp writes); families.py knows which architectures there are, and which of their tensors have
-another layout than ours; formats.py knows the quantized types. The `gguf` package dequantizes other types. Nothing is
-guessed from the file's name, except where the other files of a split model are.
+gguf_header.py parses the header, and gguf_tokenizer.py reads the tokenizer. This file knows what
+the metadata means (with the names that llama.cpp writes); families.py knows which architectures
+there are, and which of their tensors have another layout than ours; formats.py knows the quantized
+types. The `gguf` package dequantizes other types. Nothing is guessed from the file's name, except
+where the other files of a split model are.
 """
 
 import dataclasses
@@ -26,28 +27,38 @@ from tokenizer import TokenizerFiles
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
 USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count
-    attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
-    attention.sliding_window rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
-    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow vocab_size expert_count expert_used_count embedding_scale residual_scale logit_scale
-    attention.scale attention.sliding_window_pattern rope.freq_base_swa
-    rope.scaling.yarn_attn_factor rope.scaling.yarn_log_multiplier attention.temperature_scale"""
+    attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length
+    attention.value_length attention.scale attention.sliding_window
+    attention.sliding_window_pattern attention.temperature_scale rope.freq_base rope.freq_base_swa
+    rope.dimension_count rope.scale_linear rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
+    rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count embedding_scale
+    residual_scale logit_scale"""
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
+ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS = "rope_factors_short.weight"
+LONG_FACTORS = "rope_factors_long.weight"
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile:
-    """An open GGUF file, or the files of a split model, of which the first has the metadata. If anything is wrong, a
-    UserError names the file and the field or tensor."""
+    """An open GGUF file, or the files of a split model, of which the first has the metadata.
+
+    If anything is wrong, a UserError names the file and the field or tensor.
+    """
 
     is_mapped = False  # a tensor is read into memory of its own
 
     def __init__(self, path: Path):
-        self.path, self.files = path, []
+        self.path = path
+        self.files = []
         self.metadata, self.infos = self.open_part(path)
         if self.value("split.count", 0) not in (0, 1):
             self.open_split(split_files(path))
+
         self.architecture = str(self.value("general.architecture", None))
         if self.architecture not in GGUF_FAMILIES:
             raise UserError(
@@ -62,7 +73,7 @@ class GgufFile:
             file = open_file(path)
             weakref.finalize(self, file.close)
             metadata, infos = read_header(file)
-        except (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error) as error:
+        except (LookupError, MemoryError, OSError, OverflowError, ValueError, struct.error) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from None
 
         for info in infos.values():
@@ -71,7 +82,7 @@ class GgufFile:
         return metadata, infos
 
     def open_split(self, paths: list[Path]):
-        """Open all files of a split model, after one of them said that it is one."""
+        """Open all files of a split model, one of which is self.path."""
         count = self.value("split.count")
         if count != len(paths):
             raise UserError(
@@ -79,7 +90,8 @@ class GgufFile:
                 "MODEL-00001-of-00003.gguf does"
             )
         if missing := [path.name for path in paths if not path.is_file()]:
-            raise UserError(f"{self.path} is one of {count} files of a model; beside it {and_more(missing)} is missing")
+            gone = f"beside it {and_more(missing)} is missing"
+            raise UserError(f"{self.path} is one of {count} files of a model; {gone}")
 
         self.path = paths[0]
         self.files = []
@@ -93,12 +105,13 @@ class GgufFile:
             if twice := self.infos.keys() & infos.keys():
                 raise UserError(f"{path}: tensor {min(twice)} is in another file of the model, too")
             self.infos |= infos
+
         total = self.value("split.tensors.count", len(self.infos))
         if total != len(self.infos):
             raise UserError(f"{self.path} names {total} tensors, but its {count} files have {len(self.infos)}")
 
     def value(self, name: str, *default):
-        """A field of the metadata, or the default. UserError if the field is missing and there is no default."""
+        """A field of the metadata, or its default. UserError if it is missing and has no default."""
         if name in self.metadata:
             return self.metadata[name]
         if not default:
@@ -121,7 +134,7 @@ class GgufFile:
         return value[0]
 
     def nonzero(self, name: str, default):
-        """A hyperparameter of which 0 counts as absent, as in llama.cpp."""
+        """A hyperparameter for which 0 means that it is absent, as in llama.cpp."""
         value = self.hyper(name, default)
         return default if value == 0 else value
 
@@ -131,32 +144,44 @@ class GgufFile:
     # ------------------------------------------------------------ Config
 
     def config(self) -> Config:
+        """The model's Config. UserError if a field is missing, wrong, or not supported."""
         try:
+            self.check_fields()
             return self._config()
         except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
             raise UserError(f"{self.path} has a field of the wrong type or size: {first_line(error)}") from None
 
-    def _config(self) -> Config:
+    def check_fields(self):
+        """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
         for name in sorted(self.metadata):
             architecture, _, rest = name.partition(".")
             if architecture == self.architecture and rest not in USED_FIELDS.split():
-                print_status(printable(f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"))
-        shapes = self.shapes()
-        if len(shapes.get("token_embd.weight", ())) != 2:
+                line = f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"
+                print_status(printable(line))
+
+        if len(self.shapes().get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         if self.hyper("block_count") > len(self.infos):
             self.refuse("block_count", f"is more than the {len(self.infos)} tensors of the file")
         for name in ("expert_count", "attention.sliding_window"):
             if type(self.hyper(name, 0)) is not int:
-                self.refuse(name, "is no whole number")
+                self.refuse(name, "is not an integer")
         if self.hyper("expert_count", 0):
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
-        n_head, dim = self.per_layer("attention.head_count"), self.hyper("embedding_length")
+
+    def _config(self) -> Config:
+        shapes = self.shapes()
+        n_head = self.per_layer("attention.head_count")
+        dim = self.hyper("embedding_length")
         head_dim = self.hyper("attention.key_length", dim // n_head)
         if self.hyper("attention.value_length", head_dim) != head_dim:
-            self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
-        if (rotary_dim := self.hyper("rope.dimension_count", head_dim)) != head_dim and not self.family.partial_rotary:
-            self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
+            why = f"is not attention.key_length = {head_dim}, which is not supported"
+            self.refuse("attention.value_length", why)
+        rotary_dim = self.hyper("rope.dimension_count", head_dim)
+        if rotary_dim != head_dim and not self.family.partial_rotary:
+            why = f"rotates a part of each head ({head_dim}), which is not supported"
+            self.refuse("rope.dimension_count", why)
+
         scaling, context = self.rope()
         config = make_config(
             self.path,
@@ -168,7 +193,8 @@ class GgufFile:
             hidden_dim=self.per_layer("feed_forward_length"),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
-            norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),  # 1e-5 or 1e-6, stored as float32
+            # 1e-5 or 1e-6, stored as float32
+            norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
@@ -189,64 +215,79 @@ class GgufFile:
         return dataclasses.replace(config, **self.family.gguf_fields(config))
 
     def sliding_layers(self) -> tuple[int, ...] | None:
-        """The layers that slide: a list says so for each layer, a number n that every n-th does not (0: all do).
-        None if the file does not say it."""
-        pattern = self.hyper("attention.sliding_window_pattern", None)
+        """The layers with a sliding window; None if the file does not say which.
+
+        The field is a list with an entry for each layer, or a number n: every n-th layer does not
+        slide, or all layers do if n is 0.
+        """
+        name = "attention.sliding_window_pattern"
+        pattern = self.hyper(name, None)
         if pattern is None:
             return None
         layers = range(self.hyper("block_count"))
         if not isinstance(pattern, list):
             return tuple(i for i in layers if pattern == 0 or (i + 1) % pattern)
         if len(pattern) != len(layers):
-            self.refuse("attention.sliding_window_pattern", f"does not have a value for each of {len(layers)} layers")
+            self.refuse(name, f"does not have a value for each of {len(layers)} layers")
         return tuple(i for i in layers if pattern[i])
 
     def divisors(self, name: str) -> tuple[float, ...] | None:
         """A tensor of divisors of RoPE's frequencies, or None if the file does not have it."""
-        if (info := self.infos.get(name)) is None:
+        info = self.infos.get(name)
+        if info is None:
             return None
         if info.type not in DENSE or len(info.shape) != 1:
-            raise UserError(f"{self.path}: {name} is {info.type} {info.shape}, not a vector of floating-point numbers")
+            kind = f"{info.type} {info.shape}"
+            raise UserError(f"{self.path}: {name} is {kind}, not a vector of floating-point numbers")
         return tuple(self.read(name).float().tolist())
 
     def rope(self) -> tuple[RopeScaling | None, int]:
-        """(scaling, longest context). The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields. As
-        in llama.cpp, a factor without a type is linear, and older files have it under another name."""
-        context, kind = self.hyper("context_length"), self.hyper("rope.scaling.type", "linear")
+        """(scaling, longest context).
+
+        The scalings of Llama 3 and Phi-3 are tensors of divisors, others are fields. As in
+        llama.cpp, a factor without a type is linear, and older files have it under another name.
+        """
+        context = self.hyper("context_length")
+        kind = self.hyper("rope.scaling.type", "linear")
         if kind not in ROPE_TYPES:
             self.refuse("rope.scaling.type", f"is not known; known: {', '.join(ROPE_TYPES)}")
-        factor = float(self.hyper("rope.scaling.factor", self.hyper("rope.scale_linear", 0.0))) or 1.0
+        older_factor = self.hyper("rope.scale_linear", 0.0)
+        factor = float(self.hyper("rope.scaling.factor", older_factor)) or 1.0
         if kind == "linear" and factor == 1.0:
             kind = "none"
+
         original = self.nonzero("rope.scaling.original_context_length", context)
-        factors, short, long = map(self.divisors, ROPE_TENSORS)
+        factors = self.divisors(ROPE_FACTORS)
+        short_factors = self.divisors(SHORT_FACTORS)
         if factors is not None and kind != "none":
-            raise UserError(f"{self.path}: {kind} RoPE scaling and the tensor {ROPE_TENSORS[0]} cannot both be used")
+            both = f"{kind} RoPE scaling and the tensor {ROPE_FACTORS}"
+            raise UserError(f"{self.path}: {both} cannot both be used")
         if factors is not None:
             return RopeScaling("factors", factors=factors), context
-        if short is not None:
+        if short_factors is not None:
             return RopeScaling(
                 "longrope",
                 original_max_seq_length=original,
                 attention_factor=float(self.hyper("rope.scaling.attn_factor", 1.0)),
-                factors=short,
-                long_factors=long or (),
+                factors=short_factors,
+                long_factors=self.divisors(LONG_FACTORS) or (),
             ), context
         if kind == "none":
             return None, context
         if kind == "linear":
             return RopeScaling("linear", factor), max(context, int(context * factor))
         if kind == "longrope":
-            self.refuse("rope.scaling.type", f"needs the tensors {ROPE_TENSORS[1]} and {ROPE_TENSORS[2]}")
+            self.refuse("rope.scaling.type", f"needs the tensors {SHORT_FACTORS} and {LONG_FACTORS}")
+
         usual = yarn_attention_factor(factor, 1.0, self.hyper("rope.scaling.yarn_log_multiplier", 0.0))
+        attention = float(self.hyper("rope.scaling.yarn_attn_factor", usual))
         scaling = RopeScaling(
             "yarn",
             factor,
             original,
             beta_fast=float(self.hyper("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self.hyper("rope.scaling.yarn_beta_slow", 1.0)),
-            attention_factor=float(self.hyper("rope.scaling.yarn_attn_factor", usual))
-            * float(self.hyper("rope.scaling.attn_factor", 1.0)),
+            attention_factor=attention * float(self.hyper("rope.scaling.attn_factor", 1.0)),
         )
         return scaling, max(context, int(original * factor))
 
@@ -257,7 +298,8 @@ class GgufFile:
         return {name: info.shape for name, info in self.infos.items()}
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """A tensor in floating-point numbers; with kind "blocks" that of a quantized format as it is."""
+        """A tensor of floating-point numbers, dequantized if need be. With kind "blocks", the
+        packed tensor of a quantized format."""
         info = self.infos[name]
         tensor = self.read_data(info)
         if kind != "blocks":
@@ -267,8 +309,11 @@ class GgufFile:
         return tensor
 
     def read_data(self, info: TensorInfo) -> torch.Tensor:
-        """A tensor: floating-point numbers, or uint8 (rows, bytes). The file is read and not mapped into memory,
-        because a mapped file that somebody truncates would kill the process."""
+        """A tensor of floating-point numbers, or the uint8 (rows, bytes) of a quantized one.
+
+        The file is read and not mapped into memory, because a mapped file that somebody truncates
+        would kill the process.
+        """
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         file = self.files[info.part]
         file.seek(info.start)
@@ -280,9 +325,10 @@ class GgufFile:
 
     def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
         """A tensor of a type that is not kept, in float32."""
-        if info.type.lower() in FORMATS:
-            format, C = FORMATS[info.type.lower()], info.shape[-1]
-            return format.unpack({"blocks": blocks}, format.groupsizes[0], C).view(info.shape)
+        format = FORMATS.get(info.type.lower())
+        if format is not None:
+            weight = format.unpack({"blocks": blocks}, format.groupsizes[0], info.shape[-1])
+            return weight.view(info.shape)
         import gguf
 
         try:
@@ -293,33 +339,41 @@ class GgufFile:
         return torch.from_numpy(np.ascontiguousarray(array)).view(info.shape)
 
     def quantization(self, modules: dict[str, list[str]]) -> Quantization | None:
-        """The Quantization with the types of this file's tensors that are in FORMATS; None if there are none.
+        """The formats in which the file's matrices are kept; None if none is quantized in the blocks.
 
-        modules: our module name -> the names of the file's tensors that are stacked in this module. Matrices of other
-        quantized types are dequantized, after one line that says so.
+        modules: our module name -> the names of the file's tensors that are stacked in this module.
+        Matrices of types that are not in FORMATS are dequantized, and a line says so.
         """
         formats = {}
+        in_blocks = []
         for module, names in modules.items():
-            kinds = [self.infos[name].type.lower() if name in self.infos else "none" for name in names]
-            own = [kind if kind in FORMATS else "none" for kind in kinds]
-            formats[module] = own[0] if len(set(own)) == 1 else "+".join(own)
+            kinds = [self.infos[name].type.lower() for name in names]
+            kept = [kind if kind in FORMATS else "none" for kind in kinds]
+            if len(set(kept)) == 1:
+                kept = kept[:1]
+            formats[module] = "+".join(kept)
+            if module.startswith("blocks."):
+                in_blocks += kept
         self.warn_of_other_types()
-        blocks = [format for module, format in formats.items() if module.startswith("blocks.")]
-        mode = max(FORMATS, key=lambda name: sum(text.split("+").count(name) for text in blocks))
-        if not any(mode in text.split("+") for text in blocks):
+
+        mode = max(FORMATS, key=in_blocks.count)
+        if mode not in in_blocks:
             return None
-        head, size = formats.get("output", formats["embedding"]), FORMATS[mode].groupsizes[0]
-        without = Quantization(mode, size, head)
-        exceptions = {module: format for module, format in formats.items() if format != without.usual(module)}
+        size = FORMATS[mode].groupsizes[0]
+        head = formats.get("output", formats["embedding"])
+        usual = Quantization(mode, size, head).usual
+        exceptions = {module: format for module, format in formats.items() if format != usual(module)}
         return Quantization(mode, size, head, exceptions)
 
     def warn_of_other_types(self):
-        others = [info for info in self.infos.values() if info.type.lower() not in FORMATS and info.type not in DENSE]
+        known = {*DENSE, *(name.upper() for name in FORMATS)}
+        others = [info for info in self.infos.values() if info.type not in known]
         if others:
             kinds = ", ".join(sorted({info.type for info in others}))
             elements = sum(torch.Size(info.shape).numel() for info in others)
             extra = 2 * elements - sum(info.nbytes for info in others)
-            print_status(f"{self.path}: {kinds} cannot be kept: dequantized, which takes {extra / 1e6:.1f} MB more")
+            why = f"{kinds} cannot be kept: dequantized, which takes {extra / 1e6:.1f} MB more"
+            print_status(f"{self.path}: {why}")
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer and the chat template, from the metadata."""

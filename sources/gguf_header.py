@@ -1,7 +1,8 @@
 """Parses the header of a GGUF file: its metadata, and where its tensors are.
 
-The `gguf` package does the same in 20 to 60 times the time, because it makes numpy arrays of every string. docs/gguf.md
-of ggml describes the layout: magic, version, counts, key-value pairs, tensor infos; numbers are little-endian.
+The `gguf` package takes 20 to 60 times as long, because it makes numpy arrays of every string.
+docs/gguf.md of ggml describes the layout: magic, version, counts, key-value pairs, tensor infos;
+numbers are little-endian.
 """
 
 import math
@@ -16,13 +17,13 @@ import numpy as np
 
 from formats import FORMATS
 
-# How to unpack a value, by its type in the file; strings (8) and arrays (9) have lengths.
+# The struct codes of the types of values that have a fixed size, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 FIRST_READ = 1 << 24  # bytes; few headers are longer
-LONGEST_HEADER = 1 << 26  # bytes; longer ones than those of any model would take minutes and gigabytes
-# (name, columns of a block, bytes of a block) of a tensor's type. Other types are looked up in the gguf package.
-TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
+# Bytes. No model has such a long header, and parsing a longer one would take minutes and gigabytes.
+LONGEST_HEADER = 1 << 26
 QUANTIZED = {
     2: "q4_0",
     3: "q4_1",
@@ -35,10 +36,12 @@ QUANTIZED = {
     20: "iq4_nl",
     23: "iq4_xs",
 }
+# A tensor's type -> (name, columns of a block, bytes of a block). The gguf package knows the others.
+TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
 BLOCKS = {number: FORMATS[name].parts[0] for number, name in QUANTIZED.items()}
-TYPES |= {number: (QUANTIZED[number].upper(), block.columns, block.count) for number, block in BLOCKS.items()}
+TYPES |= {n: (QUANTIZED[n].upper(), block.columns, block.count) for n, block in BLOCKS.items()}
 
-MOST_FILES = 1000  # of a split model
+MOST_FILES = 1000  # the largest number of files of a split model
 SPLIT_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
@@ -47,17 +50,19 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]  # the slowest dimension first, as in torch
     type: str  # such as "Q4_K"
-    start: int  # byte in the file
+    start: int  # the tensor's first byte in the file
     row_bytes: int
     nbytes: int
-    part: int = 0  # of a model that is split over several files: in which of them
+    part: int = 0  # which file of a split model holds the tensor
 
 
 class Parser:
-    """Reads values from the beginning of a file, one after the other. Raises ValueError or struct.error at its end."""
+    """Reads values from the beginning of a file, one after the other. At the end of the data, it
+    raises ValueError or struct.error."""
 
     def __init__(self, data: bytes):
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0  # the next byte to read
 
     def number(self, code: str):
         (value,) = struct.unpack_from("<" + code, self.data, self.at)
@@ -68,10 +73,14 @@ class Parser:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """An array of strings, in which invalid UTF-8 is written as \\xff: a name or one token of many may have it. A
-        vocabulary has hundreds of thousands of strings, so this loop calls nothing of ours."""
-        data, at = self.data, self.at
-        found, length_at = [], struct.Struct("<Q").unpack_from
+        """The next strings of an array. Invalid UTF-8, which tokens and names may have, becomes \\xff.
+
+        A vocabulary has hundreds of thousands of strings, so this loop calls no function of ours.
+        """
+        data = self.data
+        at = self.at
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
         for _ in range(count):
             start = at + 8
             at = start + length_at(data, at)[0]
@@ -88,21 +97,27 @@ class Parser:
             return self.string()
         if kind != ARRAY:
             raise ValueError(f"a value of type {kind}, which is not known")
-        item, count = self.number("I"), self.number("Q")
+
+        item = self.number("I")
+        count = self.number("Q")
         if item == STRING:
             return self.strings(count)
         if item not in SCALARS:
             raise ValueError(f"an array of type {item}, which is not known")
         if count * np.dtype(SCALARS[item]).itemsize > len(self.data) - self.at:
             raise struct.error("the file ends in an array")
-        array = np.frombuffer(self.data, np.dtype("<" + SCALARS[item]), count, self.at) if count else np.zeros(0)
+        if count == 0:
+            return []
+        array = np.frombuffer(self.data, np.dtype("<" + SCALARS[item]), count, self.at)
         self.at += array.nbytes
         return array.tolist()
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """(metadata, tensors by name) of an open file. Raises ValueError, with the tensor's name if there is one, for what
-    is not a complete GGUF file."""
+    """(metadata, tensors by name) of an open file.
+
+    Raises ValueError if it is not a complete GGUF file; the message names the tensor if there is one.
+    """
     size = os.fstat(file.fileno()).st_size
     length = FIRST_READ
     while True:
@@ -119,15 +134,18 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 def parse(data: bytes, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """The same, from the first bytes of a file of `size` bytes. Raises struct.error if the header is longer."""
-    parser = Parser(data)
+    """`read_header` of a file of `size` bytes that begins with `data`. Raises struct.error if the
+    header is longer than that."""
     if data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
+    parser = Parser(data)
     parser.at = 4
     version = parser.number("I")
     if version not in (2, 3):
         raise ValueError(f"version {version} is not known; known: 2 and 3 (little-endian)")
-    n_tensors, n_fields = parser.number("Q"), parser.number("Q")
+    n_tensors = parser.number("Q")
+    n_fields = parser.number("Q")
+
     metadata = {}
     for _ in range(n_fields):
         name = parser.string()
@@ -135,16 +153,18 @@ def parse(data: bytes, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]
             raise ValueError(f"the field {name} is there twice")
         metadata[name] = parser.value(parser.number("I"))
     entries = [read_info(parser) for _ in range(n_tensors)]
+
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment {alignment!r} is no power of two")
+        raise ValueError(f"general.alignment {alignment!r} is not a power of two")
     begin = -(-parser.at // alignment) * alignment
     return metadata, locate(entries, begin, alignment, size)
 
 
 def read_info(parser: Parser) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape, type, offset) of a tensor."""
-    name, n_dimensions = parser.string(), parser.number("I")
+    name = parser.string()
+    n_dimensions = parser.number("I")
     if n_dimensions > 4:
         raise ValueError(f"tensor {name} has {n_dimensions} dimensions")
     shape = tuple(parser.number("Q") for _ in range(n_dimensions))[::-1]
@@ -152,24 +172,32 @@ def read_info(parser: Parser) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, TensorInfo]:
-    """The tensors by name, after checking that they are whole, aligned, and apart."""
+    """The tensors by name, after checking that they are whole, aligned, and do not overlap.
+
+    begin: the byte of the file from which their offsets count. size: the bytes of the file.
+    """
     tensors: dict[str, TensorInfo] = {}
     for name, shape, kind, offset in entries:
         type_name, columns, block = block_sizes(name, kind)
         if 0 in shape:
             raise ValueError(f"tensor {name} has the shape {shape}")
-        rows, C = math.prod(shape[:-1]), shape[-1] if shape else 1
+        C = shape[-1] if shape else 1
         if C % columns:
-            raise ValueError(f"tensor {name} ({type_name}) has rows of {C} elements, which are no blocks of {columns}")
+            raise ValueError(
+                f"tensor {name} ({type_name}) has rows of {C} elements, which is not a multiple of {columns}"
+            )
         row_bytes = C // columns * block
-        start, end = begin + offset, begin + offset + rows * row_bytes
+        nbytes = math.prod(shape[:-1]) * row_bytes
+        start = begin + offset
+        end = start + nbytes
         if end > size:
             raise ValueError(f"truncated: tensor {name} ends at byte {end:,}, the file at {size:,}")
         if offset % alignment:
-            raise ValueError(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
+            raise ValueError(f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
         if name in tensors:
             raise ValueError(f"tensor {name} is there twice")
-        tensors[name] = TensorInfo(name, shape, type_name, start, row_bytes, end - start)
+        tensors[name] = TensorInfo(name, shape, type_name, start, row_bytes, nbytes)
+
     by_place = sorted(tensors.values(), key=lambda tensor: tensor.start)
     for first, second in zip(by_place, by_place[1:]):
         if first.start + first.nbytes > second.start:
@@ -192,15 +220,21 @@ def block_sizes(name: str, kind: int) -> tuple[str, int, int]:
 
 def open_file(path: Path) -> BinaryIO:
     """An open regular file. (Reading a device or a pipe might never end.)"""
+    if not path.exists():
+        raise FileNotFoundError("it is not there")
+    if path.is_dir():
+        raise FileNotFoundError("it is a directory")
     if not path.is_file():
-        kind = "a directory" if path.is_dir() else "no file" if path.exists() else "not there"
-        raise FileNotFoundError(f"it is {kind}")
+        raise FileNotFoundError("it is not a regular file")
     return open(path, "rb")
 
 
 def split_files(path: Path) -> list[Path]:
-    """The files of the model of which this is one, in their order: MODEL-00001-of-00003.gguf and so on, as
-    llama-gguf-split names them. Any other file stands for itself."""
+    """The files of the model to which this file belongs, in their order.
+
+    llama-gguf-split names them MODEL-00001-of-00003.gguf and so on. A file with another name is the
+    only one of its model.
+    """
     match = SPLIT_NAME.fullmatch(path.name)
     count = 0 if match is None else int(match["count"])
     if not 1 <= count <= MOST_FILES:
@@ -209,6 +243,6 @@ def split_files(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of the model in a file: that of the file, without what llama-gguf-split adds."""
+    """The name of the model in a file: the file's name without what llama-gguf-split adds to it."""
     match = SPLIT_NAME.fullmatch(path.name)
     return path.stem if match is None else match["model"]

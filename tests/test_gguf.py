@@ -169,14 +169,14 @@ def edited(file, name, change):
 
 
 DAMAGES = {
-    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is no multiple of 32"),
+    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is not a multiple of 32"),
     "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
     "beyond the end": (
         lambda d, kind, offset: (d, kind, 1 << 40),
         "truncated: tensor blk.1.attn_q.weight ends at byte",
     ),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
-    "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which are no blocks of 256"),
+    "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which is not a multiple of 256"),
     "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"has the shape \(9223372036854775808, 0\)"),
     "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
 }
@@ -206,7 +206,7 @@ def test_other_broken_files_are_refused(file, tmp_path):
             open_gguf(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="it is no file"):
+    with pytest.raises(UserError, match="it is not a regular file"):
         open_gguf(path)
     path.unlink()
     path.mkdir()
@@ -376,8 +376,8 @@ def test_fields_that_do_not_fit_are_refused(file):
         (tokens | {"tokenizer.ggml.token_type": [1, 1, 1]}, "the tokenizer's fields do not fit each other"),
         ({"tokenizer.ggml.token_type": [3, 1]}, "token_type does not have a number for each token"),
         ({"tokenizer.ggml.token_type": "abc"}, "token_type does not have a number for each token"),
-        ({"qwen2.attention.sliding_window": ""}, "qwen2.attention.sliding_window = '' is no whole number"),
-        ({"qwen2.expert_count": []}, "is no whole number"),
+        ({"qwen2.attention.sliding_window": ""}, "qwen2.attention.sliding_window = '' is not an integer"),
+        ({"qwen2.expert_count": []}, "is not an integer"),
     ]
     for fields, why in cases:
         opened = GgufFile(file)

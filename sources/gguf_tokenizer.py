@@ -1,7 +1,7 @@
-"""Reads the tokenizer of a GGUF file: its vocabulary, special tokens and chat templates, from the metadata.
+"""Reads the tokenizer of a GGUF file from the metadata: vocabulary, special tokens, chat templates.
 
-Read down: gguf_tokenizer_files, and the fields as llama.cpp reads them; special tokens, and those that end a text;
-byte-level BPE; sentencepiece. gguf_file.py reads the rest of the file.
+Read down: gguf_tokenizer_files, and the fields as llama.cpp reads them; special tokens, and those
+that end a text; byte-level BPE; sentencepiece. gguf_file.py reads the rest of the file.
 """
 
 import re
@@ -13,12 +13,15 @@ import torch
 from cli import UserError, first_line, print_status, printable
 from tokenizer import TokenizerFiles
 
-START = "tokenizer.ggml."  # of the names of the fields
+START = "tokenizer.ggml."  # the names of the fields begin with this
 TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}
-NORMAL, UNKNOWN = 1, 2  # token types, numbered as in sentencepiece
-CONTROL, USER_DEFINED = 3, 4
+# The types of tokens, numbered as in sentencepiece.
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 BYTE = 6
-SPECIAL = (CONTROL, UNKNOWN)  # found in text, and not shown
+SPECIAL = (CONTROL, UNKNOWN)  # tokens of these types are found in text, and are not shown
 
 
 def gguf_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
@@ -27,8 +30,9 @@ def gguf_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
         return make_tokenizer_files(path, metadata)
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # of any kind; where the library's Rust code panics, it is no Exception
-        raise UserError(f"{path}: the tokenizer's fields do not fit each other: {first_line(error)}") from None
+    except BaseException as error:  # a panic of the library's Rust code is not an Exception
+        why = first_line(error)
+        raise UserError(f"{path}: the tokenizer's fields do not fit each other: {why}") from None
 
 
 def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
@@ -43,7 +47,8 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     else:
         raise UserError(f"{path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama")
 
-    tokens, bos = fields["tokens"], fields.get("bos_token_id")
+    tokens = fields["tokens"]
+    bos = fields.get("bos_token_id")
     eos_ids = end_tokens(fields)
     files.settings = {
         "bos_token_id": bos,
@@ -55,9 +60,14 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     if kind == "llama":
         files.settings |= {"added_tokens": added_tokens(fields, is_phi3(metadata)), "legacy": True}
 
-    templates = [metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")]
-    files.template, files.tool_template = (text if isinstance(text, str) and text else None for text in templates)
+    files.template = chat_template(metadata, "tokenizer.chat_template")
+    files.tool_template = chat_template(metadata, "tokenizer.chat_template.tool_use")
     return files
+
+
+def chat_template(metadata: dict, name: str) -> str | None:
+    text = metadata.get(name)
+    return text if isinstance(text, str) and text else None
 
 
 def short(value) -> str:
@@ -69,27 +79,30 @@ def short(value) -> str:
 
 
 def read_fields(path: Path, metadata: dict) -> dict:
-    """The fields of the tokenizer, by the ends of their names, as llama.cpp reads them: an empty token gets a name, and
-    an id outside the vocabulary counts as absent. tokens and token_type are lists of the same length."""
-    fields = {name.removeprefix(START): value for name, value in metadata.items() if name.startswith(START)}
+    """The fields of the tokenizer, by their names without START.
+
+    As in llama.cpp, an empty token gets a name, and an id outside the vocabulary counts as absent.
+    tokens and token_type are lists of the same length.
+    """
+    fields = {name.removeprefix(START): metadata[name] for name in metadata if name.startswith(START)}
     tokens = fields.get("tokens")
     if tokens is None:
         raise UserError(f"{path} lacks {START}tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ValueError("tokens is not a list of strings")
-    tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    fields["tokens"] = tokens
     if len(set(tokens)) < len(tokens):
-        [(twice, _)] = Counter(tokens).most_common(1)
+        twice = Counter(tokens).most_common(1)[0][0]
         print_status(f"warning: {path}: {START}tokens has {short(twice)} twice; only the last one is used")
 
     for name in sorted(TOKEN_IDS & fields.keys()):
         if type(fields[name]) is not int:
             raise UserError(f"{path}: {START}{name} = {short(fields[name])} is not a token id")
         if not 0 <= fields[name] < len(tokens):
-            print_status(
-                f"warning: {path}: {START}{name} = {fields.pop(name)} is not one of the ids of {len(tokens)} tokens "
-                "and counts as absent"
-            )
+            value = fields.pop(name)
+            why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
+            print_status(f"warning: {path}: {START}{name} = {value} {why}")
 
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         if type(fields.get(name, True)) not in (bool, int):
@@ -104,7 +117,8 @@ def read_fields(path: Path, metadata: dict) -> dict:
 
 
 def add_sentencepiece_defaults(fields: dict):
-    """Add what a file may leave out: <unk>, <s> and </s> are the first three tokens, and all scores are equal."""
+    """Add the fields that a file may leave out. Without them all scores are equal, and <unk>, <s> and
+    </s> are special if they are the first three tokens."""
     tokens = fields["tokens"]
     fields.setdefault("scores", [0.0] * len(tokens))
     if tokens[:3] == ["<unk>", "<s>", "</s>"]:
@@ -118,28 +132,32 @@ def add_sentencepiece_defaults(fields: dict):
 # ---------------------------------------------------------------- special tokens
 
 # Tokens that end a text or a turn, in the families that are known here and their relatives.
-END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn> <|end|> <|return|> <|call|>
-    <|calls|> <|flush|> </s> <eos> <EOT> _<EOT> [EOT] [EOS] <|eot|> <|end_of_role|> <end_of_utterance> <turn|>
-    <|tool_response> <｜end▁of▁sentence｜> [e~[""".split()  # noqa: SIM905
+END_TOKENS = """<|endoftext|> <|im_end|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn> <|end|>
+    <|return|> <|call|> <|calls|> <|flush|> </s> <eos> <EOT> _<EOT> [EOT] [EOS] <|eot|> <|end_of_role|>
+    <end_of_utterance> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[""".split()  # noqa: SIM905
 # Tokens that mark the parts of a file, and the files of a repository, in prompts for infilling.
-INFILL_TOKENS = """<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
-    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
-    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
-    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
-    <|file_sep|>""".split()  # noqa: SIM905
+INFILL_TOKENS = """<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|>
+    <|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|>
+    <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|>
+    <|middle|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo>
+    <REPO> <reponame> <|file_sep|>""".split()  # noqa: SIM905
 MARKS = {*END_TOKENS, *INFILL_TOKENS}
 
 
 def end_tokens(fields: dict) -> list[int]:
-    """The ids of the tokens that end a text: those that the fields name, and special tokens that are known by name. (A
-    file names one token only, such as Qwen2.5's <|im_end|>, although a text ends at <|endoftext|>.)"""
+    """The ids of the tokens that end a text: those that the fields name, and those of END_TOKENS.
+
+    (A file names one token only, such as Qwen2.5's <|im_end|>, although <|endoftext|> ends a text,
+    too.)
+    """
     tokens = fields["tokens"]
     named = [i for i in named_ends(fields) if i is not None]
     known = [i for i, kind in enumerate(fields["token_type"]) if kind in SPECIAL and tokens[i] in END_TOKENS]
     ends = list(dict.fromkeys(named + known))
     texts = {tokens[i] for i in ends}
     if texts & {"<|return|>", "<|flush|>"} and texts & {"<|call|>", "<|calls|>"}:
-        return [i for i in ends if tokens[i] != "<|end|>"]  # it ends each of the several messages of an answer there
+        # In this vocabulary an answer is several messages, and <|end|> ends each of them.
+        return [i for i in ends if tokens[i] != "<|end|>"]
     return ends
 
 
@@ -149,36 +167,39 @@ def named_ends(fields: dict) -> list[int | None]:
 
 
 def token_types(fields: dict) -> list[int]:
-    """The type of each token. Tokens that are known by their text to be marks are control tokens. Many files say that
-    they are user-defined or normal, which is why llama.cpp goes by the text, too."""
+    """The type of each token. The tokens in MARKS are control tokens, whatever the file says.
+
+    (Many files say that they are user-defined or normal. llama.cpp goes by the text, too.)
+    """
     tokens = fields["tokens"]
     types = list(fields.get("token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise ValueError("token_type does not have a number for each token")
     for i, token in enumerate(tokens):
-        is_html = token == "</s>" and i not in named_ends(fields)  # as in Gemma's and Qwen's vocabularies
+        # In Gemma's and Qwen's vocabularies, </s> is a tag of HTML.
+        is_html = token == "</s>" and i not in named_ends(fields)
         if token in MARKS and types[i] != UNKNOWN and not is_html:
             types[i] = CONTROL
     return types
 
 
 def added_tokens(fields: dict, is_phi3: bool) -> list[dict]:
-    """The tokens to look for in text before the rest is encoded by sentencepiece, as in a tokenizer.json. Those with
-    spaces are left to sentencepiece, which also finds them beside other spaces.
+    """The tokens to look for before sentencepiece encodes the rest of a text, as in tokenizer.json.
 
+    Tokens with spaces are left to sentencepiece, which also finds them beside other spaces.
     is_phi3: most of these tokens take the white space after them. A GGUF file cannot say so.
     """
     added = []
     for i, (token, kind) in enumerate(zip(fields["tokens"], fields["token_type"])):
         if kind in SPECIAL or (kind == USER_DEFINED and " " not in token):
             rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
-            special = kind != USER_DEFINED
-            added.append({"id": i, "content": token, "rstrip": rstrip, "normalized": False, "special": special})
+            entry = {"id": i, "content": token, "rstrip": rstrip, "normalized": False}
+            added.append(entry | {"special": kind in SPECIAL})
     return added
 
 
 def is_phi3(metadata: dict) -> bool:
-    """Whether the tokenizer is that of Phi-3 if it is of the kind llama. (Phi-4 has another kind.)"""
+    """Whether a tokenizer of the kind llama is that of Phi-3. (Phi-4's is of another kind.)"""
     name = str(metadata.get("general.name", "")).lower()
     return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
@@ -191,11 +212,13 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATH_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _LLAMA3 = _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
-# The regexes that split a text one after the other before BPE merges (pre-tokenization), by name in the file.
+# Pre-tokenization: the regexes that split a text, one after the other, before BPE merges its parts.
+# The keys are names in GGUF files; "default" is llama.cpp's rule for files without a name.
 PRE_TOKENIZERS = {
-    "default": [r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"],  # llama.cpp's rule for files without a name
+    "default": [r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"],
     "gpt-2": [_GPT2],
     "smollm": [r"\p{N}", _GPT2],
     "falcon": [r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"],
@@ -208,13 +231,16 @@ PRE_TOKENIZERS = {
     "tekken": [_CASED_WORD + r"|\p{N}" + _PATH_REST],
     "gpt-4o": [_CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST],
 }
-IGNORE_MERGES = ("llama-bpe", "glm4", "minicpm5", "tekken")  # a word that is a token is not merged from its parts
-ADD_BOS = ("llama-bpe", "tekken")  # texts begin with a BOS token, if the file does not say otherwise
-NFC = ("qwen2", "deepseek-r1-qwen")  # normalized as by the models' own tokenizer.json; llama.cpp does not do this
-# Names that llama.cpp treats as one of these.
+# With these rules, a word that is a token is not merged from its parts.
+IGNORE_MERGES = ("llama-bpe", "glm4", "minicpm5", "tekken")
+# With these rules, texts begin with a BOS token if the file does not say otherwise.
+ADD_BOS = ("llama-bpe", "tekken")
+# With these names, text is normalized as by the models' own tokenizer.json. (llama.cpp does not.)
+NFC = ("qwen2", "deepseek-r1-qwen")
+# Rules, with the other names for which llama.cpp has the same rule.
 SAME_RULE = {
-    "gpt-2": """phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert gigachat
-        a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling""",
+    "gpt-2": """phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe
+        modern-bert gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling""",
     "smollm": "refact starcoder command-r codeshell exaone minerva-7b mellum2",
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     "glm4": "glm5",
@@ -226,20 +252,18 @@ ALIASES = {name: rule for rule, names in SAME_RULE.items() for name in names.spl
 
 
 def byte_level_bpe(path: Path, fields: dict):
-    """(a `tokenizers` Tokenizer, whether texts begin with the BOS token if the file does not say so)."""
+    """(a `tokenizers` Tokenizer, whether texts begin with a BOS token if the file does not say it)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
     name = fields.get("pre")
     if not name:
-        print_status(f"warning: {path} lacks tokenizer.ggml.pre: text is split by a default, maybe not as in training")
+        what = "text is split by a default, maybe not as in training"
+        print_status(f"warning: {path} lacks {START}pre: {what}")
     rule = ALIASES.get(name, name or "default")
     if rule not in PRE_TOKENIZERS:
-        raise UserError(
-            f"{path}: tokenizer.ggml.pre {short(name)} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))} "
-            f"and {len(ALIASES)} names of the same rules"
-        )
+        known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
+        raise UserError(f"{path}: {START}pre {short(name)} is not known; known: {known}")
 
-    tokens = fields["tokens"]
     library = Tokenizer(byte_pair_model(path, fields, rule in IGNORE_MERGES))
     cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
@@ -247,10 +271,12 @@ def byte_level_bpe(path: Path, fields: dict):
     library.decoder = decoders.ByteLevel()
     if name in NFC:
         library.normalizer = normalizers.NFC()
-    kinds = list(zip(tokens, fields["token_type"]))
+
+    kinds = list(zip(fields["tokens"], fields["token_type"]))
     special = [token for token, kind in kinds if kind in SPECIAL]
+    user_defined = [token for token, kind in kinds if kind == USER_DEFINED]
     library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    library.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
+    library.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
     return library, rule in ADD_BOS
 
 
@@ -264,14 +290,12 @@ def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
         print_status(f"warning: {path} lacks {START}merges: each byte of a text becomes a token")
     try:
         return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
-    except Exception:  # of no type of its own: the library does not know a token of a merge
-        known = [(a, b) for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
+    except Exception:  # the library has no type of its own for merges of unknown tokens
+        known = [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
     if len(known) < len(merges) / 2:
         raise ValueError("most merges are of tokens that the vocabulary lacks")
-    print_status(
-        f"warning: {path}: {len(merges) - len(known)} of {len(merges)} merges are of tokens that the vocabulary lacks "
-        "and are left out"
-    )
+    unknown = f"{len(merges) - len(known)} of {len(merges)} merges"
+    print_status(f"warning: {path}: {unknown} are of tokens that the vocabulary lacks and are left out")
     return models.BPE(vocab=vocabulary, merges=known, ignore_merges=ignore_merges)
 
 
@@ -279,10 +303,11 @@ def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
 
 
 def sentencepiece_model(fields: dict) -> bytes:
-    """A tokenizer.model file: sentencepiece's ModelProto in protobuf's wire format (see sentencepiece_model.proto).
+    """A tokenizer.model file: sentencepiece's ModelProto (sentencepiece_model.proto) in protobuf's
+    wire format.
 
-    A GGUF file has everything that such a file needs. So the sentencepiece library can encode text here as it did when
-    the model was trained.
+    A GGUF file has everything that such a file needs. So the sentencepiece library can encode text
+    here as it did when the model was trained.
     """
 
     def varint(number: int) -> bytes:
@@ -293,27 +318,36 @@ def sentencepiece_model(fields: dict) -> bytes:
             number >>= 7
         return bytes([*out, number])
 
-    def field(number: int, value) -> bytes:  # int: varint; float: fixed32; bytes: after their length
+    def field(number: int, value) -> bytes:
+        """A float as fixed32, an int as a varint, or bytes after their length."""
         if isinstance(value, float):
             return varint(number << 3 | 5) + torch.tensor(value, dtype=torch.float32).numpy().tobytes()
         if isinstance(value, int):
             return varint(number << 3) + varint(value)
         return varint(number << 3 | 2) + varint(len(value)) + value
 
-    tokens, kinds = fields["tokens"], fields["token_type"]
+    tokens = fields["tokens"]
+    kinds = fields["token_type"]
     scores = fields["scores"]
     if len(scores) < len(tokens):
         raise ValueError("scores does not have a number for each token")
-    # llama.cpp's converter writes these with plain spaces, as in Gemma's tokens for several spaces.
-    tokens = [token.replace(" ", "\u2581") if k == USER_DEFINED else token for token, k in zip(tokens, kinds)]
-    pieces = b"".join(
-        field(1, field(1, token.encode()) + field(2, float(score)) + field(3, int(kind)))
-        for token, score, kind in zip(tokens, scores, kinds)
-    )
-    unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else fields.get("unknown_token_id", 0)
-    bos, eos = fields.get("bos_token_id", -1), fields.get("eos_token_id", -1)
+
+    pieces = []
+    for token, score, kind in zip(tokens, scores, kinds):
+        if kind == USER_DEFINED:
+            # llama.cpp's converter writes plain spaces, as in Gemma's tokens for several spaces.
+            token = token.replace(" ", "\u2581")
+        piece = field(1, token.encode()) + field(2, float(score)) + field(3, int(kind))
+        pieces.append(field(1, piece))
+
+    unknown = fields.get("unknown_token_id", 0)
+    if UNKNOWN in kinds:
+        unknown = kinds.index(UNKNOWN)
+    bos = fields.get("bos_token_id", -1)
+    eos = fields.get("eos_token_id", -1)
     trainer = field(3, 2) + field(35, 1)  # model_type BPE, byte_fallback
     trainer += field(40, int(unknown)) + field(41, int(bos)) + field(42, int(eos)) + field(43, -1)
     prefix = int(bool(fields.get("add_space_prefix", True)))
-    normalizer = field(1, b"identity") + field(3, prefix) + field(4, 0) + field(5, 1)  # keeps every space
-    return pieces + field(2, trainer) + field(3, normalizer)
+    # name, add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
+    normalizer = field(1, b"identity") + field(3, prefix) + field(4, 0) + field(5, 1)
+    return b"".join(pieces) + field(2, trainer) + field(3, normalizer)

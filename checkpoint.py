@@ -1,8 +1,9 @@
-"""Reads models from files: Checkpoint, a model in files of any kind, of which checkpoint directories are read here.
+"""Reads models from files: Checkpoint stands for a model in files of any kind.
 
-Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a checkpoint directory
-(config.json, and model.safetensors in shards above 5 GB) is read; memory. The files of sources/ read GGUF files and
-Hugging Face directories, and writer.py writes a directory.
+Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a
+checkpoint directory (config.json, and model.safetensors in shards above 5 GB) is read; memory. The
+files of sources/ read GGUF files and Hugging Face directories, and writer.py writes checkpoint
+directories.
 """
 
 import json
@@ -30,10 +31,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 INDEX = "model.safetensors.index.json"
-CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # where converted and downloaded models are kept
+# The directory of converted models and of the default model's file.
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")  # suffixes; others may change meanwhile
-OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's has
+# The suffixes of a model's files. Other files of a directory may change while it is read.
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
+OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
 
@@ -45,12 +48,12 @@ class Checkpoint:
     path: Path
     config: Config
     quantization: Quantization | None
-    # Returns a DirectoryWeights or a sources.assemble.AssembledWeights, after checking that the files hold exactly the
-    # tensors of the model.
+    # Checks that the files hold exactly the tensors of the model, and returns a DirectoryWeights or a
+    # sources.assemble.AssembledWeights.
     open_weights: Callable[[], Any]
     read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
-    name: str = ""  # of the model, for users
+    name: str = ""  # the model's name for users; "" means that of the path
 
     def __post_init__(self):
         self.name = self.name or self.path.resolve().name.removesuffix(".gguf")
@@ -64,17 +67,25 @@ class Checkpoint:
         return Tokenizer(self.tokenizer_files)
 
     def empty_model(self, shard=WHOLE_MODEL) -> Transformer:
-        """The model without its weights; shard: a tp.Shard, for one rank's part. UserError if it cannot be split."""
+        """The model without its weights, or one rank's part of it (shard: a tp.Shard).
+
+        UserError if the model cannot be split.
+        """
         model = empty_model(self.config, self.quantization)
-        return model if shard.ranks == 1 else empty_model(self.config, self.quantization, shard.fit(model))
+        if shard.ranks == 1:
+            return model
+        return empty_model(self.config, self.quantization, shard.fit(model))
 
 
 class FileStates:
-    """The identities, sizes and times of some files, to notice that one was replaced or changed while it was read."""
+    """The identities, sizes and times of a model's files, to notice that one of them was replaced or
+    changed while it was read."""
 
     def __init__(self, path: Path, *others: Path):
-        """path: a file, or a directory, of which the files of models count. others: further files of the same model."""
-        self.path, self.others = path, others
+        """path: a file, or a directory, whose files with the suffixes MODEL_FILES count.
+        others: further files of the same model."""
+        self.path = path
+        self.others = others
         self.found = self._look()
 
     def _look(self) -> list[tuple]:
@@ -93,7 +104,8 @@ class FileStates:
 
     @contextmanager
     def unchanged(self):
-        """A context in which the files are read. A UserError says if they have changed, whatever else has failed."""
+        """A context in which the files are read. If they have changed, a UserError says so, even if
+        something else has failed because of it."""
         try:
             yield
         finally:
@@ -107,7 +119,7 @@ class FileStates:
 
 
 def empty_model(config: Config, quantization: Quantization | None = None, shard=WHOLE_MODEL) -> Transformer:
-    """The model, or a tp.Shard's part of it, on the meta device: with shapes and dtypes, but without memory."""
+    """The model, or a tp.Shard's part of it, on the meta device: tensors have no memory there."""
     with torch.device("meta"):
         model = Transformer(config, shard)
     return model if quantization is None else swap(model, quantization.scheme)
@@ -116,23 +128,26 @@ def empty_model(config: Config, quantization: Quantization | None = None, shard=
 def read_weights(
     checkpoint: Checkpoint, model: Transformer, device="cpu", dtype=torch.bfloat16, installer: Installer | None = None
 ) -> Transformer:
-    """Fill a model that `Checkpoint.empty_model` has made, layer by layer. UserError for NaN and infinity.
+    """Fill a model that `Checkpoint.empty_model` has made, layer by layer. Returns the model.
 
-    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model, at most one layer
-    is in memory. installer: packs each layer for the kernels of the device. Returns the model.
+    Weights that are not quantized get `dtype`, in which the model then computes. Besides the model,
+    at most one layer is in memory. installer: packs each layer for the kernels of the device.
+    UserError if a weight is NaN or infinity.
     """
     installer = installer or Installer(model)
-    weights, expected = checkpoint.open_weights(), checkpoint.empty_model().state_dict()
-    dtypes = {name: dtype_of(name, tensor, checkpoint.config, dtype) for name, tensor in expected.items()}
+    weights = checkpoint.open_weights()
+    expected = checkpoint.empty_model().state_dict()
+    dtypes = {name: dtype_of(name, expected[name], checkpoint.config, dtype) for name in expected}
     parts = dict.fromkeys(expected)
     if model.shard.ranks > 1:
         parts = model.shard.slices(checkpoint.empty_model())
     model.activation_dtype = dtype if checkpoint.config.float32_norms else None
 
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
-    if checkpoint.quantization is None:  # the others are freed one by one when they are packed
+    if checkpoint.quantization is None:  # quantized tensors are freed one by one as they are packed
         installer.reserve(total)
-    # The blocks are last, because the largest tensors, which are outside of them, need the most memory while packed.
+    # The blocks are last, because the largest tensors, which are outside of them, need the most
+    # memory while they are packed.
     ordered = sorted(expected, key=lambda name: name.startswith("blocks."))
     with progress_bar(total, f"loading {checkpoint.name}", "B", delay=2) as bar, checkpoint.files.unchanged():
         for layer, names in groupby(ordered, layer_of):
@@ -140,10 +155,7 @@ def read_weights(
                 is_mapped = weights.is_mapped or parts[name] is not None
                 tensor = weights.read(name, parts[name])
                 tensor = installer.place(tensor, device, dtypes[name], is_mapped)
-                # aminmax makes no copy, and its results are NaN if any element is NaN.
-                if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-                    dtype_name = str(tensor.dtype).removeprefix("torch.")
-                    raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity in {dtype_name}")
+                check_finite(tensor, f"{checkpoint.path}: {name}")
                 module, _, kind = name.rpartition(".")
                 model.get_submodule(module).load_state_dict({kind: tensor}, strict=False, assign=True)
                 bar.update(tensor.nbytes)
@@ -152,16 +164,26 @@ def read_weights(
     return model.eval()
 
 
+def check_finite(tensor: torch.Tensor, name: str):
+    """UserError if a tensor of floating-point numbers holds NaN or infinity."""
+    # aminmax makes no copy, and its results are NaN if any element is NaN.
+    if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{name} holds NaN or infinity in {dtype}")
+
+
 def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor, given as empty_model has it, if a model's weights that are not quantized get `dtype`.
-    That of the others is known from their format."""
+    """The dtype of a tensor in a model whose unquantized weights get `dtype`.
+
+    tensor: as empty_model has it, where unquantized weights are float32.
+    """
     if tensor.dtype != torch.float32:
         return tensor.dtype
     return torch.float32 if config.float32_norms and name.endswith("norm.weight") else dtype
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to. The pieces of a formats.StackedLinear have numbers as names."""
+    """The module of a tensor. Those of the pieces of a formats.StackedLinear belong to the whole."""
     module = name.rpartition(".")[0]
     return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
 
@@ -173,13 +195,15 @@ def open_directory(directory: Path) -> Checkpoint:
     """A checkpoint directory of ours. Its weights are looked at only when they are read."""
     directory = Path(directory)
     files = FileStates(directory)
-    config, quantization = read_config(directory), read_quantization(directory)
+    config = read_config(directory)
+    quantization = read_quantization(directory)
     weights = partial(DirectoryWeights, directory, config, quantization)
-    return Checkpoint(directory, config, quantization, weights, partial(read_tokenizer_files, directory), files)
+    tokenizer = partial(read_tokenizer_files, directory)
+    return Checkpoint(directory, config, quantization, weights, tokenizer, files)
 
 
 class DirectoryWeights:
-    """The weights of a checkpoint directory. UserError if they are not exactly the tensors of the model."""
+    """The weights of a checkpoint directory. UserError if they are not exactly those of the model."""
 
     is_mapped = True  # a tensor is a part of a mapped file
 
@@ -189,11 +213,6 @@ class DirectoryWeights:
     def read(self, name: str, part=None) -> torch.Tensor:
         """The tensor with this name, or one rank's part of it (a tp.Slice), as `read_tensor` reads it."""
         return read_tensor(self.files[name], name, part)
-
-
-def converted_path(name: str, dtype: str) -> Path:
-    """The directory to which a source of this name is converted."""
-    return CHECKPOINTS / (name if dtype == "bfloat16" else f"{name}-{dtype}")
 
 
 def is_ours(directory: Path) -> bool:
@@ -224,37 +243,46 @@ def read_quantization(directory: Path) -> Quantization | None:
     if quantization.exceptions:
         names = [name for name, _ in matrices(empty_model(read_config(directory)))]
         if unknown := sorted(quantization.exceptions.keys() - set(names)):
-            raise UserError(f"{path}: quantization exceptions name {unknown[0]}, which is no matrix of the model")
+            what = f"{unknown[0]}, which is not a matrix of the model"
+            raise UserError(f"{path}: quantization exceptions name {what}")
     return quantization
 
 
 def make_config(path: Path, **fields) -> Config:
-    """A Config from the fields of a JSON file. UserError, with the file's path, if they are not valid."""
+    """A Config from the fields of a JSON file. If they are not valid, a UserError names the file."""
     try:
-        if fields.get("rope_scaling") is not None and not isinstance(fields["rope_scaling"], RopeScaling):
-            scaling = dict(fields["rope_scaling"])
-            scaling |= {name: tuple(scaling[name]) for name in ("factors", "long_factors") if name in scaling}
-            fields["rope_scaling"] = RopeScaling(**scaling)
-        return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        scaling = fields.get("rope_scaling")
+        if scaling is not None and not isinstance(scaling, RopeScaling):
+            fields["rope_scaling"] = RopeScaling(**with_tuples(dict(scaling)))
+        return Config(**with_tuples(fields))
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
 
 
+def with_tuples(fields: dict) -> dict:
+    """Fields with tuples in the place of lists, because JSON knows only lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
 def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file. If it is truncated, a UserError names the tensor."""
+    """name -> {dtype, shape, data_offsets} of a safetensors file.
+
+    If the file is truncated, a UserError names the tensor.
+    """
     check_is_file(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= size - 8 else None
-        if header is None:
-            raise ValueError("the header is cut short")
+            if length > size - 8:
+                raise ValueError("the header is cut short")
+            header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             end = 8 + length + entry["data_offsets"][1]
             if end > size:
-                raise UserError(f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {size:,}")
+                ends = f"tensor {name} ends at byte {end:,}, the file at {size:,}"
+                raise UserError(f"{path} is truncated: {ends}")
         with safe_open(path, "pt"):  # the library's own checks: overlaps, holes, dtypes
             return header
     except FileNotFoundError:
@@ -264,26 +292,32 @@ def safetensors_header(path: Path) -> dict[str, dict]:
 
 
 def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
-    """One tensor of a safetensors file, or a part of it (a tp.Slice). Its memory is the file's.
+    """One tensor of a safetensors file, or a part of it (a tp.Slice). Its memory is that of the file.
 
-    The file is opened for each tensor. The library maps the file, and pages that were read stay in the process until
-    the mapping is closed, with its last tensor: one mapping for all tensors would hold the whole file in memory.
+    The file is opened for each tensor. The pages of a mapping that were read stay in the process
+    until the mapping is closed with its last tensor, so one mapping for all tensors would hold the
+    whole file in memory.
     """
     try:
         with safe_open(path, "pt") as file:
-            return file.get_tensor(name) if part is None else part.cut(file.get_slice(name))
+            if part is None:
+                return file.get_tensor(name)
+            return part.cut(file.get_slice(name))
     except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
         raise UserError(f"{path}: {name} cannot be read: {error}") from None
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """tensor name -> the safetensors file that holds it: model.safetensors, or else the shards of the index.
+    """tensor name -> the safetensors file that holds it: model.safetensors, or else a shard.
 
-    If both are there, the index is of an older model: save_pretrained does not delete it, and transformers ignores it.
+    If model.safetensors and an index of shards are both there, the index belongs to an older model:
+    save_pretrained does not delete it, and transformers ignores it.
     """
-    index, path = directory / INDEX, directory / "model.safetensors"
-    if path.exists() or not index.exists():
-        return dict.fromkeys(safetensors_header(path), path)
+    index = directory / INDEX
+    whole = directory / "model.safetensors"
+    if whole.exists() or not index.exists():
+        return dict.fromkeys(safetensors_header(whole), whole)
+
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} has no weight_map")
@@ -293,7 +327,8 @@ def weight_files(directory: Path) -> dict[str, Path]:
             raise UserError(f"{path} is missing, though {INDEX} names it")
         names = safetensors_header(path)
         if twice := sorted(found.keys() & names.keys()):
-            raise UserError(f"{directory} holds tensor {twice[0]} twice: in {found[twice[0]].name} and {path.name}")
+            places = f"{found[twice[0]].name} and {path.name}"
+            raise UserError(f"{directory} holds tensor {twice[0]} twice: in {places}")
         found |= dict.fromkeys(names, path)
     if missing := sorted(weight_map.keys() - found.keys()):
         raise UserError(f"{directory} lacks tensor {missing[0]}, which {INDEX} names")
@@ -301,25 +336,30 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """weight_files of a directory, after checking that they hold exactly the expected tensors (on the meta device).
+    """`weight_files` of a directory, after checking that they hold exactly the expected tensors.
 
-    Where float32 is expected, every floating-point dtype is allowed.
+    expected: tensors on the meta device. For float32, every floating-point dtype is allowed.
     """
     files = weight_files(directory)
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {and_more(missing)}")
     if unknown := sorted(files.keys() - expected.keys()):
-        raise UserError(f"{files[unknown[0]]} holds tensor {unknown[0]}, which the model of config.json does not have")
+        path = files[unknown[0]]
+        raise UserError(f"{path} holds tensor {unknown[0]}, which the model of config.json does not have")
+
     for path in dict.fromkeys(files.values()):
         for name, entry in safetensors_header(path).items():
-            tensor = expected[name]
-            if tuple(entry["shape"]) != tuple(tensor.shape):
-                shapes = f"{tuple(entry['shape'])}, but by config.json it should be {tuple(tensor.shape)}"
-                raise UserError(f"{path}: {name} is {shapes}")
-            allowed = FLOATS.values() if tensor.dtype == torch.float32 else (SAFETENSORS_NAMES[tensor.dtype],)
-            if entry["dtype"] not in allowed:
-                dtypes = f"{entry['dtype']}, but by config.json it should be {' or '.join(allowed)}"
-                raise UserError(f"{path}: {name} is {dtypes}")
+            shape = tuple(entry["shape"])
+            right_shape = tuple(expected[name].shape)
+            if shape != right_shape:
+                raise UserError(f"{path}: {name} is {shape}, but by config.json it should be {right_shape}")
+            dtype = entry["dtype"]
+            allowed = [SAFETENSORS_NAMES[expected[name].dtype]]
+            if expected[name].dtype == torch.float32:
+                allowed = list(FLOATS.values())
+            if dtype not in allowed:
+                right = " or ".join(allowed)
+                raise UserError(f"{path}: {name} is {dtype}, but by config.json it should be {right}")
     return files
 
 
@@ -327,45 +367,58 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
 
 def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
-    """Bytes of all weights, if those that are not quantized have this dtype."""
-    state = empty_model(config, quantization).state_dict().values()  # unquantized weights are float32 here
-    return sum(t.numel() * (dtype if t.dtype == torch.float32 else t.dtype).itemsize for t in state)
+    """The bytes of all weights, if those that are not quantized have this dtype."""
+    total = 0
+    for tensor in empty_model(config, quantization).state_dict().values():
+        stored = dtype if tensor.dtype == torch.float32 else tensor.dtype  # float32: not quantized
+        total += tensor.numel() * stored.itemsize
+    return total
 
 
 def available_memory(device) -> int:
-    """Bytes that can still be allocated on a device, without swap. On Linux, the limit of the cgroup is respected."""
+    """The bytes that can still be allocated on a device, without swap.
+
+    On Linux, the limit of the cgroup is respected.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return free
+        used = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])  # the page cache, which is freed when needed
-        return free if limit.strip() == "max" else min(free, int(limit) - used + cached)
+        # The page cache counts as used, but is freed when memory is needed.
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        return min(free, int(limit) - used + cached)
     except (OSError, ValueError, KeyError):
         return free
 
 
 def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
-    """Raise UserError, with the bytes needed and free, if the weights and caches of a model do not fit on device.
+    """UserError, with the bytes needed and free, if a model and its caches do not fit on device.
 
-    cache_tokens: the number of positions of all cache rows together. portion: the fraction of a split model that is on
-    this device.
+    cache_tokens: the number of positions of all cache rows together.
+    portion: the fraction of a split model that is on this device.
     """
     weights = total_weight_bytes(config, dtype, quantization) * portion
     caches = config.n_layer * KVCache.nbytes(config, cache_tokens, dtype) * portion
     free = available_memory(device)
     if weights + caches > free:
+        need = f"{(weights + caches) / 1e9:.2f} GB on {device}"
+        parts = f"{weights / 1e9:.2f} weights, {caches / 1e9:.2f} KV cache"
         raise UserError(
-            f"the model needs {(weights + caches) / 1e9:.2f} GB on {device} ({weights / 1e9:.2f} weights, "
-            f"{caches / 1e9:.2f} KV cache), but {free / 1e9:.2f} GB are free; take a smaller model, dtype, batch or "
-            "--max_seq_length"
+            f"the model needs {need} ({parts}), but {free / 1e9:.2f} GB are free; "
+            "take a smaller model, dtype, batch or --max_seq_length"
         )

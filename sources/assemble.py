@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import empty_model, layer_of
+from checkpoint import check_finite, empty_model, layer_of
 from cli import UserError, and_more
 from config import Config
 from formats import piece_rows
@@ -37,7 +37,7 @@ class Destination:
 
 
 def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
-    """name in the file -> Destination, for every tensor that the model needs, in the model's order."""
+    """name in the file -> Destination, for each tensor that the model needs, in its order."""
     found = {}
     for target, tensor in empty_model(config).state_dict().items():
         name_parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target)
@@ -54,7 +54,7 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
 
 
 class AssembledWeights:
-    """The weights of a model in a file of another project. UserError if its tensors do not fit the model."""
+    """The weights of a model in a file of another project. UserError if they do not fit the model."""
 
     def __init__(self, path: Path, file: Any, config: Config, layout: Layout, unneeded: Callable[[str], bool]):
         """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether a tensor of this
@@ -86,7 +86,7 @@ class AssembledWeights:
         """One of our tensors, or a part of it (a tp.Slice)."""
         layer = layer_of(name)
         *number, kind = name.removeprefix(f"{layer}.").split(".")
-        # The packed tensors of a matrix come from the tensors in the file that are its weight.
+        # A packed tensor comes from the tensors of the file that are the weight of the matrix.
         stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
         if number:  # one of the pieces of a formats.StackedLinear
             stack = [stack[int(number[0])]]
@@ -96,7 +96,7 @@ class AssembledWeights:
         return whole if part is None else part.cut(whole)
 
     def read_piece(self, name: str, kind: str) -> torch.Tensor:
-        """A tensor of the file, in the form that our model has.
+        """A tensor of the file, changed into the form that our model has.
 
         kind: "weight", "bias", or a part of a quantized matrix, whose values the file checks.
         """
@@ -111,5 +111,4 @@ def check_dense(tensor: torch.Tensor, name: str):
     if tensor.dtype not in DENSE_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{name} holds {kind}, expected floating-point numbers of 16, 32 or 64 bits")
-    if not all(map(torch.isfinite, tensor.aminmax())):  # aminmax makes no copy
-        raise UserError(f"{name} holds NaN or infinity")
+    check_finite(tensor, name)

@@ -1,16 +1,17 @@
-"""Tensor parallelism: one model over several processes (ranks), each with a slice of every large matrix.
+"""Tensor parallelism: one model over several processes (ranks), each with a slice of every matrix.
 
-Read down: SPLIT, the table that says how each module is split; Shard, one rank's share of a model; the checks whether a
-model can be split. Knows nothing of text. ranks.py manages the processes that torchrun has started.
+Read down: SPLIT, the table that says how each module is split; Shard, one rank's share of a model;
+the checks whether a model can be split. This file knows nothing of text. ranks.py manages the
+processes that torchrun has started.
 
-A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's input are split by
-outputs (column-parallel), so that each rank has whole heads and whole hidden units. The matrices that write to the
-residual stream are split by inputs (row-parallel), and the all-reduce adds up the ranks' products. Embedding and head
-are split by vocabulary.
+A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's
+input are split by outputs (column-parallel), so that each rank has whole heads and whole hidden
+units. The matrices that write to the residual stream are split by inputs (row-parallel), and the
+all-reduce adds up the ranks' products. Embedding and head are split by vocabulary.
 
-A rank builds a model of its own size (`Shard.config`), and fills it with its slices of the checkpoint's tensors
-(`Shard.slices`). The model calls the collectives of its Shard. Every rank gathers all logits and draws the same tokens
-from them.
+A rank builds a model of its own size (`Shard.config`), and fills it with its slices of the
+checkpoint's tensors (`Shard.slices`). The model calls the collectives of its Shard. Every rank
+gathers all logits and draws the same tokens from them.
 """
 
 import dataclasses
@@ -27,18 +28,22 @@ from config import Config
 from formats import QuantizedLinear
 from model import Transformer
 
-# How the weight (N,C) of a module, with N outputs and C inputs, and its bias (N,) are split. The keys are the ends of
-# the modules' names; the values are (how, number of matrices that are stored as one):
-#   heads        by outputs: the rows of this rank's query heads, then those of the key and value heads that they
-#                attend to
-#   query heads, key heads    only those of the query heads, or of the key (or value) heads
-#   hidden       by outputs: the rows of this rank's hidden units, of each of the matrices that are stored as one
-#   from heads   by inputs, the outputs of the heads; an all-reduce adds up the ranks' products, and the bias is zero
-#                but on rank 0
-#   from hidden  the same, by hidden units
+# How the weight (N,C) of a module, with N outputs and C inputs, and its bias (N,) are split. The
+# keys are the ends of the modules' names. The values are (how, the number of matrices that are
+# stored as one), where `how` means:
+#   heads        by outputs: each rank has the rows of its query heads, then those of the key and
+#                value heads that they attend to
+#   query heads  by outputs: each rank has the rows of its query heads
+#   key heads    by outputs: each rank has the rows of the key (or value) heads of its query heads
+#   hidden       by outputs: each rank has the rows of its hidden units, in each of the matrices
+#                that are stored as one
+#   from heads   by inputs, which are the outputs of the heads: an all-reduce adds up the ranks'
+#                products, and only rank 0 has a bias that is not zero
+#   from hidden  the same, where the inputs are hidden units
 #   vocab        by rows, padded with zeros if V is not a multiple of the number of ranks
-#   whole        on every rank
-# A family whose modules have other names needs lines of its own: a module that is not in the table is refused.
+#   whole        every rank has the whole tensor
+# A family whose modules have other names needs lines of its own: a module that is not in the table
+# is refused.
 SPLIT = {
     "embedding": ("vocab", 1),
     "attention.qkv": ("heads", 1),
@@ -54,7 +59,7 @@ SPLIT = {
     "output": ("vocab", 1),
     "embedding_norm": ("whole", 1),
     "attention_norm": ("whole", 1),
-    "attention.q_norm": ("whole", 1),  # one vector of width E, which all heads share; if longer, see Shard._slice
+    "attention.q_norm": ("whole", 1),  # width E, shared by all heads; or H * E: see Shard._slice
     "attention.k_norm": ("whole", 1),
     "attention_post_norm": ("whole", 1),
     "mlp_norm": ("whole", 1),
@@ -68,40 +73,49 @@ SPLIT = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a tensor that one rank has: ranges of its rows, concatenated, and a range of its columns."""
+    """The part of a tensor that one rank has: ranges of its rows, concatenated, and a range of its
+    columns."""
 
     rows: tuple[range, ...]
-    columns: range | None = None  # None: all columns, or a tensor with one dimension
+    columns: range | None = None  # None: all columns, or the tensor has one dimension
     height: int = 0  # zero rows are appended up to this number of rows
 
     def cut(self, source) -> Tensor:
-        """The slice of a tensor, or of a safetensors get_slice, which then reads only that part of the file."""
-        columns = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
-        pieces = [source[(slice(r.start, r.stop), *columns)] for r in self.rows]
-        out = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        missing = self.height - len(out)
-        return torch.cat([out, out.new_zeros(missing, *out.shape[1:])]) if missing > 0 else out
+        """The slice of a tensor, or of a safetensors get_slice, which then reads only that part of
+        the file."""
+        pieces = [self._piece(source, rows) for rows in self.rows]
+        missing = self.height - sum(len(piece) for piece in pieces)
+        if missing > 0:
+            pieces.append(pieces[0].new_zeros(missing, *pieces[0].shape[1:]))
+        if len(pieces) == 1:
+            return pieces[0]  # torch.cat would copy it
+        return torch.cat(pieces)
+
+    def _piece(self, source, rows: range) -> Tensor:
+        if self.columns is None:
+            return source[rows.start : rows.stop]
+        return source[rows.start : rows.stop, self.columns.start : self.columns.stop]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's share of a model: rank `rank` of `ranks`. A split model has it as `model.shard`, where others have a
-    model.WholeModel.
-
-    group: the process group for tensors on the model's device.
-    """
+    """One rank's share of a model. A split model has it as `model.shard`, where others have a
+    model.WholeModel."""
 
     rank: int
     ranks: int
-    hidden_block: int = 1  # hidden units that are not separated: see `fit`
-    group: Any = None  # the group's name, which the functional collectives take; `slices` needs no group
+    hidden_block: int = 1  # hidden units that must stay together: see `fit`
+    # The name of the process group for tensors on the model's device, which the functional
+    # collectives take. `slices` needs no group.
+    group: Any = None
 
     @classmethod
     def in_group(cls, group: dist.ProcessGroup) -> "Shard":
         return cls(group.rank(), group.size(), group=group.group_name)
 
     def fit(self, model: Transformer) -> "Shard":
-        """This share of a whole model (it may be on meta): no block of a quantized format is cut through.
+        """Return this share of a whole model (which may be on the meta device), with hidden units
+        divided so that no block of a quantized format is cut.
 
         Raises UserError if the model cannot be split over this number of ranks.
         """
@@ -114,18 +128,28 @@ class Shard:
 
     def _own_hidden(self, F: int) -> range:
         """This rank's range of F hidden units, in whole blocks."""
-        blocks, size = self.own(-(-F // self.hidden_block)), self.hidden_block
+        size = self.hidden_block
+        blocks = self.own(-(-F // size))
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
+
+    def _own_queries(self, config: Config) -> range:
+        """This rank's range of the H * E outputs of the query heads."""
+        heads = self.own(config.n_head)
+        return range(heads.start * config.head_dim, heads.stop * config.head_dim)
 
     def _kv_heads(self, config: Config) -> list[int]:
         """The key and value heads that this rank keeps, in the order of its query heads.
 
-        Each of them serves the same number of query heads. If neither K nor the number of ranks is a multiple of the
-        other, the ranks cut through groups of query heads, and each query head gets its own copy.
+        Each of them serves the same number of query heads. If neither K nor the number of ranks is
+        a multiple of the other, the ranks' ranges of query heads cut through groups, and each
+        query head gets its own copy of its key and value head.
         """
-        H, K = config.n_head, config.n_kv_head
+        H = config.n_head
+        K = config.n_kv_head
         heads = [head // (H // K) for head in self.own(H)]
-        return heads if K % self.ranks and self.ranks % K else sorted(set(heads))
+        if K % self.ranks and self.ranks % K:
+            return heads
+        return sorted(set(heads))
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
@@ -139,43 +163,53 @@ class Shard:
         )
 
     def slices(self, model: Transformer) -> dict[str, Slice]:
-        """This rank's slice of each tensor of a whole model, by the tensors' names. Call `fit` before."""
-        names = [name.rpartition(".") for name in model.state_dict()]
-        return {
-            f"{module}.{kind}": self._slice(model.config, module, model.get_submodule(module), kind)
-            for module, _, kind in names
-        }
+        """This rank's slice of each tensor of a whole model, by name. Call `fit` before."""
+        return {name: self._slice(model, name) for name in model.state_dict()}
 
-    def _slice(self, config: Config, name: str, module: nn.Module, kind: str) -> Slice:
-        """This rank's slice of a module's tensor (kind: "weight", "bias", "scales" ...)."""
-        how, count = split_of(name)
-        if config.qk_norm_whole and name.endswith(("q_norm", "k_norm")):
-            how = "query heads" if name.endswith("q_norm") else "key heads"
+    def _slice(self, model: Transformer, tensor_name: str) -> Slice:
+        config = model.config
+        name, _, kind = tensor_name.rpartition(".")  # the kind is "weight", "bias", "scales" ...
+        module = model.get_submodule(name)
         N = len(getattr(module, kind))
-        if how in ("heads", "query heads", "key heads"):
-            H, K, E = config.heads
-            starts = {"heads": (H, H + K), "query heads": (), "key heads": (0,)}[how]
-            rows = [range(E * self.own(H).start, E * self.own(H).stop)] if how != "key heads" else []
-            rows += [range(E * (i + head), E * (i + head + 1)) for i in starts for head in self._kv_heads(config)]
-            return Slice(tuple(rows))
-        if how == "hidden":
-            own, F = self._own_hidden(config.hidden_dim), config.hidden_dim
-            return Slice(tuple(range(own.start + i * F, own.stop + i * F) for i in range(count)))
+        how, count = split_of(name)
+        if config.qk_norm_whole and name.endswith("q_norm"):
+            how = "query heads"
+        if config.qk_norm_whole and name.endswith("k_norm"):
+            how = "key heads"
+
+        if how == "whole":
+            return Slice((range(N),))
         if how == "vocab":
             height = -(-N // self.ranks)
             start = min(self.rank * height, N)
             return Slice((range(start, min(start + height, N)),), height=height)
-        if how == "whole":
-            return Slice((range(N),))
-        if kind == "bias":  # the others have zeros
-            return Slice((range(N if self.rank == 0 else 0),), height=N)
-        own = self._own_hidden(config.hidden_dim) if how == "from hidden" else self.own(config.n_head)
-        width = 1 if how == "from hidden" else config.head_dim
-        columns, count = columns_of(module, kind)
-        return Slice((range(N),), range(own.start * width // columns * count, -(-own.stop * width // columns) * count))
+        if how in ("heads", "query heads", "key heads"):
+            H, K, E = config.heads
+            starts = {"heads": (H, H + K), "query heads": (), "key heads": (0,)}[how]
+            heads = [start + head for start in starts for head in self._kv_heads(config)]
+            rows = [range(E * head, E * (head + 1)) for head in heads]
+            if how != "key heads":
+                rows.insert(0, self._own_queries(config))
+            return Slice(tuple(rows))
+        if how == "hidden":
+            F = config.hidden_dim
+            own = self._own_hidden(F)
+            return Slice(tuple(range(i * F + own.start, i * F + own.stop) for i in range(count)))
 
-    # The functional collectives, which torch.compile traces into its graph. They are called as operations because the
-    # Python functions around them wrap their results in a lazy tensor.
+        # The columns are split.
+        if kind == "bias":  # it is added once, by rank 0; the other ranks have zeros
+            rows = range(N) if self.rank == 0 else range(0)
+            return Slice((rows,), height=N)
+        own = self._own_queries(config)
+        if how == "from hidden":
+            own = self._own_hidden(config.hidden_dim)
+        columns, count = columns_of(module, kind)
+        start = own.start // columns * count
+        stop = -(-own.stop // columns) * count
+        return Slice((range(N),), range(start, stop))
+
+    # The functional collectives, which torch.compile traces into its graph. They are called as
+    # operations because the Python functions around them wrap their results in a lazy tensor.
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
@@ -183,23 +217,24 @@ class Shard:
         return ops.wait_tensor(ops.all_reduce(x, "sum", self.group))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over a dimension of which each rank has an equal part. (If some key heads are on several ranks, then
-        all of them are, on equally many.)"""
+        """RMSNorm over a dimension of which each rank has an equal part. (If some key heads are on
+        several ranks, then all of them are, each on the same number of ranks.)"""
         mean = self.all_reduce(x.float().square().mean(-1, keepdim=True)) / self.ranks
         return (x.float() * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 
     def embed(self, table: nn.Module, rows: int, tokens: Tensor) -> Tensor:
-        """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has `rows` rows: one rank has the
-        vector of a token, the others add zeros to it."""
+        """The vectors (B,S,D) of tokens (B,S), from a table of which each rank has `rows` rows. One
+        rank has the vector of a token, and the others add zeros to it."""
         row = tokens - self.rank * rows
         here = (row >= 0) & (row < rows)
         return self.all_reduce(table(torch.where(here, row, 0)) * here[..., None])
 
     def gather(self, logits: Tensor, V: int) -> Tensor:
-        """Gather the logits of all ranks, (...,V/ranks) each, in order and without the padding: (...,V)."""
-        columns = logits.movedim(-1, 0).contiguous()  # all_gather concatenates along the first dimension
+        """Gather the logits of all ranks, (...,V/ranks) each, to (...,V), without the padding."""
+        columns = logits.movedim(-1, 0).contiguous()  # all_gather concatenates the first dimension
         ops = torch.ops._c10d_functional
-        return ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))[:V].movedim(0, -1)
+        gathered = ops.wait_tensor(ops.all_gather_into_tensor(columns, self.ranks, self.group))
+        return gathered[:V].movedim(0, -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's tensor: ranks may round differently."""
@@ -213,12 +248,14 @@ class Shard:
 def split_of(name: str) -> tuple[str, int]:
     """The entry of SPLIT with the longest key that matches a module's name."""
     fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
-    return SPLIT[max(fitting, key=len)] if fitting else ("unknown", 0)
+    if not fitting:
+        return "unknown", 0
+    return SPLIT[max(fitting, key=len)]
 
 
 def columns_of(module: nn.Module, kind: str) -> tuple[int, int]:
-    """(columns, count): a tensor of a module (kind: "weight", "scales" ...) has `count` elements for each `columns`
-    columns of the module's matrix."""
+    """(columns, count): a module's tensor (kind: "weight", "scales" ...) has `count` elements for
+    each `columns` columns of the module's matrix."""
     if not isinstance(module, QuantizedLinear):
         return 1, 1
     part = next(part for part in module.format.parts if part.name == kind)
@@ -226,8 +263,9 @@ def columns_of(module: nn.Module, kind: str) -> tuple[int, int]:
 
 
 def block_columns(module: nn.Module) -> int:
-    """How many columns of a module's matrix cannot be separated, because some of its parts have one value for them.
-    A value for a whole row is no obstacle: every rank has it."""
+    """How many consecutive columns of a module's matrix must stay on one rank, because one of its
+    tensors has one value for all of them. A value for a whole row does not count: every rank has
+    it."""
     if not isinstance(module, QuantizedLinear):
         return 1
     sizes = [columns_of(module, part.name)[0] for part in module.format.parts]
@@ -235,26 +273,29 @@ def block_columns(module: nn.Module) -> int:
 
 
 def hidden_block_of(model: Transformer) -> int:
-    """How many hidden units of a whole model cannot be separated."""
+    """How many consecutive hidden units of a whole model must stay on one rank."""
     return math.lcm(*(block_columns(block.mlp.down) for block in model.blocks))
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
     """The reasons why a model cannot be split over this number of ranks; empty if it can."""
-    config, reasons = model.config, []
+    config = model.config
+    reasons = []
     if config.n_head % ranks:
         reasons.append(f"n_head {config.n_head} is not a multiple of {ranks}")
+
+    F = config.hidden_dim
     size = hidden_block_of(model)
-    pieces = -(-config.hidden_dim // size)
+    pieces = -(-F // size)
     if pieces < ranks:
-        reasons.append(f"mlp.down: {config.hidden_dim} columns in blocks of {size} are {pieces} blocks")
+        reasons.append(f"mlp.down: {F} columns in blocks of {size} are {pieces} blocks")
+
     columns = config.n_head * config.head_dim // ranks
     for i, block in enumerate(model.blocks):
         size = block_columns(block.attention.out)
         if ranks > 1 and columns % size:
-            reasons.append(
-                f"blocks.{i}.attention.out: {columns} columns per rank are no multiple of its block of {size}"
-            )
+            what = f"{columns} columns per rank are not a multiple of its block of {size}"
+            reasons.append(f"blocks.{i}.attention.out: {what}")
     return reasons
 
 

@@ -201,7 +201,7 @@ def test_key_and_value_heads_of_a_rank():
         ((8, 2, 16, 5), None, 8, "mlp.down: 5 columns in blocks of 1 are 5 blocks; [1, 2, 4] ranks are possible"),
         ((8, 2, 16, 96), ("int8", 32, "int8"), 4, "mlp.down: 96 columns in blocks of 32 are 3 blocks; [1, 2] ranks are "
          "possible"),
-        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns per rank are no multiple of "
+        ((8, 2, 16, 256), ("int4", 64, "int8"), 4, "blocks.0.attention.out: 32 columns per rank are not a multiple of "
          "its block of 64; [1, 2] ranks are possible"),
         ((6, 2, 10, 5), ("int4", 0, "int8"), 6, "mlp.down: 5 columns in blocks of 2 are 3 blocks; [1, 2, 3] ranks are "
          "possible"),

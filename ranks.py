@@ -1,15 +1,19 @@
-"""The processes (ranks) that torchrun has started for one run: their start-up, synchronization and shutdown.
+"""The processes (ranks) that torchrun has started for one run: their start-up, synchronization and
+shutdown.
 
-Read `run_together` first. Only rank 0 reads the command line and the prompts and prints. If one rank ends, all ranks
-end:
-  an error   the rank with the error writes it to torchrun's store; rank 0 prints it, and all ranks exit
-  a crash    every rank sets a heartbeat in the store twice a second; a rank that sees no new heartbeat of another
-             rank for TIMEOUT_S, or BROKEN_TIMEOUT_S after a connection broke, writes this as an error to the store
+Read `run_together` first. Only rank 0 reads the command line and the prompts and prints. If one
+rank ends, all ranks end:
+  an error   the rank with the error writes it to torchrun's store; rank 0 prints it, and all ranks
+             exit
+  a crash    every rank sets a heartbeat in the store twice a second. A rank that sees no new
+             heartbeat of another rank for TIMEOUT_S, or for BROKEN_TIMEOUT_S after a connection
+             broke, writes this as an error to the store
   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
 tp.py says how a model is split over the ranks.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -25,28 +29,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from checkpoint import Checkpoint
 from cli import UserError, first_line, run_command
 from tp import Shard
 
 HEARTBEAT_S = 0.5
-TIMEOUT_S, BROKEN_TIMEOUT_S = 20.0, 4.0
-MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs a second one
+TIMEOUT_S = 20.0
+BROKEN_TIMEOUT_S = 4.0
+MESSAGE_BYTES = 2048  # size of the first broadcast of a message; a longer message needs two
 START_S = 300.0  # time limit for the start of all ranks; importing torch from a cold disk is slow
-COLLECTIVE_TIMEOUT = timedelta(days=7)  # long, because a user may be idle; the watch thread notices a dead rank
+# The limit is long, because a user may be idle. The watch thread notices a dead rank.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 def run_together(main: Callable):
-    """Run main(Ranks) in every rank, then exit. All ranks exit with the code of run_command, or 1 after a traceback."""
+    """Run main(Ranks) in every rank, then exit. All ranks exit with the code of run_command, or
+    with 1 after a traceback."""
     ranks = Ranks()
     errors = []
     try:
         run_command(lambda: ranks.run(main), errors.append)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-        if code:
-            ranks.abort(code, "\n".join(errors))
+        if isinstance(end.code, int) and end.code:
+            ranks.abort(end.code, "\n".join(errors))
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             ranks.wait_for_reason()
@@ -58,29 +65,36 @@ class Ranks:
     """This process, one of the ranks of a run."""
 
     def __init__(self):
-        numbers = [int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-        self.rank, self.size, self.local_rank = numbers
-        self.host, self.port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        self.connection_broke = False  # then a missing heartbeat is noticed sooner
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this machine
+        self.host = os.environ.get("MASTER_ADDR", "localhost")
+        self.port = int(os.environ.get("MASTER_PORT", "29500"))
         self.timeout_s = TIMEOUT_S
-        self.done, self.exiting = threading.Event(), threading.Lock()
+        self.done = threading.Event()  # the run has ended without an error
+        self.exiting = threading.Lock()  # held by the thread that exits the process
         if self.rank:  # only rank 0 prints
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stderr = sys.stdout
 
     def connect(self):
         """Set up the store, the watch thread, and a process group for tensors on the CPU."""
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store, or else rank 0
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
         self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
         self.store.set(f"alive {self.rank}", "0")
+        everyone = [f"alive {rank}" for rank in range(self.size)]
         try:
-            self.store.wait([f"alive {rank}" for rank in range(self.size)], timedelta(seconds=START_S))
+            self.store.wait(everyone, timedelta(seconds=START_S))
         except dist.DistStoreError:
             missing = [rank for rank in range(self.size) if not self.store.check([f"alive {rank}"])]
-            raise UserError(f"of {self.size} ranks {missing} did not start within {START_S:.0f} s") from None
+            raise UserError(f"ranks {missing} of {self.size} did not start within {START_S:.0f} s") from None
+
         self.watch = threading.Thread(target=self._watch, daemon=True)
         self.watch.start()
-        stdout = os.dup(1)  # gloo prints a line to stdout, where --json must print one object and nothing else
+
+        # gloo prints a line to stdout, where --json must print one object and nothing else.
+        stdout = os.dup(1)
         os.dup2(2, 1)
         try:
             dist.init_process_group(
@@ -98,7 +112,8 @@ class Ranks:
     def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
         """A connection to the store, with this timeout for each call.
 
-        A waiting call blocks other threads on the same connection, so the watch thread has its own connection.
+        A waiting call blocks other threads on the same connection, so the watch thread has its own
+        connection.
         """
         store = dist.TCPStore(
             self.host,
@@ -109,11 +124,12 @@ class Ranks:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return dist.PrefixStore(f"fastpath {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        return dist.PrefixStore(f"fastpath {restarts}", store)
 
     def run(self, main: Callable):
-        """Connect, and return main(self). Signals end the process at once: a Python handler would wait for the end of a
-        collective."""
+        """Connect, and return main(self). Signals end the process at once: a Python handler would
+        wait for the end of a collective."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         self.connect()
@@ -130,8 +146,9 @@ class Ranks:
 
     def portion(self, device: torch.device) -> float:
         """The fraction of the model on this device. On CPU all ranks of a machine share the memory."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-        return here / self.size
+        if device.type != "cpu":
+            return 1 / self.size
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / self.size
 
     def device(self, name: str | None) -> str | None:
         """--device for this rank: one GPU for each rank of a machine."""
@@ -146,9 +163,9 @@ class Ranks:
     # ------------------------------------------------------------ synchronization
 
     def share(self, work: Callable = lambda: None):
-        """Call work() on rank 0 only, and return its result on every rank. A short result takes one broadcast. If it
-        ends the process, as --help does, all ranks end."""
-        message, data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), b""  # the length in 8 bytes, then the pickle
+        """Call work() on rank 0 only, and return its result on every rank. A short result takes one
+        broadcast. If it ends the process, as --help does, all ranks end."""
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         if self.rank == 0:
             try:
                 result = work()
@@ -156,21 +173,23 @@ class Ranks:
                 result = end
             data = pickle.dumps(result)
             data = len(data).to_bytes(8, "little") + data
-            message[: len(data)] = torch.frombuffer(bytearray(data[:MESSAGE_BYTES]), dtype=torch.uint8)
-        dist.broadcast(message, group_src=0, group=self.control)
-        n = int.from_bytes(bytes(message[:8].tolist()), "little")
-        if n + 8 > MESSAGE_BYTES:
-            rest = torch.frombuffer(bytearray(data[MESSAGE_BYTES:] or n + 8 - MESSAGE_BYTES), dtype=torch.uint8)
-            dist.broadcast(rest, group_src=0, group=self.control)
-            message = torch.cat([message, rest])
-        result = pickle.loads(message[8 : 8 + n].numpy().tobytes())
+            message = torch.frombuffer(bytearray(data.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+
+        dist.broadcast(message[:MESSAGE_BYTES], group_src=0, group=self.control)
+        end = 8 + int.from_bytes(bytes(message[:8].tolist()), "little")
+        if end > MESSAGE_BYTES:
+            message = F.pad(message, (0, end - len(message)))  # rank 0 already has all of it
+            dist.broadcast(message[MESSAGE_BYTES:], group_src=0, group=self.control)
+
+        result = pickle.loads(message[8:end].numpy().tobytes())
         if isinstance(result, SystemExit):
             raise result
         return result
 
     @contextmanager
     def repeat(self, work: Callable):
-        """A context in which rank 0 shares work() once a second, so that the others' collectives do not time out."""
+        """A context in which rank 0 shares work() once a second, so that the others' collectives do
+        not time out."""
         done = threading.Event()
 
         def send():
@@ -186,32 +205,38 @@ class Ranks:
             thread.join()
 
     def in_turn(self, work: Callable):
-        """Call work() on every rank, first on one rank per machine, so that the others find the files that it wrote."""
-        result = work() if self.local_rank == 0 else None
+        """Call work() on every rank, first on one rank per machine, so that the others find the
+        files that it wrote."""
+        if self.local_rank == 0:
+            result = work()
         dist.barrier(self.control)
-        return work() if self.local_rank else result
+        if self.local_rank != 0:
+            result = work()
+        return result
 
     def check_same(self, checkpoint: Checkpoint):
-        """Raise UserError if the config or the sizes of the files of a checkpoint differ between ranks."""
+        """Raise UserError if the config or the sizes of the files of a checkpoint differ between
+        ranks."""
         about = repr((checkpoint.config, checkpoint.quantization, checkpoint.files.sizes()))
+        digest = hashlib.sha256(about.encode()).hexdigest()
         digests = [None] * self.size
-        dist.all_gather_object(digests, hashlib.sha256(about.encode()).hexdigest(), group=self.control)
+        dist.all_gather_object(digests, digest, group=self.control)
         if other := [rank for rank, value in enumerate(digests) if value != digests[0]]:
             raise UserError(
-                f"{checkpoint.path} of rank {other[0]} is not rank 0's: its config, or the names or sizes of its files "
-                "differ; copy one to all machines"
+                f"{checkpoint.path} of rank {other[0]} is not rank 0's: its config, or the names or "
+                "sizes of its files differ; copy one to all machines"
             )
 
     # ------------------------------------------------------------ shutdown
 
     def finish(self):
-        """Exit with code 0 when all ranks are done, by os._exit: C++ destructors at Python's exit have been seen to
-        abort the process."""
+        """Exit with code 0 when all ranks are done. os._exit does not run C++ destructors, which
+        have been seen to abort the process at Python's exit."""
         try:
             dist.barrier(self.control)
             self.done.set()
             self.watch.join()
-            dist.barrier(self.control)  # rank 0 may host the store, so it must outlive all watch threads
+            dist.barrier(self.control)  # a store on rank 0 must outlive all watch threads
             dist.destroy_process_group()
         except Exception:
             self.wait_for_reason()
@@ -221,28 +246,33 @@ class Ranks:
         os._exit(0)
 
     def wait_for_reason(self):
-        """A connection broke because another rank ended: wait until the watch thread knows which one and exits."""
-        self.connection_broke = True
-        self.watch.join(TIMEOUT_S)  # bounded, in case the watch thread itself has ended
+        """Wait, after a connection broke because another rank ended, until the watch thread knows
+        which one, and exits."""
+        self.timeout_s = BROKEN_TIMEOUT_S
+        self.watch.join(TIMEOUT_S)  # with a limit, in case the watch thread itself has ended
 
     def abort(self, code: int, text: str):
         """End all ranks and exit, with this error or the one that is already in the store."""
         if self.rank:
-            time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should be the one to report it
+            time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should report it
         reason = json.dumps([code, self.rank, text])
         with suppress(dist.DistError):  # the store has gone, so nobody can read the reason
             reason = self._client().compare_set("end", "", reason)
         self._exit(*json.loads(reason))
 
     def _exit(self, code: int, who: int, text: str):
-        """Exit. Rank 0 first prints the error of rank `who`; if it is itself dead, each machine's first rank does."""
+        """Exit because of an error of rank `who`. Rank 0 prints it first; if rank 0 itself has died,
+        the first rank of each machine does."""
         if not self.exiting.acquire(blocking=False):
             threading.Event().wait()  # the other thread is about to exit
+
         if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
             name = f"{Path(sys.argv[0]).name}: error: "
-            prefix = "" if who == self.rank else f"rank {who}: "
-            text = name + prefix + text.removeprefix(name)
-            print(text, file=sys.__stderr__, flush=True)  # sys.stderr is the null device, except on rank 0
+            text = text.removeprefix(name)
+            if who != self.rank:
+                text = f"rank {who}: {text}"
+            print(name + text, file=sys.__stderr__, flush=True)  # sys.stderr may be /dev/null
+
         with suppress(Exception):  # the store, or the reader of stdout, has gone
             sys.stdout.flush()
             store = self._client()
@@ -253,24 +283,31 @@ class Ranks:
         os._exit(code or 1)
 
     def _watch(self):
-        """The watch thread: sets this rank's heartbeat, and exits the process when the store holds a reason to."""
+        """Set this rank's heartbeat, and exit the process when the store holds a reason to. This is
+        the work of the watch thread."""
         store = self._client()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        last, silence = {}, dict.fromkeys(others, 0.0)
+        last = {}
+        silence = dict.fromkeys(others, 0.0)
         try:
-            for beat in range(1 << 60):
+            for beat in itertools.count():
                 if self.done.wait(HEARTBEAT_S):
                     return
                 store.set(f"alive {self.rank}", str(beat))
+
                 beats = store.multi_get([f"alive {rank}" for rank in others])
-                for rank, value in zip(others, beats):  # silence counts our own beats: the machine may sleep
-                    silence[rank] = silence[rank] + HEARTBEAT_S if last.get(rank) == value else 0.0
+                for rank, value in zip(others, beats):
+                    silence[rank] += HEARTBEAT_S  # not by a clock, because the machine may sleep
+                    if value != last.get(rank):
+                        silence[rank] = 0.0
                     last[rank] = value
-                limit = BROKEN_TIMEOUT_S if self.connection_broke else self.timeout_s
-                if silent := [rank for rank in others if silence[rank] >= limit]:
-                    text = f"ended without an error message (no heartbeat of rank {', '.join(map(str, silent))})"
+
+                if silent := [rank for rank in others if silence[rank] >= self.timeout_s]:
+                    names = ", ".join(map(str, silent))
+                    text = f"ended without an error message (no heartbeat of rank {names})"
                     store.compare_set("end", "", json.dumps([1, silent[0], text]))
                 if store.check(["end"]):
                     self._exit(*json.loads(store.get("end")))
         except Exception as error:
-            self._exit(1, 0, f"its store has gone, with torchrun or rank 0 ({first_line(error)})")
+            text = f"its store has gone, with torchrun or rank 0 ({first_line(error)})"
+            self._exit(1, 0, text)

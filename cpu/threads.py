@@ -1,12 +1,14 @@
 """Tunes the number of CPU threads while the engine runs, because the load of other programs changes.
 
-The threads of a step wait for each other at some hundred barriers. If another program occupies one of their cores, a
-wait may last until the operating system schedules the late thread again: two threads are then many times slower than
-one. What the CPU kernels compute does not depend on the number of threads, so the number may change between any two
-steps. Steps whose results would depend on it keep the largest number.
+The threads of a step wait for each other at some hundred barriers. If another program occupies one
+of their cores, a wait may last until the operating system schedules the late thread again: two
+threads are then many times slower than one. What the CPU kernels compute does not depend on the
+number of threads, so the number may change between any two steps. Steps whose results would depend
+on it keep the largest number.
 
-Read down: ThreadCount, which finds the fastest number of threads for one kind of step; Threads, the context manager
-that the engine puts around each step; CpuTimes, which measures how much processor time other programs use.
+Read down: ThreadCount, which finds the fastest number of threads for one kind of step; Threads, the
+context manager that the engine puts around each step; CpuTimes, which measures how much processor
+time other programs use.
 """
 
 import os
@@ -19,8 +21,10 @@ from pathlib import Path
 
 import torch
 
-# Trials of other numbers of threads may cost this share of the time of all steps, plus a constant number of seconds.
-TRIAL_SHARE, TRIAL_ALLOWANCE_S = 0.01, 0.01
+# Trials of other numbers of threads may cost this share of the time of all steps, plus a constant
+# number of seconds.
+TRIAL_SHARE = 0.01
+TRIAL_ALLOWANCE_S = 0.01
 FAILED_TRIAL_PAUSE_S = 1.0  # after a trial that was not faster, no trial is considered for this long
 PAUSE_S = 0.25  # the same after any other decision whether to start a trial
 TRIAL_STEPS = 4  # steps that a trial measures, after a first step that may have had to wake threads
@@ -29,31 +33,33 @@ LONG_STEP_S = 0.05  # a step of this length needs no repetition to be a reliable
 
 @dataclass
 class Spent:
-    """Seconds of steps, by which the next trials are limited."""
+    """The time that steps have taken. It limits the next trials."""
 
     total_s: float = 0.0  # all steps
-    trials_s: float = 0.0  # lost by trials of slower numbers of threads
+    trials_s: float = 0.0  # the time lost by trials of slower numbers of threads
 
 
 @dataclass
 class ThreadCount:
-    """The number of threads for one kind of step: decode steps, prefill passes, verifications of 4 tokens, and so on.
+    """The number of threads for one kind of step, such as decode steps or prefill passes.
 
-    Most steps use `count`, the fastest number known so far. About once a second, a trial runs a few steps with the next
-    smaller or larger number of `counts`, and `count` becomes that number if it was faster. Only steps with the same
-    amount of work are compared: `work` is, for example, (number of rows, number of tokens). If steps become slower,
-    because another program has started, the next trial starts sooner. A larger number is rarely tried while other
-    programs use the processors that it needs.
+    Most steps use `count`, the fastest number known so far. About once a second, a trial runs a few
+    steps with the next smaller or larger number of `counts`, and `count` becomes that number if it
+    was faster. Only steps with the same amount of work are compared. If steps become slower,
+    because another program has started, the next trial starts sooner. A larger number is rarely
+    tried while other programs use the processors that it needs.
     """
 
     counts: list[int]  # the numbers of threads to choose from, ascending
     count: int  # the current choice
-    can_run: Callable[[int], bool | None] = lambda n: None  # whether n processors are free for us; None if unknown
-    spent: Spent = field(default_factory=Spent)  # by this and other kinds of steps
-    work: Hashable = None
-    average_s: dict[int, float] = field(default_factory=dict)  # number of threads -> seconds of a step of this work
-    baseline_s: float = float("inf")  # the smallest average_s[count] since a trial was last considered
-    steps: int = 0  # since work or count changed
+    # can_run(n): whether n processors are free for this program; None if that is unknown.
+    can_run: Callable[[int], bool | None] = lambda n: None
+    spent: Spent = field(default_factory=Spent)  # may be shared with other kinds of steps
+    work: Hashable = None  # the amount of work of the last step, such as (rows, tokens)
+    # For each number of threads, the average seconds of a step with this amount of work.
+    average_s: dict[int, float] = field(default_factory=dict)
+    baseline_s: float = float("inf")  # smallest average_s[count] since a trial was last considered
+    steps: int = 0  # steps since `work` or `count` changed
     trying: int | None = None  # the number of threads of the trial that is running
     trial_s: list[float] = field(default_factory=list)  # seconds of each step of the trial
     upwards: bool = False  # whether the trial considered last was of a larger number
@@ -63,24 +69,29 @@ class ThreadCount:
     def choose(self, work: Hashable) -> int:
         """The number of threads for the next step."""
         if work != self.work:
-            self.work, self.trying = work, None
+            self.work = work
+            self.trying = None
             self.average_s = {}
             self._set_count(self.count)
         if self.trying is None and len(self.counts) > 1 and self._is_measured():
             self._consider_trial()
-        return self.count if self.trying is None else self.trying
+        return self.trying or self.count
 
     def add(self, seconds: float):
-        """Record the seconds that a step took with the number of threads that `choose` returned for it."""
+        """Record the time of a step that ran with the number of threads from `choose`."""
         self.spent.total_s += seconds
         if self.trying is not None:
             return self._add_trial(seconds)
         self.steps += 1
         if self.steps == 1 and seconds < LONG_STEP_S:
             return  # the first step is slower, with cold caches and sleeping threads
+
         before = self.average_s.get(self.count, seconds)
-        average = before + 0.15 * (min(seconds, 3 * before) - before)  # a few slow steps have little weight
-        self.average_s[self.count], self.baseline_s = average, min(average, self.baseline_s)
+        limited = min(seconds, 3 * before)  # so that a few slow steps have little weight
+        average = before + 0.15 * (limited - before)
+        self.average_s[self.count] = average
+        self.baseline_s = min(average, self.baseline_s)
+
         best = min(self.average_s, key=self.average_s.get)
         if self._is_measured() and self.average_s[best] < 0.9 * average:
             self._set_count(best)
@@ -91,53 +102,67 @@ class ThreadCount:
 
     def _consider_trial(self):
         """Start a trial of the next larger or smaller number, if one is due and worth its cost."""
-        now, average = time.perf_counter(), self.average_s[self.count]
+        now = time.perf_counter()
+        average = self.average_s[self.count]
         if now < self.next_trial and average < 1.5 * self.baseline_s:
             return
-        self.next_trial, self.baseline_s = now + PAUSE_S, average
+        self.next_trial = now + PAUSE_S
+        self.baseline_s = average
+        self.considered += 1
+
         index = self.counts.index(self.count)
         self.upwards = index == 0 or (not self.upwards and index + 1 < len(self.counts))
         other = self.counts[index + 1 if self.upwards else index - 1]
         free = self.can_run(max(self.count, other))
-        # Seconds that trials may still cost. A short run on an idle machine makes none of fewer threads.
-        budget_s = TRIAL_SHARE * self.spent.total_s - self.spent.trials_s
-        budget_s += 0.0 if free and not self.upwards else TRIAL_ALLOWANCE_S
-        self.considered += 1
+
+        budget_s = TRIAL_SHARE * self.spent.total_s - self.spent.trials_s  # left for trials
+        if self.upwards or not free:  # a short run on an idle machine tries no smaller number
+            budget_s += TRIAL_ALLOWANCE_S
         if self.upwards:
             worthwhile = free or (budget_s > 0 and (free is None or self.considered > 8))
-        else:  # a step with half of the threads may take twice the time
-            worthwhile = budget_s > (0.0 if free is False else average)
+        elif free is False:
+            worthwhile = budget_s > 0
+        else:
+            worthwhile = budget_s > average  # with half of the threads, a step may take twice as long
+
         if worthwhile:
-            self.trying, self.considered = other, 0
+            self.trying = other
+            self.considered = 0
             self.trial_s = []
 
     def _add_trial(self, seconds: float):
-        """Record a step of a trial. The trial ends after a few steps, or at the first one that is clearly slower."""
+        """Record a step of a trial. A trial ends after a few steps, or when one is clearly slower."""
         average = self.average_s[self.count]
-        self.spent.trials_s += max(0.0, min(seconds, 8 * average) - average)  # a longer delay has other causes
+        lost = min(seconds, 8 * average) - average  # a longer delay has other causes
+        self.spent.trials_s += max(0.0, lost)
         self.trial_s.append(seconds)
-        first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # the first step may have had to wake threads
+
+        first = len(self.trial_s) == 1 and seconds < LONG_STEP_S  # it may have had to wake threads
         slow = seconds > (3 if first else 1.2) * average
         if not slow and len(self.trial_s) <= TRIAL_STEPS and sum(self.trial_s) < LONG_STEP_S:
             return
+
         measured = self.trial_s[1:] or self.trial_s
         mean = sum(measured) / len(measured)
-        other, self.trying = self.trying, None
-        self.average_s[other] = mean
+        self.average_s[self.trying] = mean
         if not slow and mean < 0.97 * average:
-            self._set_count(other)
+            self._set_count(self.trying)
         else:
             self.next_trial = time.perf_counter() + FAILED_TRIAL_PAUSE_S
+        self.trying = None
 
     def _set_count(self, count: int):
-        self.count, self.steps = count, 0
+        self.count = count
+        self.steps = 0
         self.baseline_s = float("inf")
 
 
 class Threads:
-    """Sets the number of threads of each step of an engine: `with threads.of("decode", work):` runs the step.
+    """Sets the number of threads of each step of an engine: `with threads.of("decode", work):` runs
+    the step.
 
-    The largest number is torch.get_num_threads() outside of steps. If `fixed`, every step uses that number.
+    The largest number is torch.get_num_threads() outside of steps. If `fixed`, every step uses that
+    number.
     """
 
     def __init__(self, fixed: bool = False):
@@ -146,72 +171,95 @@ class Threads:
         self.forget()
 
     def forget(self):
-        """Discard all measurements, for example after a compilation or when the largest number has changed."""
+        """Discard all measurements, for example after a compilation or when the largest number has
+        changed."""
         self.kinds: dict[str, ThreadCount] = {}
         self.spent = Spent()
         self.most = torch.get_num_threads()
         self.steps: dict[str, Counter] = {}  # first word of the kind -> number of threads -> steps
-        self.start = self.cpu_times = CpuTimes.now()  # the first and the last measurement of processor time
-        self.free = float(self.most)  # processors that other programs had left to us at that time
+        self.start = CpuTimes.now()  # the first measurement of processor time
+        self.cpu_times = self.start  # the last measurement
+        self.free = float(self.most)  # the processors that other programs had left to us by then
 
     @contextmanager
     def of(self, kind: str, work: Hashable, fixed: bool = False):
-        """A context that runs one step of this kind with the number of threads that is fastest for this work.
+        """A context that runs one step of this kind with the number of threads that is fastest for
+        this work.
 
-        kind: a word, and a number if steps that differ in it are no measure for each other, such as "verify 4".
-        fixed: use the largest number, because the results of this step depend on the number of threads.
+        kind: a word, such as "decode". Steps whose times must not be compared have different kinds,
+            such as "verify 4" and "verify 8".
+        fixed: use the largest number, because the results of this step depend on the number of
+            threads.
         """
         if torch.get_num_threads() != self.most:  # the program has changed it
             self.forget()
-        fixed = fixed or self.fixed
         if kind not in self.kinds:
-            self.kinds[kind] = ThreadCount(powers_of_two(self.most), self.most, self.can_run, self.spent)
-        n, start = self.most if fixed else self.kinds[kind].choose(work), time.perf_counter()
-        self.trials += not fixed and n != self.kinds[kind].count
+            counts = powers_of_two(self.most)
+            self.kinds[kind] = ThreadCount(counts, self.most, self.can_run, self.spent)
+        tuned = self.kinds[kind]
+        fixed = fixed or self.fixed
+
+        n = self.most
+        if not fixed:
+            n = tuned.choose(work)
+            self.trials += n != tuned.count
+        start = time.perf_counter()
         torch.set_num_threads(n)
         try:
             yield
         finally:
             torch.set_num_threads(self.most)
+
         self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1
         if not fixed:
-            self.kinds[kind].add(time.perf_counter() - start)
+            tuned.add(time.perf_counter() - start)
 
     def used(self) -> dict[str, dict[int, int]]:
-        """For each first word of the kinds: number of threads -> number of steps, the most frequent number first."""
+        """How many steps ran with each number of threads, by the first word of their kind. The most
+        frequent number comes first."""
         return {kind: dict(steps.most_common()) for kind, steps in self.steps.items()}
 
     def others(self) -> float | None:
-        """How many processors other programs have used on average since `forget`; None if that is unknown."""
+        """How many processors other programs have used on average since `forget`; None if that is
+        unknown."""
         return CpuTimes.now().others_since(self.start)
 
-    def can_run(self, n: int) -> bool | None:
-        """Whether other programs have recently left about n processors to this one; None if that is unknown."""
+    def can_run(self, n: int) -> bool:
+        """Whether other programs have recently left about n processors to this one. All processors
+        count as free until this is measured."""
         now = CpuTimes.now()
         others = now.others_since(self.cpu_times)
         if others is not None:
-            self.cpu_times, self.free = now, processors() - others
-        return None if self.free is None else n < self.free + 0.5
+            self.cpu_times = now
+            self.free = processors() - others
+        return n < self.free + 0.5
 
 
 def share_processors():
-    """If torchrun has started several ranks on this machine, limit this rank to its share of the processors.
+    """If torchrun has started several ranks on this machine, limit this rank to its share of the
+    processors.
 
-    torchrun sets OMP_NUM_THREADS=1 for its ranks if the user has not set it. Whether the user has, is seen in the
-    environment of the torchrun process, which is the parent of this one.
+    torchrun sets OMP_NUM_THREADS=1 for its ranks if the user has not set it. Whether the user has
+    set it is seen in the environment of the torchrun process, which is the parent of this one.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks < 2:
         return
-    share, set_by_user = max(1, processors() // ranks), True
+    share = max(1, processors() // ranks)
+    set_by_user = True
     with suppress(OSError):
-        set_by_user = b"\0OMP_NUM_THREADS=" in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    torch.set_num_threads(min(share, torch.get_num_threads()) if set_by_user else share)
+        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        set_by_user = b"\0OMP_NUM_THREADS=" in b"\0" + environment
+    if set_by_user:
+        share = min(share, torch.get_num_threads())
+    torch.set_num_threads(share)
 
 
 def processors() -> int:
     """The number of processors that this program may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -230,22 +278,31 @@ class CpuTimes:
     """
 
     wall: float  # wall-clock seconds
-    all: float | None  # of all programs, on the processors that this program may use; None if the system has no /proc
-    own: float  # of this program
+    # The time of all programs, on the processors that this program may use; None without a /proc.
+    all: float | None
+    own: float  # the time of this program
 
     @staticmethod
     def now() -> "CpuTimes":
-        own, used = time.process_time(), None
+        own = time.process_time()
+        used = None
         with suppress(OSError, AttributeError, ValueError, IndexError):
             allowed = {f"cpu{i}" for i in os.sched_getaffinity(0)}
-            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
-            # The columns are user, nice, system, idle, iowait, irq, softirq, steal: all but columns 3 and 4 are busy.
-            ticks = [[int(x) for x in line[1:9]] for line in lines if line[0] in allowed]
-            used = sum(sum(row) - row[3] - row[4] for row in ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+            lines = Path("/proc/stat").read_text().splitlines()
+            rows = [line.split() for line in lines if line.startswith("cpu")]
+            # The columns are user, nice, system, idle, iowait, irq, softirq, steal: all but columns
+            # 3 and 4 are busy.
+            ticks = [[int(x) for x in row[1:9]] for row in rows if row[0] in allowed]
+            busy = sum(sum(row) - row[3] - row[4] for row in ticks)
+            if ticks:
+                used = busy / os.sysconf("SC_CLK_TCK")
         return CpuTimes(time.perf_counter(), used, own)
 
     def others_since(self, before: "CpuTimes") -> float | None:
-        """How many processors other programs have used on average since an earlier moment; None if that is unknown."""
-        if self.all is None or before.all is None or self.wall - before.wall < 0.1:
+        """How many processors other programs have used on average since an earlier moment; None if
+        that is unknown."""
+        wall = self.wall - before.wall
+        if self.all is None or before.all is None or wall < 0.1:
             return None  # /proc/stat counts in hundredths of a second, too coarse for a shorter time
-        return max(0.0, self.all - before.all - (self.own - before.own)) / (self.wall - before.wall)
+        others = self.all - before.all - (self.own - before.own)
+        return max(0.0, others) / wall

@@ -1,6 +1,7 @@
 """Builds the C++ kernels of this folder at their first use, and loads them.
 
-Read down: the instruction sets, of which the best one is chosen that the processor has; the build, which is cached.
+Read down: the instruction sets, of which the best one that the processor has is chosen; the build,
+which is cached.
 """
 
 import ctypes
@@ -31,44 +32,52 @@ FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are l
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Instructions that the kernels are compiled for."""
+    """A set of instructions that the kernels can be compiled for."""
 
-    name: str  # as --kernels takes it
-    needs: frozenset[str]  # flags of the processor, as Linux names them
-    flags: tuple[str, ...]  # of the compiler
+    name: str  # --kernels selects the sets whose names begin with its value
+    needs: frozenset[str]  # the flags in /proc/cpuinfo of a processor that has these instructions
+    flags: tuple[str, ...]  # the compiler's options
 
     def is_in(self, processor: frozenset[str]) -> bool:
+        """Whether a processor with these flags has the instructions."""
         return self.needs <= processor
 
 
-# The best one first. With -march=native, the compiler also uses VNNI, BF16 and AMX where the processor has them.
+# The best one first. With -march=native, the compiler also uses VNNI, BF16 and AMX where the
+# processor has them.
 AVX512 = InstructionSet(
-    "avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), ("-march=native", "-DVECTOR_BITS=512")
+    "avx512",
+    frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    ("-march=native", "-DVECTOR_BITS=512"),
 )
-AVX2 = InstructionSet("avx2", frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3", "-DVECTOR_BITS=256"))
+AVX2 = InstructionSet(
+    "avx2",
+    frozenset({"avx2", "fma", "f16c", "bmi2"}),
+    ("-march=x86-64-v3", "-DVECTOR_BITS=256"),
+)
 AVX2_VNNI = InstructionSet("avx2-vnni", AVX2.needs | {"avx_vnni"}, (*AVX2.flags, "-mavxvnni"))
 INSTRUCTION_SETS = [AVX512, AVX2_VNNI, AVX2]
-LOADED: list[InstructionSet] = []  # the one of the loaded kernels
+LOADED: list[InstructionSet] = []  # the instruction set of the loaded kernels, if any are loaded
 INSTEAD = "PyTorch's own operations run instead, which decode several times more slowly"
 
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """What /proc/cpuinfo says that the processor can do. Empty where there is no such file."""
+    """The features of the processor, as /proc/cpuinfo names them. Empty where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), ":").partition(":")[2].split())
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
 
 
 def choose_instruction_set(kernels: str) -> InstructionSet:
-    """The best of INSTRUCTION_SETS that this processor has, or with "avx2" the best one in 256 bits. UserError with the
-    reason if there is none."""
+    """The best of INSTRUCTION_SETS that this processor has, or with "avx2" the best one in 256 bits.
+    Raises UserError with the reason if it has none of them."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        raise UserError(
-            f"the CPU kernels are for x86 processors under Linux, not for {platform.machine()} under {sys.platform}"
-        )
+        here = f"{platform.machine()} under {sys.platform}"
+        raise UserError(f"the CPU kernels are for x86 processors under Linux, not for {here}")
     choices = [one for one in INSTRUCTION_SETS if one.name.startswith(kernels) or kernels == "auto"]
     found = next((one for one in choices if one.is_in(processor_flags())), None)
     if found is None:
@@ -81,27 +90,32 @@ def choose_instruction_set(kernels: str) -> InstructionSet:
 
 
 def load_kernels(kernels: str = "auto") -> bool:
-    """Build the kernels if no build is cached, and load them: those of choose_instruction_set(kernels). A process has
-    only one set. If there is none, print the reason and return False."""
+    """Build the kernels if no build is cached, and load those of choose_instruction_set(kernels). A
+    process has only one set of kernels. If they cannot run, print the reason and return False."""
     if LOADED and not LOADED[0].name.startswith(kernels) and kernels != "auto":
-        raise UserError(f"--kernels {kernels}: this process has loaded those for {LOADED[0].name} already")
+        loaded = LOADED[0].name
+        raise UserError(f"--kernels {kernels}: this process has loaded those for {loaded} already")
     return bool(LOADED) or try_to_load(kernels)
 
 
 @cache
 def try_to_load(kernels: str) -> bool:
     try:
-        chosen, compiler = choose_instruction_set(kernels), find_compiler()
+        chosen = choose_instruction_set(kernels)
+        compiler = find_compiler()
     except UserError as error:
         print_status(f"{error}; {INSTEAD}")
         return False
+
     try:
         library = str(build_library(compiler, chosen))
         torch.ops.load_library(library)
     except (OSError, RuntimeError) as error:
         why = str(error).strip().splitlines()[-1]
-        print_status(f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can): {why}; {INSTEAD}")
+        attempt = f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can)"
+        print_status(f"{attempt}: {why}; {INSTEAD}")
         return False
+
     functions = ctypes.CDLL(library)
     for function in (functions.register_kernels, functions.format_names):
         function.restype = ctypes.c_char_p
@@ -111,81 +125,98 @@ def try_to_load(kernels: str) -> bool:
     find_kernels("cpu")
     LOADED.append(chosen)
     allow_amx()
+
     if chosen is not AVX512 and kernels == "auto":
         missing = ", ".join(sorted(AVX512.needs - processor_flags()))
-        print_status(f"the CPU kernels for {chosen.name} run: for the faster ones, this processor lacks {missing}")
+        faster = f"for the faster ones, this processor lacks {missing}"
+        print_status(f"the CPU kernels for {chosen.name} run: {faster}")
     return True
 
 
 def find_compiler() -> str:
-    found = next(filter(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"]), None)
+    """The C++ compiler: $CXX, or the first one on the PATH. Raises UserError if there is none."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    found = next(filter(shutil.which, names), None)
     if found is None:
-        raise UserError("no C++ compiler for the CPU kernels: install g++ (Debian, Ubuntu), gcc-c++ (Fedora) or clang")
+        packages = "g++ (Debian, Ubuntu), gcc-c++ (Fedora) or clang"
+        raise UserError(f"no C++ compiler for the CPU kernels: install {packages}")
     return found
 
 
 @cache
 def allow_amx() -> bool:
-    """Let the loaded kernels use the processor's matrix unit, AMX, if there is one, ONEDNN_MAX_CPU_ISA does not exclude
-    it, and Linux grants it. Returns whether they use it.
+    """Let the loaded kernels use the processor's matrix unit, AMX, if it has one, if
+    ONEDNN_MAX_CPU_ISA does not exclude it, and if Linux grants it. Returns whether they use it.
 
-    ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where AMX kills the process.
+    ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where AMX kills
+    the process.
     """
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # the instructions that oneDNN may use as well
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # limits oneDNN in the same way
     wanted = most in ("", "ALL", "DEFAULT") or "AMX" in most
     works = wanted and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     return torch.ops.fastpath.allow_amx(works)
 
 
 def run_compiler(command: list[str]) -> str:
-    """Run the compiler and return what it printed. RuntimeError, with its first error, if it fails.
-
-    Its messages are asked for in English. They may quote names and source code in any encoding.
-    """
+    """Run the compiler and return what it printed. Raises RuntimeError with its first error."""
+    # Its messages are asked for in English. They may quote source code in any encoding.
     english = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, env=english, encoding="utf-8", errors="replace")
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["the compiler failed"]
-        raise RuntimeError(errors[0])
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        raise RuntimeError(errors[0] if errors else "the compiler failed")
     return done.stdout
 
 
-def build_library(compiler: str, instructions: InstructionSet) -> Path:
-    """Compile the C++ files to a cached library, and return its path. If several processes need it at once, one builds
-    it and the others wait. Raises RuntimeError with the compiler's first error."""
-    flags = [*FLAGS, *instructions.flags]
-    home = Path(torch.__file__).parent
-    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    version = run_compiler([compiler, "--version"])
-    processor = sorted(processor_flags())  # -march=native depends on it
-    paths = sorted([*SOURCES.glob("[!.]*.h"), *SOURCES.glob("[!.]*.cpp")])  # without the hidden files of editors
-    sources = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
-    key = repr((sources, compiler, version, flags, torch.__version__, processor))
-    name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+def cache_folder() -> Path:
+    """The folder of the builds: ~/.cache/fastpath, or one of this user's in the temporary directory
+    where no home directory is writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.lock").touch()
-    except (OSError, RuntimeError):  # no home directory, or not writable
+    except (OSError, RuntimeError):
         folder = Path(tempfile.gettempdir()) / f"fastpath-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        if (about := folder.lstat()).st_uid != os.getuid() or about.st_mode & 0o077:
+        about = folder.lstat()
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
             raise OSError(f"{folder} belongs to somebody else, or lets others write") from None
-    path = folder / name
-    if path.exists():
-        return path
+    return folder
+
+
+def build_library(compiler: str, instructions: InstructionSet) -> Path:
+    """Compile the C++ files to a cached library, and return its path. If several processes need it
+    at once, one builds it and the others wait. Raises RuntimeError with the compiler's first error."""
+    flags = [*FLAGS, *instructions.flags]
+    home = Path(torch.__file__).parent
+    include = home / "include"
+    compile_one = [compiler, *flags, f"-I{include}", f"-I{include}/torch/csrc/api/include", "-c"]
+    link = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+
+    version = run_compiler([compiler, "--version"])
+    processor = sorted(processor_flags())  # -march=native depends on it
+    paths = sorted([*SOURCES.glob("[!.]*.h"), *SOURCES.glob("[!.]*.cpp")])  # not editors' hidden files
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
+    key = repr((sources, compiler, version, flags, torch.__version__, processor))
+    name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+
+    folder = cache_folder()
+    library = folder / name
+    if library.exists():
+        return library
     with locked(folder / "kernels.lock", "builds the CPU kernels"):
-        if not path.exists():
-            with (
-                Stopwatch("building the CPU kernels", "some 40 seconds, once"),
-                tempfile.TemporaryDirectory(dir=folder, prefix=".build.") as temporary,
-                ThreadPoolExecutor() as pool,
-            ):
-                files = [path for path in paths if path.suffix == ".cpp"]
-                objects = [f"{temporary}/{file.stem}.o" for file in files]
-                compile_one = [compiler, *flags, *include, "-c"]
-                list(pool.map(run_compiler, ([*compile_one, str(f), "-o", o] for f, o in zip(files, objects))))
-                run_compiler([compiler, *flags, "-shared", *objects, "-o", f"{temporary}/{name}", *link])
-                Path(temporary, name).replace(path)
-    return path
+        if library.exists():  # another process has built it meanwhile
+            return library
+        with (
+            Stopwatch("building the CPU kernels", "some 40 seconds, once"),
+            tempfile.TemporaryDirectory(dir=folder, prefix=".build.") as temporary,
+            ThreadPoolExecutor() as pool,
+        ):
+            files = [path for path in paths if path.suffix == ".cpp"]
+            objects = [f"{temporary}/{file.stem}.o" for file in files]
+            commands = [[*compile_one, str(f), "-o", o] for f, o in zip(files, objects)]
+            list(pool.map(run_compiler, commands))  # a list, so that errors are raised
+            built = Path(temporary, name)
+            run_compiler([compiler, *flags, "-shared", *objects, "-o", str(built), *link])
+            built.replace(library)
+    return library

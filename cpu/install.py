@@ -1,18 +1,20 @@
 """Makes a model use the C++ kernels of this folder, for x86 processors with AVX-512 or AVX2 under Linux.
 
-Read down: CpuInstaller, which packs a model's layers one after the other; FusedBlocks, which runs all blocks as one
-operation. layers.py has the packed layers, build.py the build; kernels.py says what each operation computes.
+Read down: CpuInstaller, which packs a model's layers one after the other; FusedBlocks, which runs
+all blocks as one operation. layers.py has the packed layers, build.py the build; kernels.py says
+what each operation computes.
 
-Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one row use only a part
-of the memory bandwidth; these kernels use most of it. The bits of a row's result depend neither on the other rows
-nor on the number of threads. bfloat16 weights, and quantized ones with more than eight rows, are multiplied with AMX,
-the matrix unit of some Intel processors, if there is one. With other weights that are not quantized, a prefill (more
-than 16 new tokens per row) uses torch's own products, unless they are bfloat16 on a processor that cannot multiply it.
-Otherwise prefill and decoding give the same bits.
+Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one
+row use only a part of the memory bandwidth; these kernels use most of it. The bits of a row's result
+depend neither on the other rows nor on the number of threads. bfloat16 weights, and quantized ones
+with more than eight rows, are multiplied with AMX, the matrix unit of some Intel processors, if
+there is one. With other weights that are not quantized, a prefill (more than 16 new tokens per row)
+uses torch's own products, unless they are bfloat16 on a processor that cannot multiply it. Otherwise
+prefill and decoding give the same bits.
 
-If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32 columns, as in llama.cpp:
-products are then sums of integers. With exact activations, and always if the activations are float32, the kernels
-convert the weights to float32 in registers instead.
+If the weights are quantized, the activations are quantized as well, to 8 bits in groups of 32
+columns, as in llama.cpp: products are then sums of integers. With exact activations, and always if
+the activations are float32, the kernels convert the weights to float32 in registers instead.
 """
 
 import sys
@@ -40,12 +42,26 @@ from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, Installer
 from layers import Embedding, LayerNorm, Linear, RMSNorm
 from model import Block, Transformer
 
-# The operations that `blocks` replaces, and its own. If the schema of one was changed in Python only, `blocks` would
-# still compute the old operation, so it is not used then.
-FUSED_OPERATIONS = {"prepare_layer", "prepare_block", "blocks", "linear", "linear_packed", "rms_norm", "layer_norm"}
-FUSED_OPERATIONS |= {"attention"}
-# What it computes of config.Config besides kernels.FUSED_FIELDS.
-MORE_FUSED_FIELDS = ("qk_norm_whole", "norm_placement", "float32_norms", "residual_scale", "query_scale_beta")
+# The operations that `blocks` consists of. If the schema of one of them was changed only in Python,
+# that one has no kernel, and `blocks`, which would still compute the old operation, is not used.
+FUSED_OPERATIONS = {
+    "prepare_layer",
+    "prepare_block",
+    "blocks",
+    "linear",
+    "linear_packed",
+    "rms_norm",
+    "layer_norm",
+    "attention",
+}
+# The fields of config.Config that `blocks` takes into account, besides kernels.FUSED_FIELDS.
+MORE_FUSED_FIELDS = (
+    "qk_norm_whole",
+    "norm_placement",
+    "float32_norms",
+    "residual_scale",
+    "query_scale_beta",
+)
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
@@ -53,24 +69,31 @@ KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 class CpuInstaller(Installer):
     """Packs a model's weights for the kernels, one layer at a time.
 
-    Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is a multiple of 16,
-    and C of 32. They are packed in place, so no other model may share these tensors. Of a module that is no
-    Transformer, only quantized weights are packed. With `kernels` "torch", and where the kernels cannot run, the model
-    only gets memory in huge pages and the tuning of threads.
+    Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is
+    a multiple of 16, and C of 32. They are packed in place, so no other model may share these
+    tensors. In a module that is not a Transformer, only quantized weights are packed. With `kernels`
+    "torch", and where the kernels cannot run, the model only gets memory in huge pages and the
+    tuning of threads.
     """
 
     def __init__(self, model: nn.Module, kernels: str = "auto", exact_activations: bool = False):
         super().__init__(model, kernels, exact_activations)
         self.has_kernels = kernels != "torch" and load_kernels(kernels)
         self.reserved: HugePages | None = None
-        self.freed = 0  # bytes of layers that have been packed, since their memory was released
-        ours = [module for module in model.modules() if self.has_kernels and has_format(module)]
-        self.packed = HugePages(sum(-(-packed_bytes(module) // 64) * 64 for module in ours))
+        self.freed = 0  # bytes of layers that have been packed since their memory was released
+        total = 0
+        for module in model.modules():
+            if self.has_kernels and has_format(module):
+                total += -(-packed_bytes(module) // 64) * 64
+        self.packed = HugePages(total)
 
     @staticmethod
     def prepare_process(threads: int | None):
         keep_freed_memory()
-        share_processors() if threads is None else torch.set_num_threads(threads)
+        if threads is None:
+            share_processors()
+        else:
+            torch.set_num_threads(threads)
 
     def reserve(self, nbytes: int):
         self.reserved = HugePages(nbytes)
@@ -90,6 +113,7 @@ class CpuInstaller(Installer):
         kind = packed_type(self.model, plain)
         if kind is None:
             return
+
         self.model.set_submodule(name, kind(plain, self.exact_activations, self.packed.empty))
         self.freed += sum(tensor.nbytes for tensor in plain.buffers())
         if self.freed > KEPT_BYTES:  # otherwise fragmentation costs up to half the model's size
@@ -98,46 +122,60 @@ class CpuInstaller(Installer):
 
     def finish(self) -> Backend:
         model = self.model
-        backend = Backend(zeros=lambda nbytes, device: HugePages(nbytes).zeros, make_threads=Threads)
+        backend = Backend(
+            zeros=lambda nbytes, device: HugePages(nbytes).zeros,
+            make_threads=Threads,
+        )
         if not self.has_kernels:
             return backend
+
         backend = replace(backend, name=LOADED[0].name)
         repack_layers(model, FORMATS_WITH_KERNELS)
         for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
             self.pack(name)
         if not isinstance(model, Transformer):
             return backend
+
         backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
         # A split model adds up the ranks' parts in the blocks.
         if not can_fuse(model.config) or model.shard.ranks > 1:
             return backend
-        all_fused = all(prefills_fast(layer) for block in model.blocks for layer in linears_of(block))
-        is_invariant = all_fused and isinstance(model.output or model.embedding, PackedLinear)
-        most = sys.maxsize if all_fused else MAX_DECODE_TOKENS
-        fused = FusedBlocks(model.blocks, model.dtype)
-        return replace(backend, run_blocks=fused, max_fused_tokens=most, chunk_invariant=is_invariant)
+        layers = [layer for block in model.blocks for layer in linears_of(block)]
+        all_fused = all(prefills_fast(layer) for layer in layers)
+        return replace(
+            backend,
+            run_blocks=FusedBlocks(model.blocks, model.dtype),
+            max_fused_tokens=sys.maxsize if all_fused else MAX_DECODE_TOKENS,
+            chunk_invariant=all_fused and isinstance(model.output or model.embedding, PackedLinear),
+        )
 
 
 def packed_type(model: nn.Module, module: nn.Module) -> type | None:
-    """The class of the layer that replaces a module, or None if it stays."""
+    """The class of the layer that replaces a module, or None if the module is not replaced."""
     if not KERNELS["cpu"] >= {"pack_layer", "prepare_layer", "linear_packed", "embed_packed"}:
         return None
+    kind = PackedLinear
+    if isinstance(module, (Embedding, QuantizedEmbedding)):
+        kind = PackedEmbedding
     if has_format(module):
-        return PackedEmbedding if isinstance(module, QuantizedEmbedding) else PackedLinear
-    if isinstance(module, StackedLinear) and all(has_format(piece) or isinstance(piece, Linear) for piece in module):
-        return PackedLinear
+        return kind
+    if isinstance(module, StackedLinear):
+        fits = all(has_format(piece) or isinstance(piece, Linear) for piece in module)
+        return kind if fits else None
+
     if not isinstance(module, Linear) or not isinstance(model, Transformer) or not allow_amx():
         return None
-    is_table = module is model.embedding and model.output is not None  # is looked up, but never multiplied
-    N, C = module.weight.shape
-    if is_table or N % LANES or C % GROUP or module.weight.dtype != torch.bfloat16:  # padding would make it larger
+    if module is model.embedding and model.output is not None:  # it is looked up, never multiplied
         return None
-    return PackedEmbedding if isinstance(module, Embedding) else PackedLinear
+    N, C = module.weight.shape
+    if module.weight.dtype != torch.bfloat16 or N % LANES or C % GROUP:  # padding would enlarge it
+        return None
+    return kind
 
 
 def prefills_fast(layer: nn.Module) -> bool:
-    """Whether prefill uses our products for a layer. If its weights are not packed, those of torch are faster, but for
-    bfloat16 on processors that cannot multiply it."""
+    """Whether prefill uses our products for a layer. If its weights are not packed, torch's products
+    are faster, except for bfloat16 on processors that cannot multiply it."""
     if isinstance(layer, PackedLinear):
         return True
     has_fast_bf16 = LOADED[0].name == AVX512.name and "avx512_bf16" in processor_flags()
@@ -145,16 +183,23 @@ def prefills_fast(layer: nn.Module) -> bool:
 
 
 def can_fuse(config: Config) -> bool:
-    """Whether the fused operation `blocks` supports this architecture; other models run operation by operation."""
-    known = uses_only(config, FUSED_FIELDS + MORE_FUSED_FIELDS) and KERNELS["cpu"] >= FUSED_OPERATIONS
-    has_norms = config.norm == "rms" or (config.norm == "layer" and config.norm_placement == "before")
-    return known and has_norms and config.mlp in ("swiglu", "geglu", "gelu")
+    """Whether the fused operation `blocks` supports this architecture. Other models run operation by
+    operation."""
+    if not uses_only(config, FUSED_FIELDS + MORE_FUSED_FIELDS):
+        return False
+    if not KERNELS["cpu"] >= FUSED_OPERATIONS:
+        return False
+    if config.norm == "layer" and config.norm_placement != "before":
+        return False
+    return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu")
 
 
 class FusedBlocks:
-    """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers are not called.
+    """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers
+    are not called.
 
-    It keeps the weights that the blocks have at this time, so a layer that is replaced later has no effect.
+    It keeps the weights that the blocks have at this time, so a layer that is replaced later has no
+    effect.
     """
 
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
@@ -164,34 +209,63 @@ class FusedBlocks:
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
-        cos, sin = ([], []) if ropes[0] is None else map(list, zip(*ropes))
-        caches = [modules["cache"]._buffers for modules in self.modules]
-        k_caches, v_caches = ([cache[name] for cache in caches] for name in ("k", "v"))
+        tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
         positions = self.modules[0]["positions"]
-        places = (input_pos, rows, cos, sin, positions.slopes, positions.query_scales)
-        return torch.ops.fastpath.blocks.default(x, *places, k_caches, v_caches, self.handles)
+        caches = [modules["cache"]._buffers for modules in self.modules]
+        return torch.ops.fastpath.blocks.default(
+            x,
+            input_pos,
+            rows,
+            [cos for cos, _ in tables],
+            [sin for _, sin in tables],
+            positions.slopes,
+            positions.query_scales,
+            [cache["k"] for cache in caches],
+            [cache["v"] for cache in caches],
+            self.handles,
+        )
 
 
 def linears_of(block: Block) -> list[nn.Module]:
     """The linear layers of a block: qkv, out, up (or gate and up), down."""
     mlp = block.mlp
-    return [block.attention.qkv, block.attention.out, mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+    up = mlp.gate_up if mlp.gated else mlp.up
+    return [block.attention.qkv, block.attention.out, up, mlp.down]
 
 
 def prepare_block(block: Block, dtype: torch.dtype) -> int:
-    """Register a block's weights with the kernels, for activations of this dtype; returns a handle to them."""
-    attention, mlp = block.attention, block.mlp
+    """Register a block's weights with the kernels, for activations of this dtype, and return a
+    handle to them."""
+    attention = block.attention
     config = attention.config
-    norms = [*norm_tensors(block.attention_norm), *norm_tensors(block.mlp_norm)]
-    others = (attention.q_norm, attention.k_norm, block.attention_post_norm, block.mlp_post_norm)
-    norms += [norm_tensors(norm)[0] for norm in others]
-    layers = [prepare(layer) for layer in linears_of(block)]  # the block keeps them when these are released
+    norms = [
+        *norm_tensors(block.attention_norm),
+        *norm_tensors(block.mlp_norm),
+        norm_tensors(attention.q_norm)[0],
+        norm_tensors(attention.k_norm)[0],
+        norm_tensors(block.attention_post_norm)[0],
+        norm_tensors(block.mlp_post_norm)[0],
+    ]
+    layers = [prepare(layer) for layer in linears_of(block)]  # the block keeps them when released
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
-    switches = (mlp.kind, config.qk_norm_whole, block.post_norm_residual, block.rope_table)
-    settings = (attention.window, attention.scale, config.norm_eps, block.residual_scale, *switches)
-    return torch.ops.fastpath.prepare_block(norms, [layer.handle for layer in layers], sizes, dtype, *settings)
+    return torch.ops.fastpath.prepare_block(
+        norms,
+        [layer.handle for layer in layers],
+        sizes,
+        dtype,
+        attention.window,
+        attention.scale,
+        config.norm_eps,
+        block.residual_scale,
+        block.mlp.kind,
+        config.qk_norm_whole,
+        block.post_norm_residual,
+        block.rope_table,
+    )
 
 
 def norm_tensors(norm: RMSNorm | LayerNorm | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a norm."""
-    return (None, None) if norm is None else (norm.weight, norm.bias)
+    """The weight and the bias of a norm."""
+    if norm is None:
+        return None, None
+    return norm.weight, norm.bias

@@ -21,16 +21,18 @@ namespace fastpath {
 constexpr int CHUNK = 64;       // slots
 constexpr int QUERY_TILE = 32;  // queries that share the transposed keys
 
-// What computes the products of queries with keys, and of weights with values. If AMX is allowed, bfloat16 uses AMX for
-// many queries, and FLOAT for few, because AMX needs half a microsecond to wake up. Both give the same bits: FLOAT adds
-// up 32 products at a time, those with even and those with odd index apart, as AMX does.
+// How the products of queries with keys, and of weights with values, are computed. If AMX is allowed,
+// bfloat16 uses AMX for many queries, and FLOAT for few, because AMX needs half a microsecond to wake
+// up. Both give the same bits: FLOAT adds up 32 products at a time, those with even and those with
+// odd index apart, as AMX does.
 enum Products {
   FLOAT,  // float32, after a conversion
   PAIRS,  // two bfloat16 elements at a time, where the processor can
   AMX,
 };
 constexpr int MIN_AMX_QUERIES = 8;
-// Queries, and vectors of values, that are processed at a time: for more, the registers do not suffice.
+// How many queries, and how many vectors of values, are processed at a time: the registers hold no
+// more.
 constexpr int QUERIES_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2, VECTORS_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2;
 
 constexpr int elements_per_word(Products products) { return products == FLOAT ? 1 : 2; }
@@ -61,7 +63,8 @@ struct Attention {
     return cache + ((rows ? rows[b] : b) * K + k) * slots * E;
   }
 
-  // (first, last) of the slots that at least one of the tokens begin..end of row b sees; last = -1 if all are padding.
+  // The first and the last slot that at least one of the tokens begin..end of row b sees. The last one
+  // is -1 if all tokens are padding.
   std::pair<int64_t, int64_t> visible_slots(int64_t b, int64_t begin, int64_t end) const {
     int64_t least = slots, most = -1;
     for (int64_t s = begin; s < end; s++) {
@@ -102,7 +105,7 @@ struct FlushDenormals {
   ~FlushDenormals() { _mm_setcsr(before); }
 };
 
-// 16 words of a query, key or value, from word number `word` on; elements from E on are zero.
+// Loads 16 words of a query, key or value, from word number `word` on. Elements from E on are zero.
 template <Products P, class T>
 i32x16 load_words(const T* row, int64_t word, int64_t E) {
   if constexpr (P == FLOAT)
@@ -182,15 +185,16 @@ struct ChunkTile {
   int64_t count;               // queries
   int64_t base;                // the first slot of the chunk
   int64_t from, to;            // some of the queries see slots from..to
-  bool is_first;               // of the visible chunks, so no chunk before it has prefetched it
+  bool is_first;               // it is the first visible chunk, so no chunk before it has prefetched it
   int64_t ahead;               // how many slots ahead to prefetch; 0 in the last chunk
 
   int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
 };
 
 #ifdef HAS_BF16_PRODUCTS
-// 16 words of the values of `slot` and slot + 1, from word number `word` on, as pairs of the two: the first and the
-// second 16. Zeros in place of slots that no query sees, which may hold NaN.
+// Loads 16 words of the values of two slots, `slot` and slot + 1, from word number `word` on, and pairs
+// their elements: `first` gets the first 16 pairs, and `second` the second 16. A slot that no query
+// sees may hold NaN, so its elements are replaced by zeros.
 inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c, int64_t slot, int64_t word,
                              i32x16& first, i32x16& second) {
   auto words_of = [&](int64_t slot) {
@@ -250,7 +254,7 @@ template <class T, int MT, int VT>
 }
 
 #ifdef HAS_BF16_PRODUCTS
-// The same with PAIRS, two slots at a time.
+// The same as add_values, with PAIRS: two slots at a time.
 template <int MT, int VT>
 [[gnu::noinline]] void add_value_pairs(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c,
                                        int64_t i, int64_t e, float* states) {
@@ -275,8 +279,8 @@ template <int MT, int VT>
 #endif
 
 #ifdef HAS_AMX
-// out (count,16) = a (count,32*steps) times b, whose steps are tiles of 16 pairs of bfloat16. Strides are in bytes. The
-// tile of the last rows may overlap the one before it.
+// out (count,16) = a (count,32*steps) times b, which has a tile of 16 pairs of bfloat16 for each step.
+// Strides are in bytes. The tile of the last rows may overlap the one before it.
 void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t steps, float* out,
                     int64_t out_stride, int64_t count) {
   asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from memory
@@ -293,7 +297,7 @@ void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_st
   }
 }
 
-// The same with AMX, for all queries, 32 slots at a time.
+// The same as add_values, with AMX: for all queries, 32 slots at a time.
 void add_values_amx(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c, float* states) {
   const int64_t words = a.words(AMX), begin = c.from / GROUP * GROUP, end = (c.to + GROUP - 1) / GROUP * GROUP;
   uint32_t* pairs = w.values;
@@ -345,8 +349,8 @@ template <Products P, class T>
   }
 }
 
-// Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is; m and l of each query go to states. The scores are
-// q k scale - slope * distance, -infinity where a query must not look.
+// Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is bfloat16. m and l of each query go to
+// states. The scores are q k scale - slope * distance, and -infinity where a query must not look.
 template <Products P, class T>
 [[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
                                                  float* states) {
@@ -390,8 +394,9 @@ inline void clear_state(float* state, int64_t width) {
   state[width] = -INF;
 }
 
-// The softmax state (acc, m, l) of a tile of queries over one chunk, to states (count,stride). The queries must be in
-// the workspace already. (Which of the three steps are inlined here makes 3 % of attention's time.)
+// Computes the softmax state (acc, m, l) of a tile of queries over one chunk, and stores it in states
+// (count,stride). The queries must be in the workspace already. (Inlining the right ones of the three
+// steps saves 3 % of attention's time.)
 template <Products P, class T>
 void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, int64_t chunk,
                   const Workspace& w, float* states) {
@@ -400,7 +405,7 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), count, base};
   c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
   c.is_first = base <= first, c.ahead = base + CHUNK <= last ? CHUNK : 0;
-  if (c.from >= c.to) {  // none of the queries sees this chunk, which other queries of their row see
+  if (c.from >= c.to) {  // none of these queries sees the chunk; other queries of their row do
     for (int64_t i = 0; i < count; i++) clear_state(states + i * a.stride(), a.width());
     return;
   }
@@ -420,7 +425,7 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   });
 }
 
-// Calls work(Int<P>()) with the Products for a tile of so many queries.
+// Calls work(Int<P>()) with the Products for a tile of this many queries.
 template <class T, class Work>
 void choose_products(int64_t queries, const Work& work) {
   if constexpr (std::is_same_v<T, bf16>) {

@@ -14,7 +14,7 @@ namespace fastpath {
 
 // ---------------------------------------------------------------- norms: one thread a row, sums in float32
 
-// W: of the weights, T or float.
+// W is the type of the weights: T or float.
 template <class T, class W>
 void rms_norm_row(const T* x, const W* w, T* out, int64_t D, float eps) {
   f32x16 squares = floats(0.0f);
@@ -53,7 +53,7 @@ void add_scaled_row(const T* x, const T* y, float scale, T* out, int64_t D) {
 
 // ---------------------------------------------------------------- blocks
 
-// What a block's calls have in common. prepare_block checks it once.
+// The part of a block that is the same in all calls. prepare_block checks it once.
 struct PreparedBlock {
   std::vector<MaybeTensor> norms;  // own the memory that the pointers below refer to, as `layers` do
   std::vector<std::shared_ptr<const PreparedLayer>> layers;
@@ -63,7 +63,9 @@ struct PreparedBlock {
   // Null where the model has none.
   const float *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
   const float *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
-  float scale, eps, residual_scale;  // of attention's scores; of the norms; of what attention and MLP add to x
+  // scale: of attention's scores. residual_scale: what the outputs of attention and MLP are multiplied
+  // by before they are added to x.
+  float scale, eps, residual_scale;
   bool gated, gelu, qk_norm_whole, post_norm_residual;
   int64_t rope_table;  // which of the tables of cos and sin it uses
 };
@@ -76,7 +78,7 @@ struct Block {
   Attention<T> attention;  // allocate() fills in q and out
   int64_t M;  // B * S tokens
   const float *cos, *sin;  // (M,E), or null
-  const float* query_scales;  // what queries are multiplied by, of each slot, or null
+  const float* query_scales;  // for each slot, the factor of a query at this position; or null
   T *k, *v;  // the caches of `attention`, for writing
   const T* x;  // (M,D)
   T* result;  // (M,D), may be x

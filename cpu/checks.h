@@ -1,4 +1,5 @@
-// What the operations share: checks of their arguments, layers that are prepared once, templates for the dtype.
+// Code that the operations share: checks of their arguments, layers that are prepared once, templates
+// for the dtype.
 
 #pragma once
 
@@ -58,14 +59,14 @@ struct PreparedLayer {
   }
 };
 
-// Groups of 32 columns that share a scale, if there is one for each `groupsize` of C columns.
+// How many groups of 32 columns share a scale, if each `groupsize` of the C columns have one.
 int64_t groups_per_scale(int64_t groupsize, int64_t C) {
   TORCH_CHECK(groupsize >= C || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
               " columns are no multiple of 32");
   return groupsize >= C ? (C + GROUP - 1) / GROUP : groupsize / GROUP;
 }
 
-// The number of a quantized format.
+// The place of a quantized format in `Formats`.
 int checked_format(const std::string& name, int64_t C, int64_t groupsize) {
   const int number = format_named(name, groups_per_scale(groupsize, C));
   TORCH_CHECK(number >= 0, "there are no kernels for the format ", name);
@@ -140,7 +141,7 @@ PreparedLayer stack(const std::vector<std::shared_ptr<const PreparedLayer>>& lay
   return made;
 }
 
-// Things that are prepared once and used by their handles, which are indices.
+// A list of things that are prepared once, and then used by their handles, which are indices.
 template <class Thing>
 class Handles {
   std::mutex lock;

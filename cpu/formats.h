@@ -64,7 +64,8 @@ struct Nibbles {
   }
 };
 
-// x shifted left by so many bits, or right if it is negative; the bits that cross a byte are masked later.
+// x shifted to the left by `left` bits, or to the right if `left` is negative. The caller masks the
+// bits that cross into another byte.
 inline u8x64 shifted(u8x64 x, int left) { return left >= 0 ? shift_left(x, left) : shift_right(x, -left); }
 
 // 5 bits. First a line with the fifth bits, bit 2 * step + half of each byte; then the nibbles.
@@ -110,11 +111,11 @@ struct SixBits {
 // ---------------------------------------------------------------- scales
 //
 // A struct of scales begins each superblock with BYTES bytes, for GROUPS groups. (GROUPS = 0: `groups` says how many.)
-// `load` reads them; then it has the 16 rows' scales and mins of group i. Where HALVES, each half of a group of columns
-// has its own scale.
+// `load` reads them. Then scale(i) and min(i) return those of group i, for all 16 rows. If HALVES, each
+// half of a group of columns has its own scale.
 
-// float16, one for each `groupsize` columns; with MINS, a min as well. Without, a line has those of two such groups.
-// FIXED: the groupsize is 32.
+// A float16 scale for each `groupsize` columns. A line holds the scales and, if MINS, the mins of these
+// columns; without mins, it holds the scales of twice as many columns. FIXED: the groupsize is 32.
 template <bool MINS, bool FIXED>
 struct HalfScales {
   static constexpr bool HAS_MINS = MINS, HALVES = false;
@@ -241,19 +242,20 @@ struct Int4 {
   static uint16_t min(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(2, n)[g]; }
 };
 
-// What the formats of GGUF files have in common: blocks of so many columns, which take so many bytes.
+// The common part of the formats of GGUF files: blocks of COLUMNS columns, which take BYTES bytes.
 template <int COLUMNS_, int BYTES_>
 struct Blocks {
   static constexpr int PARTS = 1, COLUMNS = COLUMNS_, BYTES = BYTES_;
   static const uint8_t* block(const Source& s, int64_t n, int64_t u) { return s.row(0, n) + u * BYTES; }
 };
 
-// Nibbles of 32 columns: columns 0 to 15 in the low nibbles of 16 bytes, columns 16 to 31 in the high nibbles.
+// Reads the nibbles of 32 columns: columns 0 to 15 are in the low nibbles of 16 bytes, and columns 16
+// to 31 in the high nibbles.
 inline void read_nibbles(const uint8_t* from, uint8_t* q) {
   for (int c = 0; c < 16; c++) q[c] = from[c] & 15, q[16 + c] = from[c] >> 4;
 }
 
-// With the fifth bits of 32 columns, which are the bits of 4 bytes.
+// The same with five bits: the fifth bits of 32 columns are the bits of 4 bytes.
 inline void read_five_bits(const uint8_t* fifth, const uint8_t* nibbles, uint8_t* q) {
   read_nibbles(nibbles, q);
   for (int c = 0; c < 32; c++) q[c] |= (fifth[c / 8] >> c % 8 & 1) << 4;
@@ -339,7 +341,8 @@ struct Q6_K : Blocks<256, 210> {
   using Levels = SixBits;
   using Scales = ByteScales<true>;
   static constexpr int OFFSET = 32;
-  // Of each 128 columns, the first 64 have the low nibbles of 64 bytes; 32 bytes have two more bits of four groups.
+  // Each 128 columns have 64 bytes of nibbles (the low nibbles belong to the first 64 columns), and 32
+  // bytes with two more bits for each of their four groups.
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     const uint8_t* from = block(s, n, b / 8);
     const int part = b % 8 / 4, i = b % 4;
@@ -350,7 +353,7 @@ struct Q6_K : Blocks<256, 210> {
   static int8_t number(const uint8_t* block, int i) { return block[192 + i]; }
 };
 
-// 4 bits that are places in a table of 16 levels.
+// 4 bits, which are an index into a table of 16 levels.
 struct TableNibbles : Nibbles {
   static constexpr int MOST = 255;
   // llama.cpp's table with OFFSET added
@@ -394,8 +397,8 @@ void with_format(int format, const Work& work) {
   }(std::make_index_sequence<std::tuple_size_v<Formats>>());
 }
 
-// The number of the first format with this name, as formats.FORMATS has it, for groups of so many times 32 columns; -1
-// if there is none.
+// The place of the first format with this name, a name of formats.FORMATS, that fits groups of
+// groups_per_scale times 32 columns; -1 if there is none.
 inline int format_named(const std::string& name, int64_t groups_per_scale) {
   int found = -1;
   for (int i = std::tuple_size_v<Formats> - 1; i >= 0; i--)

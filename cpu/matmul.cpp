@@ -15,7 +15,7 @@ constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpb
 template <int COUNT>
 void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
   const bf16* w = (const bf16*)p.weight + block * p.Cb * GROUP * LANES;
-// The numbers of tiles are part of the instructions, so these are no loops.
+// The numbers of tiles are part of the instructions, so macros take the place of loops.
 #define FOR_EACH_TILE(STATEMENT)             \
   if constexpr (COUNT > 0) { STATEMENT(0); } \
   if constexpr (COUNT > 1) { STATEMENT(1); } \
@@ -51,8 +51,8 @@ struct Ahead {
 
 constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
 
-// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights. A group
-// of q has so many bytes. Prefetches so many lines for each group.
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit
+// weights. group_bytes: the bytes of a group of q. lines: how many lines to prefetch for each group.
 template <int COUNT>
 void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&weights)[COUNT],
                      __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
@@ -209,7 +209,7 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
   with_format(l.format, [&](auto format) {
     using F = decltype(format);
 #ifdef HAS_AMX
-    if constexpr (!F::Scales::HALVES) {  // a tile has all columns of a group, so its halves have no sums of their own
+    if constexpr (!F::Scales::HALVES) {  // AMX sums all columns of a group, never only a half of them
       if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
         const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
         return by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {

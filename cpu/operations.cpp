@@ -101,7 +101,7 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t C, int6
   });
 }
 
-// Rows of a table, (...,C) float32.
+// The rows of a table for these tokens, (...,C) float32.
 Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t C) {
   const auto prepared = prepared_layers.get(layer);
   const Layer& l = prepared->layer;
@@ -162,7 +162,7 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
   });
 }
 
-// Checks the arguments of attention; q and out are still missing in what it returns.
+// Checks the arguments of attention. The caller sets q and out of the result.
 template <class T>
 Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_cache, const Tensor& v_cache,
                                const Tensor& input_pos, const MaybeTensor& rows, const MaybeTensor& slopes,
@@ -207,9 +207,12 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
 
 Handles<PreparedBlock> prepared_blocks;
 
-// Returns a handle of a block for the operation `blocks`. norms: weight and bias of the norms before attention and MLP,
-// then the weights of q_norm, k_norm and the norms after attention and MLP. layers: qkv, out, up (or gate and up), down.
-// sizes: H, K, E, D, F. activation: of the MLP, as in Config.mlp.
+// Returns a handle of a block for the operation `blocks`.
+//   norms       weight and bias of the norms before attention and MLP, then the weights of q_norm,
+//               k_norm and the norms after attention and MLP
+//   layers      handles of qkv, out, up (or gate and up), down
+//   sizes       H, K, E, D, F
+//   activation  the MLP's, as in Config.mlp
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
                       at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
                       double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
@@ -240,7 +243,8 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
 
 void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
-// cos, sin: of x's tokens, from each RoPE table; none if the model has no RoPE. query_scales: of all slots, if any.
+// cos and sin have a tensor for each RoPE table, with the values for x's tokens; they are empty if the
+// model does not use RoPE. query_scales has a value for each slot.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
               at::TensorList k_caches, at::TensorList v_caches, at::IntArrayRef handles) {
@@ -305,7 +309,8 @@ bool allow_amx(bool allowed) {
 
 }  // namespace
 
-// The names of an operation's arguments in its schema, separated by commas; none if it is not declared.
+// The names of an operation's arguments in its schema, separated by commas; empty if the operation is
+// not declared.
 std::string argument_names(const char* operation) {
   std::string names;
   const auto declared = c10::Dispatcher::singleton().findSchema({operation, ""});

@@ -10,8 +10,9 @@
 
 #include "vectors.h"
 
-// The OpenMP runtime that torch has loaded, called by its functions and not by pragmas: so every compiler will do, and
-// our threads are torch's. GOMP_parallel calls function(argument) on so many threads (flags: 0).
+// The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that
+// any compiler will do and the threads are those of torch. GOMP_parallel calls function(argument) on
+// `threads` threads (flags: 0).
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
 int omp_get_thread_num();
@@ -25,9 +26,9 @@ namespace fastpath {
 constexpr int SPINS = 2000;  // iterations of about 25 ns that a thread waits awake for the others
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
 
-// Where the threads of a parallel region wait for each other. A waiting thread spins for some 50 us, which is nearly
-// always enough, and then sleeps: while another program has one processor, the thread that it waits for may need this
-// one.
+// The threads of a parallel region wait for each other here. A waiting thread spins for some 50 us,
+// which is nearly always enough, and then sleeps: if another program occupies a processor, the thread
+// that is late may need this one.
 class Barrier {
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> phase{0};

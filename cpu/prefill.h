@@ -13,14 +13,15 @@
 
 namespace fastpath {
 
-// Rows of x up to which packed_block is faster, which unpacks the weights again for each tile of rows: 28 with AVX-512,
-// and for formats of 5 and 6 bits, which have more lines than steps because the upper bits have lines of their own. In
-// 256 bits, where few sums fit in the registers, it is always faster for the others, which take few instructions.
+// The largest number of rows of x for which packed_block is faster, although it unpacks the weights
+// again for each tile of rows. It is 28 with AVX-512, and for formats of 5 and 6 bits, which have more
+// lines than steps because the upper bits have lines of their own. The other formats are unpacked in
+// few instructions, and in 256 bits few sums fit in the registers: there packed_block is always faster.
 template <class F>
 constexpr int MAX_TILED_ROWS = VECTOR_BITS == 512 || F::Levels::LINES > F::Levels::STEPS ? 28 : INT_MAX;
-constexpr int MAX_ROWS = 256;        // of x at a time, which stay in the L2 cache
-constexpr int UNPACKED_GROUPS = 16;  // of 32 columns at a time
-constexpr int BLOCKS = VECTOR_BITS == 512 ? 2 : 1;  // of weight rows at a time
+constexpr int MAX_ROWS = 256;        // rows of x at a time; they stay in the L2 cache
+constexpr int UNPACKED_GROUPS = 16;  // groups of 32 columns at a time
+constexpr int BLOCKS = VECTOR_BITS == 512 ? 2 : 1;  // blocks of weight rows at a time
 
 struct Unpacked {  // a group of 32 columns
   u8x64 levels[BLOCKS][8];   // four columns each

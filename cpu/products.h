@@ -59,7 +59,7 @@ struct Layer {
 };
 
 constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
-// Rows of x that are multiplied with a block at a time: for more, the registers do not suffice.
+// How many rows of x are multiplied with a block at a time: the registers hold no more sums.
 constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4, FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;
 
 // M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one
@@ -119,8 +119,8 @@ void in_tiles(int64_t m, int64_t stop, const Function& f) {
 
 inline bool amx_allowed = false;  // set once, by allow_amx
 
-// One step along the columns for weights that are not packed: acc += w * x, lane by lane. Of bfloat16, two products are
-// added to each lane.
+// One step along the columns for weights that are not packed: acc += w * x, lane by lane. With bfloat16,
+// two products are added to each lane.
 template <class T>
 struct Step {
   static constexpr int WIDTH = LANES;
@@ -229,7 +229,8 @@ inline u8x64 four_columns(const int8_t* q) {
   return as_bytes(ints(columns));
 }
 
-// Always inlined: GCC takes a function that only prefetches for one without effects, and removes calls of it.
+// It must be inlined: GCC assumes that a function that only prefetches has no effect, and removes calls
+// of it.
 template <int LINES>
 [[gnu::always_inline]] inline void prefetch_lines(const uint8_t* at) {
 #pragma GCC unroll 8
@@ -264,7 +265,8 @@ struct Stream {
   f32x16 min() const { return scales.min(i); }
 };
 
-// The sums of a group of weights for one row of x: of the whole group or, with HALVES, of each of its halves.
+// The sums of a group of weights for one row of x: one sum for the whole group or, with HALVES, one for
+// each of its halves.
 template <int MOST, int OFFSET, bool HAS_MINS, bool HALVES>
 struct GroupSums {
   static constexpr int COUNT = HALVES ? 2 : 1, STEPS = 8 / COUNT;  // steps of four columns in a sum
@@ -328,7 +330,7 @@ template <int MT, class F>
   }
 }
 
-// Four columns of 16 weights each, from a vector of levels: the weights of column c, in float32.
+// A vector of levels has four columns of 16 weights. Returns the weights of column c in float32.
 template <class F>
 inline f32x16 weights_of_column(u8x64 levels, int c, f32x16 scale, f32x16 min) {
   const i32x16 level = (as_ints(levels) >> 8 * c) & ints(255);
@@ -342,7 +344,7 @@ template <int MT, class F>
   using L = typename F::Levels;
   const int64_t stride = p.Cb * GROUP;
   Stream<F> stream(p, block);
-  f32x16 other[MT];  // two sums, so that one addition need not wait for the last
+  f32x16 other[MT];  // a second sum, so that an addition need not wait for the one before it
   std::fill(acc, acc + MT, floats(0.0f));
   std::fill(other, other + MT, floats(0.0f));
   for (int64_t b = 0; b < p.Cb; b++) {

@@ -92,7 +92,7 @@ struct RowSettings {
   int64_t n_drafted;
 
   bool penalizes() const { return repetition != 1 || frequency != 0 || presence != 0; }
-  // Of the 16 tokens from v on, a multiple of 16.
+  // Which of the 16 tokens from v on may be sampled. v is a multiple of 16.
   Lanes allowed(int64_t v) const { return uint32_t(mask[v / 32]) >> v % 32; }
 };
 
@@ -260,7 +260,8 @@ Tokens<float> keep_above(Tokens<float> tokens, const Scratch& s, float threshold
   });
 }
 
-// The k-th largest of the row's maxima is a lower bound of the k-th largest logit: the cheap bound of this filter.
+// The cheap bound of this filter is the k-th largest of the row's maxima, which cannot exceed the k-th
+// largest logit.
 template <class T>
 Tokens<float> keep_top_k(Tokens<T> tokens, const Scratch& s, int64_t k) {
   const int64_t lanes = (tokens.n + BLOCK_VECTORS * LANES - 1) / (BLOCK_VECTORS * LANES) * LANES;

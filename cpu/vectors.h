@@ -63,12 +63,12 @@ inline f32x16 fast_exp(f32x16 x) {
 
 inline float fast_exp(float x) { return first_lane(fast_exp(floats(x))); }
 
-// Always inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
+// It must be inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
 [[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
 }
 
-// 16 words of two bfloat16 elements each, as float32: the first elements, and the second ones.
+// Converts 16 words of two bfloat16 elements each to float32: the first elements, and the second ones.
 inline void split_pairs(i32x16 words, f32x16& first, f32x16& second) {
   first = as_floats(words << 16);
   second = as_floats(words & ints(0xffff0000));

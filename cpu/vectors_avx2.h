@@ -1,5 +1,5 @@
-// The vectors of vectors.h in two registers of 256 bits each, for AVX2 with FMA and F16C, and AVX-VNNI where there is
-// it. Functions without a comment are explained in vectors_avx512.h.
+// The vectors of vectors.h in two registers of 256 bits each, for AVX2 with FMA and F16C, and AVX-VNNI
+// where the processor has it. Functions without a comment are explained in vectors_avx512.h.
 
 #pragma once
 

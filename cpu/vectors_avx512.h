@@ -1,4 +1,5 @@
-// The vectors of vectors.h in registers of 512 bits, for AVX-512 (F, BW, DQ, VL), with VNNI and BF16 where there are.
+// The vectors of vectors.h in registers of 512 bits, for AVX-512 (F, BW, DQ, VL), with VNNI and BF16
+// where the processor has them.
 
 #pragma once
 
@@ -12,7 +13,7 @@ struct i64x16 {  // 16 int64 elements: lanes 0 to 7, and 8 to 15
   __m512i low, high;
 };
 
-// The same of the first n of 32 elements with 16 bits.
+// The same as first_lanes, for the first n of 32 elements with 16 bits.
 inline __mmask32 first_halves(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
 
 // ---------------------------------------------------------------- all lanes, and conversions
@@ -227,7 +228,7 @@ inline void transpose(i32x16 (&words)[16]) {
   }
 }
 
-// Elements from..from+16, of 16 bits, of x and y in turns.
+// The 16-bit elements from..from+16 of x and of y in turns.
 template <int from>
 inline i32x16 interleave_halves(i32x16 x, i32x16 y) {
   const i32x16 one = lane_indices() + from, indices = one | ((one + 32) << 16);
